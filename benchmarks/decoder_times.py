@@ -15,7 +15,6 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """One measured row beside the model of times."""
-
-    kind: str
-    """fitted, held out, or later: first measured after the constants were fixed."""
-    replay: float
-    """Modelled replay divided by the measured one."""
-    inside: bool
-    """Whether the measured eager time lies in the modelled range."""
-    cells: tuple[str, ...]
-    """Cells of the table."""
-
-
-def compared(row: dict[str, Any], gpu: str) -> Compared:
-    """The model of times for one row."""
+def compared(row: dict[str, Any], gpu: str) -> tuple[str, float, bool, tuple[str, ...]]:
+    """A row beside the model of times: its kind, modelled replay over measured, eager in its range, cells."""
     fields = {f.name for f in dataclasses.fields(Model)}
     model = Model(**{k: tuple(v) if isinstance(v, list) else v for k, v in row["model"].items() if k in fields})
     batch, squared = row["batch"], float(sum(n * n for n in row["lengths"]))
@@ -64,7 +49,7 @@ def compared(row: dict[str, Any], gpu: str) -> Compared:
         str(batch["cap"]), kind, f"{row['replay_ms']:.1f}", f"{replayed.replay_ms:.1f}", f"{ratio:.3f}",
         f"{eager:.1f}", f"{low:.1f} to {high:.1f}", "yes" if inside else "no",
     )  # fmt: skip
-    return Compared(kind=kind, replay=ratio, inside=inside, cells=cells)
+    return kind, ratio, inside, cells
 
 
 def compare(files: Sequence[Path]) -> str:
@@ -72,16 +57,16 @@ def compare(files: Sequence[Path]) -> str:
     read = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     gpu = [row["gpu"] for row in read if row["case"] == "environment"][-1]
     results = [compared(row, gpu) for row in read if "replay_ms" in row]
-    lines = table([COLUMNS, *(result.cells for result in results)])
+    lines = table([COLUMNS, *(cells for *_, cells in results)])
     for kind in ("fitted", "held out", "later", "all"):
-        chosen = [r for r in results if kind in (r.kind, "all")]
+        chosen = [(ratio, inside) for its, ratio, inside, _ in results if kind in (its, "all")]
         if chosen:
-            errors = [abs(r.replay - 1) for r in chosen]
+            errors = [abs(ratio - 1) for ratio, _ in chosen]
             lines.append(
                 f"\n{kind}: {len(chosen)} rows; replay within 15% in {sum(e <= 0.15 for e in errors)}, within 25% in "
                 f"{sum(e <= 0.25 for e in errors)}, largest error {max(errors):.1%}, mean ratio "
-                f"{statistics.fmean(r.replay for r in chosen):.3f}; eager inside the range in "
-                f"{sum(r.inside for r in chosen)}"
+                f"{statistics.fmean(ratio for ratio, _ in chosen):.3f}; eager inside the range in "
+                f"{sum(inside for _, inside in chosen)}"
             )
     return "\n".join(lines)
 

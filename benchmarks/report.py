@@ -79,15 +79,10 @@ def timed(arguments: list[str], repeat: int) -> tuple[float, float]:
 
 def write_demo_plan(directory: Path) -> None:
     """Write the demo's plan and profile, as `make demo` does."""
-    from thdprof.analyze import analyze_dataset, make_plan, make_profile
-    from thdprof.analyze.sources.demo import write_demo
-
-    data = write_demo(directory / "demo")
-    analysis = analyze_dataset(
-        data.bridge, loader="single", pad_to_max_length=True, data_parallel_size=8, global_batch_size=64
-    )
-    make_plan(analysis).save(directory / "plan.yaml")
-    make_profile(analysis).save(directory / "plan.profile.parquet")
+    run = "--loader single --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 -o plan.yaml"
+    for words in ("demo demo", f"analyze demo/bridge {run} --profile plan.profile.parquet"):
+        command = [sys.executable, "-m", "thdprof", *words.split()]
+        subprocess.run(command, check=True, cwd=directory, stdout=subprocess.DEVNULL)
 
 
 def time_reports(folder: Path, name: str, repeat: int) -> list[tuple[str, str, str, str]]:

@@ -1,8 +1,8 @@
-"""The runtime beside its peers on one GPU, all in one run; prints Markdown.
+"""The runtime beside eager passes on one GPU, all in one run; prints Markdown.
 
     python benchmarks/runtime.py [SECTION ...]
 
-Sections: equal, replay, host, memory, mixed. Stack "te" is Transformer Engine's TransformerLayer,
+Sections: equal, mixed. Stack "te" is Transformer Engine's TransformerLayer,
 whose eager passes are bound by the host; "torch" is thdprof.runtime.stack over torch's varlen attention.
 """
 
@@ -129,37 +129,6 @@ def free(*things) -> None:
     torch.cuda.empty_cache()
 
 
-def hand_written(stack: nn.Module, x: torch.Tensor, cap: int):
-    """One CUDAGraph of forward and backward at a fixed shape, gradients added in place."""
-    static_x = x.detach().clone().requires_grad_()
-    static_cu = torch.zeros(cap + 1, dtype=torch.int32, device="cuda")
-    static_grad = x.detach().clone()
-    metadata = PackedSequence(cu_seqlens=static_cu, max_seqlen=TOKENS)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            stack(static_x, metadata).backward(static_grad)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        stack(static_x, metadata).backward(static_grad)
-    pinned = [(torch.zeros(cap + 1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(4)]
-
-    def step(packed: PackedSequence) -> None:
-        pinned.append(pinned.pop(0))
-        host, copied = pinned[0]
-        copied.synchronize()  # else a later micro-batch's boundaries would be replayed
-        host.numpy()[:] = pad_cu_seqlens(packed.host, max_seqs=cap, n_tokens=TOKENS)
-        static_cu.copy_(host, non_blocking=True)
-        copied.record()
-        static_x.detach().copy_(x.detach())
-        static_grad.copy_(x.detach())
-        graph.replay()
-
-    return step
-
-
 def eager(stack: nn.Module, x: torch.Tensor):
     grad = x.detach()
 
@@ -178,23 +147,6 @@ def through(graphs: GraphedModule, x: torch.Tensor):
     return step
 
 
-def section_replay(kinds) -> None:
-    print("\n## Replay of one shape, cap 64: milliseconds a micro-batch, forward and backward\n")
-    lines = [["stack", "eager", "this bank", "hand-written CUDAGraph", "bank / hand"]]
-    for kind in kinds:
-        x, packs, stack, other = make_input(), distribution(16, at_most=60), make(kind), make(kind)
-        graphs = GraphedModule(stack, buckets((64,)), sample_every=0)
-        for p in other.parameters():
-            p.grad = torch.zeros_like(p)
-        variants = {"eager": eager(stack, x), "bank": through(graphs, x), "hand": hand_written(other, x, 64)}
-        row = interleaved(variants, packs)
-        lines.append([kind, *(f"{row[name]:.2f}" for name in variants), f"{row['bank'] / row['hand']:.3f}"])
-        graphs.close()
-        del graphs, stack, other, variants
-        free()
-    print("\n".join(table(lines)))
-
-
 def section_mixed(kinds) -> None:
     print("\n## The example distribution: milliseconds a micro-batch\n")
     lines = [["stack", "eager", "bank 64, 128, 358", "one graph padded to 358", "eager / bank", "padded / bank"]]
@@ -211,48 +163,6 @@ def section_mixed(kinds) -> None:
         maximum.close()
         del graphs, maximum, stack, variants
         free()
-    print("\n".join(table(lines)))
-
-
-def section_host(kinds) -> None:
-    print("\n## Host time of dispatch and padding, microseconds a micro-batch (median of 2,000)\n")
-    stack = make("torch", layers=1)
-    graphs = GraphedModule(stack, buckets(), sample_every=0)
-    x = make_input()
-    packs = distribution(2000, seed=5)
-    graphs(x, packs[0]).backward(x.detach())
-    bank = graphs._bank
-    decide, stage = [], []
-    slot = bank.slots[0]
-    for packed in packs:
-        torch.cuda.synchronize()
-        t0 = time.perf_counter()
-        call = graphs._describe((x, packed), {})
-        bucket = graphs._decide(call)
-        t1 = time.perf_counter()
-        slot.metadata.stage(call.boundaries, bucket)
-        t2 = time.perf_counter()
-        decide.append((t1 - t0) * 1e6)
-        stage.append((t2 - t1) * 1e6)
-    print(f"dispatch {statistics.median(decide):.1f}, padding with its copies queued {statistics.median(stage):.1f}")
-    graphs.close()
-
-
-def section_memory(kinds) -> None:
-    print("\n## Memory of the pools, MiB\n")
-    lines = [["stack", "largest bucket", "three buckets", "two slots of three", "three / largest", "two slots / one"]]
-    for kind in kinds:
-        found = []
-        for caps, slots in ((CAPS[-1:], 1), (CAPS, 1), (CAPS, 2)):
-            stack, x = make(kind), make_input()
-            graphs = GraphedModule(stack, buckets(caps), num_slots=slots, sample_every=0)
-            graphs(x, distribution(1)[0]).backward(x.detach())
-            found.append(graphs._bank.pool_bytes() / 2**20)
-            graphs.close()
-            del graphs, stack, x
-            free()
-        one, three, two = found
-        lines.append([kind, *(f"{size:.0f}" for size in found), f"{three / one:.3f}", f"{two / three:.3f}"])
     print("\n".join(table(lines)))
 
 
@@ -307,7 +217,7 @@ def section_equal(kinds, steps: int = 200) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["equal", "replay", "host", "memory", "mixed"])
+    parser.add_argument("sections", nargs="*", default=["equal", "mixed"])
     parser.add_argument("--stacks", default="te,torch")
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels; slower")
     options = parser.parse_args()

@@ -102,10 +102,10 @@ Qwen3-30B-A3B, EP 2, HybridEP, preprocessing captured | @preprocessed ROUTED_BY_
 gpt-oss, EP 2, biases, windows, recompute moe_act and layernorm |
     @biases GPT_OSS EP OVERLAPS SELECTIVE moe_act layernorm
 gpt-oss, learnable softmax, biases, windows, recompute moe_act and layernorm |
-    @biases @eager_runs=5 GPT_OSS --softmax-type learnable SELECTIVE moe_act layernorm
-Qwen3-Next, gated delta nets, global_aux_loss | @eager_runs=5 QWEN3_NEXT
-Qwen3-Next, EP 2, FP8 current in FP8 | @eager_runs=5 QWEN3_NEXT EP OVERLAPS CURRENT --fp8-param-gather
-pretrain_hybrid.py, Mamba, attention, experts | @eager_runs=5 RECIPE AUX HYBRID M*ME*-
+    @biases GPT_OSS --softmax-type learnable SELECTIVE moe_act layernorm
+Qwen3-Next, gated delta nets, global_aux_loss | QWEN3_NEXT
+Qwen3-Next, EP 2, FP8 current in FP8 | QWEN3_NEXT EP OVERLAPS CURRENT --fp8-param-gather
+pretrain_hybrid.py, Mamba, attention, experts | RECIPE AUX HYBRID M*ME*-
 pretrain_hybrid.py, Mamba and attention, dropout | @dropout HYBRID M*M-
 TP 2, sequence parallel, FP8 current, recompute full uniform | CURRENT TP_SP UNIFORM
 TP 2, sequence parallel, FP8 current, parameters in FP8, recompute core_attn and mlp |
@@ -255,7 +255,6 @@ EP or DP in the name. The settings that most recipes of Megatron-Bridge for H100
 @dropout  @fused  @sft  @biases   switch these on; @fused adds weight gradients to main_grad inside matrix products
 @impl=  @preprocessed  @layers_per_graph=   the plan's graphs; up to the router with dropless experts, else chunks
 @microbatches=   samples of a step, of all ranks; else two of each data-parallel rank, four through a pipeline
-@eager_runs=     runs with --replay off: several where eager runs differ from each other
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 
 from megatron_lm import (
@@ -65,8 +63,10 @@ class _Gpus:
     """The GPUs of this host, of which a run of one GPU gets the one with the fewest runs."""
 
     def __init__(self) -> None:
+        import torch
+
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        self.names = [name for name in visible.split(",") if name] or [str(n) for n in range(_device_count())]
+        self.names = [name for name in visible.split(",") if name] or [str(n) for n in range(torch.cuda.device_count())]
         self._runs = Counter(dict.fromkeys(self.names, 0))
         self._lock = threading.Lock()
 
@@ -81,12 +81,6 @@ class _Gpus:
         finally:
             with self._lock:
                 self._runs.subtract(mine)
-
-
-def _device_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def run_rows(
@@ -121,14 +115,14 @@ def run_rows(
 
     def one(work: _Work, name: str) -> None:
         ran = Ran(code=-1, log="", seconds=0.0)
-        if _is_needed(work, name) and end - time.monotonic() >= LEAST_S:
+        if _is_needed(work) and end - time.monotonic() >= LEAST_S:
             with gpus.taken(work.row.gpus // hosts) as here:
                 left = min(limit, end - time.monotonic())
                 ran = _run(work, name, steps, scripts, directory, here, hosts=hosts, limit=left)
             print(f"{work.row.name}: {name} {ran.seconds:.0f} s {ran.error}", flush=True)
         with lock:
             work.ran[name] = ran
-            if {*work.ran} >= {*_compared(work.row)}:
+            if {*work.ran} >= {*RUNS[:2]}:
                 lines[work.row.name] = _line(work)
                 tell(table())
 
@@ -153,42 +147,23 @@ def run_rows(
     return table()
 
 
-def run_names(row: Row) -> list[str]:
-    """The runs of a row, in the order in which they begin."""
-    return [
-        "on",
-        "off",
-        *(f"off-{number}" for number in range(2, int(row.options.get("eager_runs", 1)) + 1)),
-        "unchanged",
-    ]
+RUNS = ("on", "off", "unchanged")
+"""The runs of a row, in the order in which they begin; without the first two a row says nothing."""
 
 
 def _queue(works: Sequence[_Work], jobs: int) -> Iterator[tuple[_Work, str]]:
-    """The runs in the order in which they begin: of so many rows as can run at once those that replay, and the eager
-    ones that these are compared with; after all rows further eager ones, and the script alone last.
+    """The runs in the order in which they begin: of as many rows as can run at once those that replay and the eager
+    ones beside them; after all rows the script alone.
     """
     at_once = max(1, jobs // 2)
     for first in range(0, len(works), at_once):
-        together = works[first : first + at_once]
-        yield from ((work, _compared(work.row)[place]) for place in (0, 1) for work in together)
-    others = [(work, name) for work in works for name in run_names(work.row) if name not in _compared(work.row)]
-    yield from sorted(others, key=lambda run: run[1] == "unchanged")
+        yield from ((work, name) for name in RUNS[:2] for work in works[first : first + at_once])
+    yield from ((work, RUNS[2]) for work in works)
 
 
-def _compared(row: Row) -> list[str]:
-    """The runs without which a row says nothing."""
-    return run_names(row)[:2]
-
-
-def _is_needed(work: _Work, name: str) -> bool:
-    """Whether a run still says something: nothing can be compared with a replay that failed, and how far eager runs
-    differ is asked only where the replayed one differs from the first.
-    """
-    on, off = work.ran.get("on"), work.ran.get("off")
-    if on is None:
-        return True
-    spread = name.startswith("off-") and off is not None and on.scalars and off.scalars
-    return on.code == 0 and not (spread and all(different_steps(on, off, one)[0] == 0 for one in MEASURES))
+def _is_needed(work: _Work) -> bool:
+    """Whether a run still says something: nothing can be compared with a replay that failed."""
+    return "on" not in work.ran or work.ran["on"].code == 0
 
 
 def _plan(row: Row, steps: int, folder: Path, directory: Path) -> Path:
@@ -253,30 +228,17 @@ def _line(work: _Work) -> list[str]:
 
 
 def cells(ran: Mapping[str, Ran]) -> list[str]:
-    """Exit codes, differing steps, and milliseconds of a step.
-
-    Args:
-        ran: the runs by name: on, off with more of its kind or none, and unchanged.
-    """
-    on, unchanged = ran["on"], ran.get("unchanged", Ran(code=-1, log="", seconds=0.0))
-    off = ran["off"]
-    eager = [off, *(one for name, one in sorted(ran.items()) if name.startswith("off-") and one.code != -1)]
-    told = [", ".join(_code(one) for one in (on, *eager[:1], unchanged)) + (f" ({len(eager)} off)" * (len(eager) > 1))]
+    """Exit codes, differing steps, and milliseconds of a step, of the runs by name."""
+    on, off, unchanged = ran["on"], ran["off"], ran.get("unchanged", Ran(code=-1, log="", seconds=0.0))
+    found = [", ".join(NOT_RUN if one.code == -1 else str(one.code) for one in (on, off, unchanged))]
     for name in (*MEASURES, "lm loss validation"):
         differ, steps = different_steps(on, off, name)
-        cell = f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}"
-        told.append(cell + (_spread(on, eager, name) if differ and len(eager) > 1 else ""))
-    told.append(_apart(off, unchanged) if unchanged.scalars else NOT_RUN)
+        found.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
+    found.append(_apart(off, unchanged) if unchanged.scalars else NOT_RUN)
     evaluated = int(max(on.scalars.get("thdprof/eager/not_training", {0: 0}).values()))
-    told.append(f"{on.replayed}, {on.eager - evaluated}, {evaluated}")
-    for one in (on, off):
-        ms = one.median_step_ms(after=WARM)
-        told.append(f"{ms:.1f}" if ms else "-")
-    return told
-
-
-def _code(ran: Ran) -> str:
-    return str(ran.code) if ran.code != -1 else NOT_RUN
+    found.append(f"{on.replayed}, {on.eager - evaluated}, {evaluated}")
+    times = [one.median_step_ms(after=WARM) for one in (on, off)]
+    return [*found, *(f"{ms:.1f}" if ms else "-" for ms in times)]
 
 
 def _apart(off: Ran, unchanged: Ran) -> str:
@@ -284,18 +246,3 @@ def _apart(off: Ran, unchanged: Ran) -> str:
     apart = [different_steps(off, unchanged, name)[0] for name in MEASURES]
     largest = largest_difference(off, unchanged, "lm loss")
     return f"{apart[0]} losses, {apart[1]} norms" + (f", losses by {largest:.1e} at most" if largest else "")
-
-
-def _spread(on: Ran, eager: Sequence[Ran], name: str) -> str:
-    """Largest relative differences of a replayed run from eager ones, beside those of the eager runs' pairs."""
-    ours = [_relative(one, on, name) for one in eager]
-    apart = [_relative(one, other, name) for one, other in combinations(eager, 2)]
-    among = "within" if statistics.median(ours) <= max(apart) else "OUTSIDE"
-    return f"; {statistics.median(ours):.1e} of eager runs, these {max(apart):.1e} of each other ({among})"
-
-
-def _relative(one: Ran, other: Ran, name: str) -> float:
-    ours, theirs = one.scalars.get(name, {}), other.scalars.get(name, {})
-    if not ours or ours.keys() != theirs.keys():
-        return float("inf")
-    return max(abs(theirs[step] - value) / abs(value) for step, value in ours.items() if value)

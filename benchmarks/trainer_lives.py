@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
-import subprocess
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +14,6 @@ from megatron_lm import (
     SMALL,
     Ran,
     different_steps,
-    environment_here,
-    launcher,
     plan_of,
     script_run,
     without,
@@ -45,8 +39,8 @@ class Life:
 class _Runs:
     """Runs of one life: the same script, data and plan."""
 
-    def __init__(self, script: Path, data: Path, folder: Path, more: str = "") -> None:
-        self.script, self.folder = script, folder
+    def __init__(self, script: Path, data: Path, folder: Path, more: str = "", gpus: int = 1) -> None:
+        self.script, self.folder, self.gpus = script, folder, gpus
         self.flags = shlex.split(f"{SMALL} {COMMON} --attention-dropout 0.1 --hidden-dropout 0.1 {more}")
         if "--train-iters" not in self.flags and "--train-samples" not in self.flags:
             self.flags += ["--train-iters", str(STEPS)]
@@ -57,7 +51,7 @@ class _Runs:
         data_flags = ["--data-path", str(data)]
         of_splits = ("--train-data-path", "--valid-data-path", "--test-data-path")
         analysed = [*without(self.flags, *of_splits), *data_flags]
-        self.plan = plan_of(analysed, folder, "plan", caps=(0.6, 0.93))
+        self.plan = plan_of(analysed, folder, "plan", gpus=gpus, caps=(0.6, 0.93))
         self.flags = without(self.flags, "--split") if "--train-data-path" in self.flags else analysed
 
     def __call__(self, name: str, *more: str, planned: bool = True, replay: bool = True) -> Ran:
@@ -67,6 +61,7 @@ class _Runs:
             plan=self.plan if planned else None,
             replay=replay,
             stats=self.folder / f"{name}.jsonl" if planned else None,
+            gpus=self.gpus,
             tensorboard=self.folder / f"tensorboard-{name}",
             environment={**EXACT, **OWN_STATES},
             log=self.folder / f"{name}.log",
@@ -132,38 +127,60 @@ def _as_unchanged(*flags: str, words: Sequence[str]) -> Callable[..., str]:
     return life
 
 
-def _ended_by_signal(script: Path, data: Path, folder: Path) -> str:
-    kept, stats = folder / "checkpoints", folder / "stats.jsonl"
-    more = f"--exit-signal-handler --save {kept} --save-interval 100000 --train-iters 4000"
-    runs = _Runs(script, data, folder, more)
-    command, rank = launcher(1)
-    process = subprocess.Popen(
-        [*command, "-m", "thdprof.run", "--plan", str(runs.plan), "--stats", str(stats)] + [str(script), *runs.flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**environment_here(), **rank, **EXACT},
-    )
-    timer = threading.Timer(200, process.kill)
-    timer.start()
-    lines, sent = [], 0.0
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(f"+{time.perf_counter() - sent:.1f} s: {line}" if sent else line)
-        if not sent and re.search(r"iteration +10/", line):
-            process.send_signal(signal.SIGTERM)
-            sent = time.perf_counter()
-    code = process.wait()
-    timer.cancel()
-    (folder / "log").write_text("".join(lines))
-    saved, written = any(kept.glob("iter_*")), stats.exists()
-    held = sent and saved and written and any("receiving SIGTERM" in line for line in lines)
-    return (
-        f"{'held' if held else 'FAILED'}: exit code {code}, {time.perf_counter() - sent:.1f} s after the signal; "
-        f"checkpoint {'saved' if saved else 'MISSING'}, statistics {'written' if written else 'MISSING'}"
-    )
+CAUSE = """import os, runpy, signal, sys, torch
+sys.path[:0] = [{folder!r}]
+sys.argv[0] = {script!r}
+from megatron.training import training
+own, steps, here = training.train_step, [0], int(os.environ["RANK"]) in {ranks!r}
+
+def train_step(forward, *args, **kwargs):
+    calls = [0]
+    def caused(*inner, **named):
+        calls[0] += 1
+        if here and steps[0] == 7 and calls[0] == 3:
+            {cause}
+        return forward(*inner, **named)
+    steps[0] += 1
+    return own(caused, *args, **kwargs)
+
+training.train_step = train_step
+runpy.run_path({script!r}, run_name="__main__")
+"""
+"""Runs the script, with something that happens on some ranks in the third micro-batch of step 7."""
 
 
+def _ended(cause: str, *, more: str = "", ranks: Sequence[int] = (0,), gpus: int = 1) -> Callable[..., str]:
+    """The same exit code as the unchanged script, after the same cause, by itself."""
+
+    def life(script: Path, data: Path, folder: Path) -> str:
+        runs = _Runs(script, data, folder, more.replace("FOLDER", str(folder)), gpus=gpus)
+        runs.script = folder / "cause.py"
+        runs.script.write_text(
+            CAUSE.format(folder=str(script.parent), script=str(script), ranks=tuple(ranks), cause=cause)
+        )
+        ours, theirs = runs("plan"), runs("unchanged", planned=False)
+        is_held = ours.code == theirs.code != 124
+        words = f"exit codes {ours.code} after {ours.seconds:.0f} s and {theirs.code} after {theirs.seconds:.0f} s"
+        return f"{'held' if is_held else 'FAILED'}: {words}, statistics {(folder / 'plan.jsonl').exists()}"
+
+    return life
+
+
+_ERROR, _TERM = 'raise RuntimeError("in the middle of a step")', "os.kill(os.getpid(), signal.SIGTERM)"
+_DESTROYED = "torch.cuda.synchronize(); torch.distributed.destroy_process_group(); sys.exit(5)"
+_TP, _PP = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
+_ENDS = {
+    "error": _ended(_ERROR),
+    "sys.exit": _ended("sys.exit(23)"),
+    "SIGTERM, --exit-signal-handler": _ended(
+        _TERM, more="--exit-signal-handler --save FOLDER/kept --save-interval 100000"
+    ),
+    "SIGTERM, --exit-signal-handler-for-training": _ended(_TERM, more="--exit-signal-handler-for-training"),
+    "process groups destroyed": _ended(_DESTROYED),
+    "TP 2, error on one rank": _ended(_ERROR, more=_TP, ranks=(1,), gpus=2),
+    "TP 2, process groups destroyed": _ended(_DESTROYED, more=_TP, ranks=(0, 1), gpus=2),
+    "PP 2, error on the last stage": _ended(_ERROR, more=_PP, ranks=(1,), gpus=2),
+}
 _DELAYED = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
 LIVES = (
     Life(
@@ -232,9 +249,8 @@ LIVES = (
             names=("lm loss", "grad-norm", "params-norm", "num-zeros"),
         ),
     ),
-    Life(
-        name="SIGTERM",
-        what="--exit-signal-handler saves a checkpoint, statistics are written, the process ends by itself",
-        run=_ended_by_signal,
+    *(
+        Life(name=name, what="the run ends by itself with the exit code of the unchanged script", run=run)
+        for name, run in _ENDS.items()
     ),
 )

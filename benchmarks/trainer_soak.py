@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lm import COMMON, plan_of, script_run, without, write_documents
@@ -28,23 +27,6 @@ moments of a run are no measure of it.
 WARM = 1000
 """Steps of the run before memory is looked at."""
 _MEMORY = ("mem-allocated-bytes", "mem-reserved-bytes")
-
-Scalars = Mapping[str, Mapping[int, float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Soaked:
-    """What a run looks like so far."""
-
-    step: int
-    """The last step that was logged."""
-    lines: tuple[str, ...]
-    """What was seen, a sentence each; those that begin with `FAILED` must not be."""
-
-    @property
-    def held(self) -> bool:
-        """Whether nothing is wrong so far."""
-        return not any(line.startswith("FAILED") for line in self.lines)
 
 
 def soak_flags(steps: int, data: Path, checkpoints: Path) -> list[str]:
@@ -88,66 +70,41 @@ def soak(scripts: Path, directory: Path, *, steps: int, minutes: int) -> list[st
         limit=minutes * 60 + 60,
         log=directory / f"part-{part}.log",
     )
-    seen = judged(ran.scalars, [log.read_text() for log in directory.glob("part-*.log")])
-    lines = [*seen.lines]
+    lines = judged(ran.scalars, [log.read_text() for log in directory.glob("part-*.log")])
     if ran.code:
         lines.append(f"FAILED: part {part} ended with exit code {ran.code}: {ran.error}")
     ms = ran.step_ms(after=0)
-    head = f"{seen.step:,} of {steps:,} steps in {part + 1} parts, {ms or 0:.1f} ms a step in the last part"
-    held = seen.held and not ran.code
-    state = "FAILED" if not held else "held" if seen.step >= steps else "held so far; run the same command again"
+    step = max(ran.scalars.get("lm loss", {}), default=0)
+    head = f"{step:,} of {steps:,} steps in {part + 1} parts, {ms or 0:.1f} ms a step in the last part"
+    is_held = not any(line.startswith("FAILED") for line in lines)
+    state = "FAILED" if not is_held else "held" if step >= steps else "held so far; run the same command again"
     return [f"{state}: {head}.", "", *(f"- {line}" for line in lines)]
 
 
-def judged(scalars: Scalars, logs: Sequence[str]) -> Soaked:
-    """What the scalars and logs of all parts say.
+def judged(scalars: Mapping[str, Mapping[int, float]], logs: Sequence[str]) -> list[str]:
+    """What the scalars and logs of all parts show, a sentence each; those that begin with `FAILED` must not be.
 
     Args:
         scalars: everything in TensorBoard, by step, by name.
         logs: of every part.
     """
-    losses = scalars.get("lm loss", {})
-    last = max(losses, default=0)
-    lines = [_finite(scalars), _complete(losses), _skipped(logs), _watch(scalars), _mixed(scalars)]
-    lines += [_flat(name, scalars.get(name, {})) for name in _MEMORY]
-    return Soaked(step=last, lines=tuple(lines))
-
-
-def _finite(scalars: Scalars) -> str:
-    names = ("lm loss", "grad-norm", "lm loss validation")
-    wrong = [(name, step) for name in names for step, v in scalars.get(name, {}).items() if not math.isfinite(v)]
-    counts = ", ".join(f"{len(scalars.get(name, {})):,} of {name}" for name in names)
-    bad = bool(wrong) or any(not scalars.get(name) for name in names[:2])
-    return f"{'FAILED' if bad else 'held'}: {counts} logged, {len(wrong)} not finite {wrong[:3] or ''}".rstrip()
-
-
-def _complete(losses: Mapping[int, float]) -> str:
-    missing = sorted({*range(1, max(losses, default=0) + 1)} - {*losses}) if losses else [0]
-    return f"{'FAILED' if missing else 'held'}: {len(missing)} steps without a loss {missing[:3] or ''}".rstrip()
-
-
-def _skipped(logs: Sequence[str]) -> str:
-    found = [int(n) for log in logs for n in re.findall(r"number of (?:nan|skipped) iterations: +(\d+)", log)]
-    bad = not found or any(found)
-    return f"{'FAILED' if bad else 'held'}: {sum(found)} steps skipped or NaN by Megatron's own count"
-
-
-def _watch(scalars: Scalars) -> str:
-    names = [name for name in scalars if name.startswith("thdprof/") and "mismatch" in name]
-    if not names:
-        return "not looked at: the plan verifies no micro-batch (no scalar of mismatches)"
-    total = sum(max(scalars[name].values(), default=0) for name in names)
-    verified = sum(max(v.values(), default=0) for k, v in scalars.items() if k.startswith("thdprof/verified"))
-    return f"{'FAILED' if total else 'held'}: {total:.0f} mismatches in {verified:.0f} verified micro-batches"
-
-
-def _mixed(scalars: Scalars) -> str:
-    """Counters begin anew in every part: their largest values are those of the longest one."""
-    buckets = {k: max(v.values(), default=0) for k, v in scalars.items() if k.startswith("thdprof/replays/")}
-    eager = max(scalars.get("thdprof/eager/too_many_seqs", {}).values(), default=0)
-    told = ", ".join(f"{name.rpartition('/')[2]} {count:.0f}" for name, count in sorted(buckets.items()))
-    bad = len([count for count in buckets.values() if count]) < 2 or not eager
-    return f"{'FAILED' if bad else 'held'}: replays of the longest part: {told or 'none'}; eager {eager:.0f}"
+    losses, norms = (scalars.get(name, {}) for name in ("lm loss", "grad-norm"))
+    wrong = [step for values in (losses, norms) for step, value in values.items() if not math.isfinite(value)]
+    missing = sorted({*range(1, max(losses, default=1) + 1)} - {*losses})
+    skipped = [int(n) for log in logs for n in re.findall(r"number of (?:nan|skipped) iterations: +(\d+)", log)]
+    totals = {name: max(values.values(), default=0) for name, values in scalars.items()}
+    mismatches, verified = (totals.get(f"thdprof/{name}", 0) for name in ("mismatches", "verified"))
+    buckets = [count for name, count in totals.items() if name.startswith("thdprof/replays/") and count]
+    eager = totals.get("thdprof/eager/too_many_seqs", 0)
+    checks = [
+        (not wrong and norms, f"{len(wrong)} losses and norms of {len(losses):,} steps not finite {wrong[:3]}"),
+        (not missing, f"{len(missing)} steps without a loss {missing[:3]}"),
+        (skipped and not any(skipped), f"{sum(skipped)} steps skipped or NaN by Megatron's own count"),
+        (not mismatches, f"{mismatches:.0f} mismatches in {verified:.0f} verified micro-batches"),
+        (len(buckets) > 1 and eager, f"the longest part replayed through {len(buckets)} buckets; eager {eager:.0f}"),
+    ]
+    lines = [f"{'held' if is_held else 'FAILED'}: {words}" for is_held, words in checks]
+    return lines + [_flat(name, scalars.get(name, {})) for name in _MEMORY]
 
 
 def _flat(name: str, values: Mapping[int, float]) -> str:

@@ -2,13 +2,11 @@
 
     python benchmarks/transformers_sft.py --shape 0.6b --modes eager,compile,plan --steps 30 --out results.jsonl
 
-Modes are `eager`; `compile` (SFTConfig's torch_compile); `regions`, the same with accelerate's regional compilation,
-which compiles a decoder layer once for all; `plan`; `padded`, which pads as the plan says but replays
+Modes are `eager`; `compile` (SFTConfig's torch_compile); `plan`; `padded`, which pads as the plan says but replays
 nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compile=True)`. Each runs in a process of its
-own, on the same made-up documents and random weights; nothing is downloaded. A line of JSON for each says the median
-seconds of a step without the first four, the peak of GPU memory, what captures took, what `thdprof analyze` had
-predicted, and the losses; DIRECTORY/MODE.steps.jsonl has the steps as they end. `--limit` ends a mode in time.
-With THDPROF_PROCESSES=2 two ranks train together; `--together` runs all modes in one process, or under torchrun.
+own, or in one of each GPU of --gpus, on the same made-up documents and random weights; nothing is downloaded. A line of
+JSON for each has the median seconds of a step without the first four, the peak of GPU memory, what captures took, what
+`thdprof analyze` had predicted, and the losses.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ SHAPES = {
 }
 SAME = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6,
         "max_position_embeddings": 40960}  # fmt: skip
-ROW = int(os.environ.get("THDPROF_ROW", 4096))
-GPU = os.environ.get("THDPROF_GPU", "h200")
+ROW = 4096
 WARMUP = 4
 PLANNED = ("plan", "padded", "fused-plan", "fused-padded")
 
@@ -67,25 +64,22 @@ def waited_for(path: Path) -> bool:
     return True
 
 
-def make_plan(
-    directory: Path, *, accumulation: int, processes: int, steps: int, shape: str, lora: bool, checkpointing: bool
-) -> Path:
+def make_plan(options: argparse.Namespace, directory: Path, processes: int) -> Path:
     """The plan that `thdprof analyze` makes of the packed rows, and its report beside it."""
     plan, report = directory / "plan.yaml", directory / "analysis.txt"
     if plan.exists() or waited_for(plan):
         return plan
-    config = directory / "config.json"
-    config.write_text(json.dumps({**SAME, **SHAPES[shape], "tie_word_embeddings": shape != "8b"}))
-    of_model = {"lora_dim": 16} if lora else {}
-    if checkpointing:
+    config, settings = directory / "config.json", directory / "settings.yaml"
+    config.write_text(json.dumps({**SAME, **SHAPES[options.shape], "tie_word_embeddings": options.shape != "8b"}))
+    of_model = {"lora_dim": 16} if options.lora else {}
+    if options.checkpointing:
         of_model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    settings = directory / "settings.yaml"
     settings.write_text("".join(f"{name}: {value}\n" for name, value in of_model.items()))
     command = [
         *(sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer"),
         *("--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", processes, "--seq-length", ROW),
-        *("--gradient-accumulation", accumulation, "--train-iters", steps),
-        *("--model", config, "--settings", settings, "--gpu", GPU, "-o", plan),
+        *("--gradient-accumulation", options.accumulation, "--train-iters", options.steps),
+        *("--model", config, "--settings", settings, "--gpu", options.gpu, "-o", plan),
     ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     report.write_text(done.stdout + done.stderr)
@@ -94,8 +88,8 @@ def make_plan(
     return plan
 
 
-def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dict:
-    entered = time.perf_counter()
+def run_mode(options: argparse.Namespace, mode: str) -> dict:
+    """Train in this process; what the mode's line of JSON has."""
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
@@ -110,12 +104,7 @@ def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dic
 
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
-    shape = dict(SHAPES[options.shape])
-    if options.layers:
-        shape["num_hidden_layers"] = options.layers
-    kind = dict(SAME)
-    if options.vocabulary:
-        kind["vocab_size"] = options.vocabulary
+    shape, kind = SHAPES[options.shape], dict(SAME)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     directory = Path(options.directory)
     rows = packed_rows(directory, options.steps * options.accumulation * processes + 8, kind["vocab_size"])
@@ -124,15 +113,11 @@ def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dic
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    clock = _clock_class()(directory / f"{mode}.steps.jsonl", limit)
+    clock = _clock_class()()
     callbacks: list[TrainerCallback] = [clock]
     plan_callback = None
     if mode in PLANNED:
-        plan = options.plan or make_plan(
-            directory, accumulation=options.accumulation, processes=processes, steps=options.steps,
-            shape=options.shape, lora=options.lora, checkpointing=options.checkpointing,
-        )  # fmt: skip
-        plan = with_captures(load_plan(Path(plan)), options.captures)
+        plan = without_watch(load_plan(make_plan(options, directory, processes)))
         plan_callback = PlanCallback(plan, replay=mode.endswith("plan"), stats=directory / f"{mode}.stats.jsonl",
                                      attention=options.attention, compile=mode.startswith("fused"))  # fmt: skip
         callbacks.append(plan_callback)
@@ -144,61 +129,38 @@ def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dic
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
-    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(int(mode == "regions"))
     arguments = SFTConfig(
         output_dir=str(directory / mode), report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
         max_length=None, padding_free=True, packing=False, dataset_kwargs={"skip_prepare_dataset": True},
         per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
         gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5,
-        torch_compile=mode in ("compile", "regions"),
-        dataloader_drop_last=False, max_grad_norm=1.0, use_liger_kernel=options.liger,
+        torch_compile=mode == "compile",
+        dataloader_drop_last=False, max_grad_norm=1.0,
         use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None,
-        dataloader_num_workers=options.workers,
+        dataloader_num_workers=2,
     )  # fmt: skip
     trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer(),
                          callbacks=callbacks, peft_config=peft_config)  # fmt: skip
     began = time.perf_counter()
     trainer.train()
     seconds = clock.seconds[WARMUP:] or clock.seconds
+    asked = ("shape", "lora", "checkpointing", "accumulation", "deterministic", "attention")
     return {
         "mode": mode,
-        "shape": options.shape,
-        "layers": shape["num_hidden_layers"],
-        "lora": options.lora,
-        "checkpointing": options.checkpointing,
-        "liger": options.liger,
-        "accumulation": options.accumulation,
+        **{name: getattr(options, name) for name in asked},
         "processes": processes,
-        "deterministic": options.deterministic,
         "step_s": median(seconds),
         "step_s_min": min(seconds),
         "step_s_max": max(seconds),
         "first_step_s": clock.seconds[0],
         "steps": len(clock.seconds),
-        "workers": options.workers,
-        "load": [round(os.getloadavg()[0], 1), os.cpu_count()],
-        "attention": options.attention,
-        "setup_s": began - entered,
         "total_s": time.perf_counter() - began,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
         "stats": None if plan_callback is None else stats_of(plan_callback),
         "predicted": None if plan_callback is None else predictions(plan),
-        "weights": checksums(trainer.model),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` holds on any rank: all must stop after the same step, or one waits for the others for ever."""
-    import torch
-
-    if not torch.distributed.is_initialized():
-        return flag
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.tensor(float(flag), device=device)
-    torch.distributed.all_reduce(found)
-    return bool(found > 0)
 
 
 def _clock_class():
@@ -207,13 +169,9 @@ def _clock_class():
     class Clock(TrainerCallback):
         """Seconds of every step, the GPU waited for at its end."""
 
-        def __init__(self, log: Path, limit: float | None) -> None:
+        def __init__(self) -> None:
             self.seconds: list[float] = []
             self._began = 0.0
-            self._log = log if int(os.environ.get("RANK", 0)) == 0 else None
-            self._until = None if limit is None else time.perf_counter() + limit
-            if self._log is not None:
-                self._log.write_text("")
 
         def on_step_begin(self, *args, **kwargs) -> None:
             self._began = self._began or self._now()
@@ -222,16 +180,6 @@ def _clock_class():
             now = self._now()
             self.seconds.append(now - self._began)
             self._began = now
-            if self._log is not None:
-                with self._log.open("a") as file:
-                    file.write(json.dumps({"step": len(self.seconds), "seconds": self.seconds[-1]}) + "\n")
-            if self._until is not None and len(self.seconds) > WARMUP and any_rank(now > self._until):
-                control.should_training_stop = True
-
-        def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-            if self._log is not None and logs and "loss" in logs:
-                with self._log.open("a") as file:
-                    file.write(json.dumps({"step": state.global_step, "loss": logs["loss"]}) + "\n")
 
         @staticmethod
         def _now() -> float:
@@ -244,30 +192,9 @@ def _clock_class():
     return Clock
 
 
-def with_captures(plan, cap: int | None):
-    """The plan without verified micro-batches, which also run eagerly; with `cap`, that one is captured whatever the
-    verdict was.
-    """
-    from thdprof.plan import Plan
-
-    values = plan.model_dump(mode="json", by_alias=True)
-    values["graphs"]["verify"] = None
-    if cap is not None:
-        bucket = {"max_seqs": cap, "max_seqlen": ROW, "share": 1.0}
-        values["graphs"] |= {"impl": "module", "buckets": [bucket], "slots": [[1]]}
-    return Plan.model_validate(values)
-
-
-def checksums(model) -> list[float]:
-    """The sum of all trained weights on each rank, which are equal where gradients were reduced."""
-    import torch
-
-    own = sum(p.detach().double().sum() for p in model.parameters() if p.requires_grad)
-    if not torch.distributed.is_initialized():
-        return [float(own)]
-    each = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(each, own)
-    return [float(one) for one in each]
+def without_watch(plan):
+    """The plan without verified micro-batches, which also run eagerly."""
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
 
 
 def stats_of(callback) -> dict | None:
@@ -276,129 +203,50 @@ def stats_of(callback) -> dict | None:
 
 
 def predictions(plan) -> dict:
-    """What `thdprof analyze` said beforehand, with units in the names."""
+    """What `thdprof analyze` predicted, with units in the names."""
+    names = ("verdict", "times", "step_ms", "eager_step_ms", "peak_memory_bytes", "graph_memory_bytes")
     found = plan.predictions.model_dump(mode="json")
-    names = (
-        "verdict",
-        "times",
-        "step_ms",
-        "eager_step_ms",
-        "peak_memory_bytes",
-        "graph_memory_bytes",
-        "capture_seconds",
-    )
-    return {name: found.get(name) for name in names}
+    return {name: found.get(name) for name in (*names, "capture_seconds")}
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    """Run every mode, or, in its process, one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument(
-        "--modes", default="eager,compile,plan", help=f"of eager, compile, regions, {', '.join(PLANNED)}"
-    )
+    parser.add_argument("--modes", default="eager,compile,plan", help=f"of eager, compile, {', '.join(PLANNED)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--liger", action="store_true", help="Liger's kernels in all modes")
-    parser.add_argument(
-        "--limit", help="seconds after which modes end with the step that they are in: one, or 40,20,20"
-    )
-    parser.add_argument("--workers", type=int, default=2, help="processes that load data, in all modes")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--plan", help="a plan file; without it thdprof analyze makes one")
-    parser.add_argument("--captures", type=int, help="capture for so many documents, whatever the verdict was")
-    parser.add_argument("--layers", type=int, help="fewer layers, for a trial")
-    parser.add_argument("--vocabulary", type=int, help="a smaller vocabulary, for a trial")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks that train together [1]")
+    parser.add_argument("--gpu", default="h200", help="the GPU that is predicted for [h200]")
     parser.add_argument("--directory", default="transformers_sft")
     parser.add_argument("--out", type=Path, help="append the lines here")
-    parser.add_argument("--together", action="store_true", help="run all modes in this process, which starts sooner")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--each", action="append", help="arguments of a run of its own, with --together; repeated")
-    options = parser.parse_args(words)
-    for line in options.each or ():
-        run_line(line)
-    if options.each:
-        return
+    options = parser.parse_args()
     Path(options.directory).mkdir(parents=True, exist_ok=True)
-    modes = options.modes.split(",")
-    limits = [float(part) for part in options.limit.split(",")] if options.limit else [None]
-    limits = limits if len(limits) == len(modes) else limits[:1] * len(modes)
     if options.one:
-        found = run_mode(options, options.one, limits[modes.index(options.one)])
+        found = run_mode(options, options.one)
         if int(os.environ.get("RANK", 0)) == 0:
             print("RESULT " + json.dumps(found), flush=True)
         return
-    if options.together:
-        for mode, limit in zip(modes, limits, strict=True):
-            report(run_mode(options, mode, limit), options.out)
-            release_memory()
-        return
-    for mode in modes:
-        launch = [sys.executable]
-        if (gpus := int(os.environ.get("THDPROF_PROCESSES", "1"))) > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    launch = [sys.executable]
+    if options.gpus > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+    for mode in options.modes.split(","):
         done = subprocess.run([*launch, __file__, *sys.argv[1:], "--one", mode], capture_output=True, text=True)
         line = next((n for n in done.stdout.splitlines() if n.startswith("RESULT ")), None)
         if line is None:
             print(f"{mode}: failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}", flush=True)
             continue
-        report(json.loads(line.removeprefix("RESULT ")), options.out)
-
-
-def run_line(line: str) -> None:
-    """One run of `--each`; `cases NAME ...` are those of tests/gpu/transformers_cases.py. An error is told, and the
-    next run follows.
-    """
-    import traceback
-
-    began = time.perf_counter()
-    words = line.split()
-    try:
-        if words[0] == "cases":
-            import torch
-
-            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
-            import transformers_cases
-
-            torch.use_deterministic_algorithms(True)
-            for name in words[1:]:
-                transformers_cases.CASES[name]()
-                print(f"{name}: passed at {time.perf_counter() - began:.1f} s", flush=True)
-        else:
-            main(["--together", *words])
-    except Exception:
-        traceback.print_exc()
-    import torch
-
-    torch.use_deterministic_algorithms(False)
-    release_memory()
-    print(f"{line}: {time.perf_counter() - began:.1f} s", flush=True)
-
-
-def report(found: dict, out: Path | None) -> None:
-    """Print a mode's result without its losses, and append it whole to `out`; the first rank does."""
-    if int(os.environ.get("RANK", 0)):
-        return
-    shown = {k: v for k, v in found.items() if k != "losses"}
-    print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
-    if out is not None:
-        with out.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-
-
-def release_memory() -> None:
-    """Free what the last mode has left on the GPU, and begin its peak and torch.compile anew."""
-    import gc
-
-    import torch
-
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        found = json.loads(line.removeprefix("RESULT "))
+        shown = {k: v for k, v in found.items() if k != "losses"}
+        print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

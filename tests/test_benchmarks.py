@@ -12,7 +12,7 @@ import pytest
 from support.command import run_script
 from support.paths import ROOT
 
-COMMANDS = ("agreement", "analyze", "bridge", "calibrated", "decoder_times", "report", "runtime", "trainer",
+COMMANDS = ("analyze", "bridge", "calibrated", "decoder_times", "report", "runtime", "trainer",
             "transformers_sft")  # fmt: skip
 needs_megatron = pytest.mark.usefixtures("megatron_parser")
 
@@ -173,6 +173,29 @@ def test_the_cost_of_the_watch_at_a_rate_is_of_verifying_and_of_watching():
     assert "2.000%, standard error 0.000%" in told
     assert [line[1] for line in watch.lines_of(steps)[1:]] == ["8", "8", "6", "2"]
     assert watch.share_at(steps[: watch.BEFORE], every=1000, microbatches=8) == "Too few steps to tell."
+
+
+def test_a_long_run_holds_without_a_fault_and_fails_with_one():
+    soak = importlib.import_module("trainer_soak")
+    log = "number of skipped iterations:   0 | number of nan iterations:   0"
+    steady = dict.fromkeys(range(1, 3001), 9.0)
+    run = {"lm loss": steady, "grad-norm": steady, "mem-allocated-bytes": steady, "mem-reserved-bytes": steady}
+    run |= {f"thdprof/{name}": {3000: 5.0} for name in ("replays/a", "replays/b", "eager/too_many_seqs", "verified")}
+
+    def failures(log=log, **changed):
+        return [line for line in soak.judged({**run, **changed}, [log]) if line.startswith("FAILED")]
+
+    assert failures() == []
+    for changed, words in (
+        ({"lm loss": {**steady, 91: float("nan")}}, "1 losses and norms of 3,000 steps not finite [91]"),
+        ({"lm loss": {step: 9.0 for step in steady if step != 91}}, "1 steps without a loss [91]"),
+        ({"thdprof/mismatches": {3000: 1.0}}, "1 mismatches in 5 verified"),
+        ({"thdprof/eager/too_many_seqs": {}}, "eager 0"),
+        ({"log": log.replace("nan iterations:   0", "nan iterations:   1")}, "1 steps skipped or NaN"),
+        ({"mem-reserved-bytes": {step: 80e6 + step * 1e3 for step in steady}}, "mem-reserved-bytes"),
+    ):
+        (line,) = failures(**changed)
+        assert words in line
 
 
 def test_no_kernel_is_tuned_where_the_folder_for_it_is_on_the_path(tmp_path):

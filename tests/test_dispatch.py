@@ -141,7 +141,7 @@ class Watched:
 
 
 def test_a_decision_compares_each_bucket_a_few_times_at_most():
-    """Training waits for every decision; benchmarks/runtime.py measures its time."""
+    """Training waits for every decision."""
     dispatcher = Dispatcher(Bucket(n, s, 4096) for n in range(8, 33, 8) for s in (1024, 4096))
     assert len(dispatcher.buckets) == 8
     for shape in (

@@ -17,7 +17,7 @@ from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import LIMITS, Limit, Run, check_settings, limits_of
+from thdprof.megatron_limits import LIMITS, Limit, Run, check_options, limits_of
 from thdprof.plan import Impl, OffloadPart, Plan, load_plan
 from thdprof.training import Model
 
@@ -33,7 +33,7 @@ def documents(tmp_path, rng):
     ("impl", "given", "part"),
     [
         ("local", {"pipeline_parallel_size": 4}, "--impl local with --pipeline-parallel-size 4: .*; use --impl chunk"),
-        ("local", {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}, "with --pipeline-parallel-size 2"),
+        ("local", {"pipeline_parallel_size": 2}, "with --pipeline-parallel-size 2"),
         (
             "local",
             {"packer": "balanced_cp"},
@@ -48,9 +48,9 @@ def documents(tmp_path, rng):
 )
 def test_settings_that_megatrons_graphs_cannot_serve(impl, given, part):
     with pytest.raises(UsageError, match=part):
-        check_settings(given, impl)
-    check_settings(given, "module")
-    check_settings(given, "none")
+        check_options(impl, **given)
+    check_options("module", **given)
+    check_options("none", **given)
 
 
 def test_the_command_says_it_before_it_reads(thdprof, tmp_path):
@@ -90,7 +90,7 @@ def test_analysis_and_install_refuse_alike(documents):
     pytest.importorskip("megatron.core")
     from megatron.core.transformer import TransformerConfig
 
-    from thdprof.runtime.megatron.refusals import settings
+    from thdprof.runtime.megatron import refusals
 
     refused = accepted = 0
     runs = [
@@ -113,10 +113,10 @@ def test_analysis_and_install_refuse_alike(documents):
             config.context_parallel_size = made.settings.context_parallel_size
             config.cuda_graph_impl = "none" if impl == "chunk" else impl
             graphs = plain.graphs.model_copy(update={"impl": impl})
-            facts = settings.Facts(num_chunks=1, data_parallel_size=made.settings.data_parallel_size)
+            facts = refusals.Facts(num_chunks=1, data_parallel_size=made.settings.data_parallel_size)
             try:
-                settings.check(config, plain.model_copy(update={"graphs": graphs}), facts, {})
-            except settings.SettingsError as error:
+                refusals.check(config, plain.model_copy(update={"graphs": graphs}), facts, {})
+            except refusals.SettingsError as error:
                 refused += 1
                 print(impl, run, error)
                 with pytest.raises(UsageError):
@@ -274,7 +274,7 @@ def lines_of_install(case: Case, plan: Plan) -> list[str]:
     """The lines with which `install` refuses the run; none: it accepts it."""
     from megatron.core.transformer import TransformerConfig
 
-    from thdprof.runtime.megatron.refusals import settings
+    from thdprof.runtime.megatron import refusals
 
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, calculate_per_token_loss=True)
     values = {"apply_rope_fusion": True, "min_offloaded_tensor_size": 2**19}
@@ -287,10 +287,10 @@ def lines_of_install(case: Case, plan: Plan) -> list[str]:
             "microbatches": plan.microbatches.model_copy(update={"n_tokens_constant": True}),
         }
     )
-    facts = settings.Facts(num_chunks=1, data_parallel_size=changed.training.data_parallel_size)
+    facts = refusals.Facts(num_chunks=1, data_parallel_size=changed.training.data_parallel_size)
     try:
-        settings.check(config, changed, facts, {})
-    except settings.SettingsError as error:
+        refusals.check(config, changed, facts, {})
+    except refusals.SettingsError as error:
         return [line.removeprefix("- ") for line in str(error).splitlines()[1:]]
     return []
 

@@ -23,7 +23,7 @@ from thdprof.commands.check import check
 from thdprof.commands.compare import compare
 from thdprof.commands.demo import demo
 from thdprof.commands.export import export
-from thdprof.commands.help import LaunchCommand, PanelCommand, PanelGroup
+from thdprof.commands.help import LaunchCommand, PanelCommand, PanelGroup, usage_message
 from thdprof.commands.merge import merge
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
@@ -153,8 +153,6 @@ def _other(error: Exception) -> int:
 
 
 def _refuse_usage(error: Any) -> int:
-    from thdprof.commands.usage_errors import usage_message
-
     message = usage_message(error)
     streams.say(f"thdprof: {message}" if message else error.format_message())  # the help, where nothing was asked for
     return int(error.exit_code)

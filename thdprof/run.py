@@ -169,8 +169,8 @@ def _checked(options: argparse.Namespace) -> Plan:
     if refused:
         lines = "\n".join(f"- {line}" for line in refused)
         raise UsageError(
-            f"{options.plan} does not fit this run:\n{lines}\nfor a plan that fits, write this command line into a "
-            "file and analyse it: thdprof analyze --megatron-args FILE -o PLAN"
+            f"{options.plan} does not fit this run:\n{lines}\nfor a plan that fits, put thdprof in front of "
+            "this command: thdprof analyze -o PLAN -- torchrun ..."
         )
     if differing and os.environ.get("RANK", "0") == "0":
         lines = "\n".join(f"- {line}" for line in differing)
@@ -191,8 +191,7 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     """
     from thdprof.analyze.settings.launch_script import read_launch
     from thdprof.analyze.settings.shell import Launch
-    from thdprof.compare.changes import MEGATRON_ARGUMENTS
-    from thdprof.compare.fit import misfits
+    from thdprof.compare.fit import MEGATRON_ARGUMENTS, misfits
     from thdprof.megatron_limits.command_line import refused_arguments
 
     if not any(_is_megatrons(word) for word in command[1:]):
@@ -239,7 +238,7 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
     sys.argv = [str(options.script), *options.arguments]
     sys.path[0] = str(options.script.resolve().parent)  # before any import of Megatron: it may lie beside the script
     try:
-        from thdprof.runtime.megatron.refusals.settings import SettingsError
+        from thdprof.runtime.megatron.refusals import SettingsError
         from thdprof.runtime.megatron.trainers.megatron_lm import following
         from thdprof.runtime.megatron.versions import VersionError
     except ModuleNotFoundError as error:  # of packages, which each node has its own of

@@ -30,8 +30,7 @@ from recipe_models import find_architecture
 
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.files import json_text
-from thdprof.megatron_limits import LIMITS, UP_TO_ROUTER, Limit, Run
-from thdprof.megatron_limits.experts import ends_at_router
+from thdprof.megatron_limits import LIMITS, UP_TO_ROUTER, Limit, Run, ends_at_router
 
 SCHEMA = "thdprof.recipes/1"
 RECIPES = "perf_recipes"

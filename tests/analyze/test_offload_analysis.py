@@ -11,7 +11,7 @@ import pytest
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import MeasuredModel, built_in_costs
 from thdprof.analyze.buckets.saved_tensors import OffloadPrediction, predict_offload, saved_by_layers
-from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, choice_of, without_experts
+from thdprof.analyze.settings.captures import by_megatron_core, check_choice, choice_of, without_experts
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice

@@ -12,7 +12,7 @@ from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.report.sentences import overlap_sentence
-from thdprof.analyze.settings.layers_choice import layers_asked
+from thdprof.analyze.settings.captures import layers_asked
 from thdprof.analyze.times.gpus import GPUS
 from thdprof.analyze.times.overlap import (
     GRAPH_MS,

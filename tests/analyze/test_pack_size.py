@@ -79,7 +79,7 @@ def test_check_calls_a_plan_of_a_guessed_pack_size_no_more_exact_than_its_analys
     plan = make_plan(analyze_dataset(path, pad_to_max_length=True))
     assert plan.microbatches.pack_size_guessed
     held = check(parse_plan(plan.model_dump(mode="json", by_alias=True), where="plan"))
-    assert (held.same_data, held.exact, held.size_guessed) == (True, False, True)
+    assert (held.same_data, held.table.exact, held.table.size_guessed) == (True, False, True)
     notes = (
         "pack size taken from the plan's fullest row, 10 tokens; Megatron-Bridge's pack size is that or more, and "
         "tails are counted by it: analyse again with training's as --seq-length",
@@ -98,7 +98,7 @@ def test_check_calls_a_plan_of_a_guessed_pack_size_no_more_exact_than_its_analys
 def test_check_passes_on_a_guess_that_no_count_depends_on(tmp_path):
     path = files.write_lines(tmp_path / "rows.jsonl", ROWS)
     held = check(make_plan(analyze_dataset(path, loader="single")))
-    assert (held.exact, held.size_guessed) == (True, False)
+    assert (held.table.exact, held.table.size_guessed) == (True, False)
     assert held.notes[0] == (
         "pack size taken from the plan's fullest row, 10 tokens; training's sequence length is that or more"
     )
@@ -109,7 +109,7 @@ def test_a_guess_holds_where_the_files_tell_the_same_pack_size_later(tmp_path, p
     path = files.write_bridge(tmp_path / "rows.parquet", ROWS)
     plan = make_plan(analyze_dataset(path, pad_to_max_length=True))
     (tmp_path / f"{pack_size}_metadata.jsonl").write_text(json.dumps([{"pack_size": pack_size}]))
-    assert check(plan).exact == exact
+    assert check(plan).table.exact == exact
 
 
 def test_a_plan_of_a_given_pack_size_is_no_guess_nor_is_one_from_before_the_field(tmp_path):
@@ -119,5 +119,5 @@ def test_a_plan_of_a_given_pack_size_is_no_guess_nor_is_one_from_before_the_fiel
     old = plan.model_dump(mode="json", by_alias=True)
     del old["microbatches"]["pack_size_guessed"]
     held = check(parse_plan(old, where="plan"))
-    assert (held.exact, held.size_guessed) == (True, False)
+    assert (held.table.exact, held.table.size_guessed) == (True, False)
     assert not [note for note in held.notes if "pack size" in note]

@@ -24,8 +24,7 @@ from support.reports import SETTINGS, report_of, report_on, with_times, write_de
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.cost_table import EagerPoint
 from thdprof.analyze.buckets.statistics import Histogram
-from thdprof.analyze.profile.merge import merge_profiles
-from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.profile.run_profile import RunProfile, merge_profiles
 from thdprof.analyze.report import figures, open_report
 from thdprof.analyze.report.analysis import reasons
 from thdprof.analyze.report.contents import Report, profile_command

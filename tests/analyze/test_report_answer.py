@@ -15,8 +15,7 @@ from support.sample_files import write_calibrated
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.predictions import Times
-from thdprof.analyze.profile.merge import merge_profiles
-from thdprof.analyze.profile.run_profile import load_profile
+from thdprof.analyze.profile.run_profile import load_profile, merge_profiles
 from thdprof.analyze.report import figures, open_report
 from thdprof.analyze.report.answer import amounts, make_answer
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, TIMES_OF_ONE_RUN, Report
@@ -64,7 +63,7 @@ def test_the_verdict_comes_first_with_its_range_and_origin(demo, origin, ruling,
     assert told.run == "training_2048.idx.parquet"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", told.date)
     assert told.size == "1,984 micro-batches in 31 steps, replayed in training's order"
-    assert (told.verdict, told.origin) == (verdict, origin)
+    assert (told.verdict, report.times.origin) == (verdict, origin)
     assert told.reason == "Launching takes 5.1 ms of a 5.3 ms layer."
     assert told.basis == f"Times are {origin} for {BASIS}."
     page = to_page(report, 113, title="t", version="0")
@@ -188,7 +187,7 @@ def test_a_profile_of_an_earlier_version_still_loads(made, tmp_path):
     pq.write_table(old, tmp_path / "old.parquet")
     report = open_report(made / "plan.yaml", profile=tmp_path / "old.parquet")
     told = make_answer(report)
-    assert (told.origin, told.date) == ("none", "")
+    assert (report.times.origin, told.date) == ("none", "")
     assert told.basis == HOW_TO_GET_TIMES[0].upper() + HOW_TO_GET_TIMES[1:] + "."
     assert "<time" not in to_page(report, 113, title="t", version="0")
 

@@ -14,7 +14,7 @@ from support.paths import ROOT
 from support.reports import SETTINGS, report_of, report_on, with_times, write_demo_report, write_rows
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
-from thdprof.analyze.profile.merge import merge_profiles
+from thdprof.analyze.profile.run_profile import merge_profiles
 from thdprof.analyze.report import figures
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import make_figures

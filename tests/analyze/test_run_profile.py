@@ -14,7 +14,7 @@ from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profi
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
 from thdprof.analyze.profile.file import COLUMNS, SEGMENTS
-from thdprof.analyze.profile.merge import merge_profiles
+from thdprof.analyze.profile.run_profile import merge_profiles
 from thdprof.errors import DataError, UsageError
 
 RUN = {"seq_length": 64, "loader": "single", "data_parallel_size": 2, "global_batch_size": 8}

@@ -13,8 +13,7 @@ from support.sample_files import cost_table, write_lines
 
 from thdprof.analyze import analyze_dataset
 from thdprof.analyze.report.sweep import print_sweep
-from thdprof.analyze.settings.request import read_request
-from thdprof.analyze.settings.sweep_axes import read_axes
+from thdprof.analyze.settings.request import read_axes, read_request
 from thdprof.analyze.sweep import sweep
 from thdprof.analyze.times.ranking import Rate, rank
 from thdprof.training import Model

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from thdprof.commands import streams
-from thdprof.commands.heartbeat import FIRST_SECONDS, LATER_SECONDS, heartbeat
+from thdprof.commands.streams import FIRST_SECONDS, LATER_SECONDS, heartbeat
 
 
 class Waits:

@@ -126,8 +126,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, scri
         "shape, so that none would replay\n"
         "- --qk-clip: it keeps a maximum in Python; leave it out\n"
         "- --te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it\n"
-        "for a plan that fits, write this command line into a file and analyse it: "
-        "thdprof analyze --megatron-args FILE -o PLAN\n"
+        "for a plan that fits, put thdprof in front of this command: "
+        "thdprof analyze -o PLAN -- torchrun ...\n"
     )
 
 
@@ -330,7 +330,7 @@ def test_processes_that_load_data_do_not_keep_a_failed_script_from_ending(plan, 
 
 def test_models_that_install_refuses_end_without_a_traceback(plan, script, capsys):
     script.write_text(
-        "from thdprof.runtime.megatron.refusals.settings import SettingsError\n"
+        "from thdprof.runtime.megatron.refusals import SettingsError\n"
         "raise SettingsError('thdprof cannot install graphs:\\n- a setting')"
     )
     assert main(["--plan", str(plan), str(script), *FITTING]) == 2

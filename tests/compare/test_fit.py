@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from support.plans import plan_of_shares
 
-from thdprof.compare.changes import MEGATRON_ARGUMENTS
-from thdprof.compare.fit import Misfit, misfits
+from thdprof.compare.fit import MEGATRON_ARGUMENTS, Misfit, misfits
 from thdprof.training import definitions
 
 DATA = ["data/text_document"]

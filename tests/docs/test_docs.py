@@ -616,7 +616,7 @@ def test_reasons_are_logged_as_shown():
 def test_the_settings_error_is_as_shown(demo):
     pytest.importorskip("megatron.core")
     from thdprof.analyze import analyze_dataset, make_plan
-    from thdprof.runtime.megatron.refusals.settings import Facts, SettingsError, check
+    from thdprof.runtime.megatron.refusals import Facts, SettingsError, check
 
     plan = make_plan(analyze_dataset(demo / "megatron", seq_length=4096, global_batch_size=8))
     config = types.SimpleNamespace(

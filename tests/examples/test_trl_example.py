@@ -30,12 +30,6 @@ def test_the_example_closes_the_loop(tmp_path, options):
     assert ": the run replayed nothing (" in compared.stderr
 
 
-def test_it_stays_short_enough_to_be_read():
-    from support.paths import ROOT
-
-    assert len((ROOT / "examples" / "train_trl.py").read_text().splitlines()) <= 130
-
-
 def test_a_plan_that_is_not_there_is_told_in_one_line(tmp_path):
     ran = run_script("examples/train_trl.py", tmp_path / "rows.parquet", "--plan", tmp_path / "nope", cwd=tmp_path)
     assert ran.returncode == 1

@@ -45,8 +45,7 @@ from support.own_loop_steps import (
 from support.plans import plan_of_shares
 from support.training_states import digests
 
-from thdprof.runtime.megatron import install, packed_seq_params
-from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron import install, packed_seq_params, refusals
 
 TOKENS, EACH = 1024, 5
 """Tokens of a micro-batch; micro-batches of a step."""
@@ -114,7 +113,7 @@ HISTORY = {
 }
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}
-CHECK = settings.check
+CHECK = refusals.check
 SCALES = ("scaling_fwd, factors", "scaling_fwd, histories", "scaling_bwd, factors", "scaling_bwd, histories")
 CACHED = ("quantized weights",)
 CASES = {
@@ -306,7 +305,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         config.no_sync_func = model.no_sync
         model.disable_forward_pre_hook(param_sync=False)
     told: dict[str, Any] = {**nothing_told(), "states": []}
-    settings.check = (lambda *_: None) if case.refused else CHECK
+    refusals.check = (lambda *_: None) if case.refused else CHECK
     with install(model, plan_of(case), config, replay=replay, say=lambda line: None) as installation:
         for step in range(case.steps):
             with timed(told["step_ms"]):

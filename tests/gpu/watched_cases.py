@@ -36,8 +36,8 @@ from thdprof.runtime.graphs.slots import Lease  # noqa: E402
 from thdprof.runtime.graphs.watch.twin import Twin  # noqa: E402
 from thdprof.runtime.graphs.watch.watch import Watch  # noqa: E402
 from thdprof.runtime.megatron import install, packed_seq_params  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_capture import LayerLease  # noqa: E402
 from thdprof.runtime.megatron.kinds.layer_graphs import WatchedLayer, WatchedLayers  # noqa: E402
-from thdprof.runtime.megatron.kinds.layer_slots import LayerLease  # noqa: E402
 
 EACH, VOCABULARY, TABLES, SUCCESSORS = 8, 1536, 8, 3
 """Micro-batches of a step; and of the data, from which losses fall: tokens, tables of successors, successors."""

@@ -19,8 +19,8 @@ from thdprof.runtime import Bucket
 from thdprof.runtime.graphs.module_state import parameter_homes
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.kinds.layer_capture import LayerPass
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.kinds.layer_slots import LayerPass
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 3
 BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]

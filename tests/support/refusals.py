@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.transformer import TransformerConfig
 
-from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron import refusals
 
 
 def config(**changes) -> TransformerConfig:
@@ -14,7 +14,7 @@ def config(**changes) -> TransformerConfig:
     return made
 
 
-FACTS = settings.Facts(num_chunks=1)
+FACTS = refusals.Facts(num_chunks=1)
 
 
 def complaints(plan, changes=None, facts=FACTS, environment=None) -> list[str]:
@@ -22,8 +22,8 @@ def complaints(plan, changes=None, facts=FACTS, environment=None) -> list[str]:
     for name, value in (changes or {}).items():
         setattr(made, name, value)
     try:
-        settings.check(made, plan, facts, environment or {})
-    except settings.SettingsError as error:
+        refusals.check(made, plan, facts, environment or {})
+    except refusals.SettingsError as error:
         first, *lines = str(error).splitlines()
         assert first == "thdprof cannot install graphs:"
         return lines

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.profile.count import make_profile
     from thdprof.analyze.profile.run_profile import RunProfile, load_profile
-    from thdprof.analyze.settings.model.files import read_model
+    from thdprof.analyze.settings.resolved_model import read_model
 
 __all__ = [
     "Analysis",
@@ -30,7 +30,7 @@ _MODULES = {
     "make_plan": "planning",
     "make_profile": "profile.count",
     "profile_dataset": "api",
-    "read_model": "settings.model.files",
+    "read_model": "settings.resolved_model",
 }
 """The submodule of each public name."""
 

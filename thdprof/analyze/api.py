@@ -15,9 +15,8 @@ from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, gbps_of, price_of
-from thdprof.analyze.settings.model.files import read_model
-from thdprof.analyze.settings.model.resolve import experts_of
 from thdprof.analyze.settings.request import Request, shared_captures
+from thdprof.analyze.settings.resolved_model import experts_of, read_model
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset

@@ -10,7 +10,7 @@ from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.predictions import Memory, Times
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
-from thdprof.megatron_limits.quantization import UNMEASURED
+from thdprof.megatron_limits import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent, with_article
 

@@ -16,7 +16,7 @@ from thdprof.analyze.sources import format_of, read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import FallbackRate, Percentiles, Plan
+from thdprof.plan import FallbackRate, Plan
 from thdprof.training.pipeline_slots import slots
 
 _READ_SHARE = 0.15
@@ -71,21 +71,10 @@ class Check:
     """The plan that is checked."""
     dataset: DatasetSummary
     """The dataset that was read."""
-    exact: bool
-    """Whether the micro-batches are exactly those of training; false where they were drawn, training stops on a step,
-    or `size_guessed`."""
-    size_guessed: bool
-    """Whether the order is training's, and only the plan's pack size, which tails are counted by, is a guess."""
-    microbatches: int
-    """Micro-batches over all ranks and steps."""
-    steps: int
-    """Optimizer steps."""
-    n_seqs: Percentiles
-    """Documents of a micro-batch now."""
-    max_seqlen: Percentiles
-    """Tokens of a micro-batch's longest document now."""
-    n_tokens_max: int
-    """Tokens of the largest micro-batch now."""
+    table: MicrobatchTable
+    """The micro-batches now, over all ranks and steps."""
+    profile: Profile
+    """Documents of a micro-batch, and tokens of its longest document, now."""
     fallback_rate: FallbackRate
     """Shares that run eagerly now; of padded micro-batches where the plan assumes padding."""
     fallback_rate_unpadded: FallbackRate | None
@@ -164,18 +153,12 @@ def check(
     padded = not plan.microbatches.n_tokens_constant
     decisions = dispatch(table, plan, padded=padded)
     unpadded = fallback_rate(table, dispatch(table, plan).choice < 0) if padded else None
-    profile = Profile.of(table)
     allowed = getattr(plan.predictions.fallback_rate, level) if max_fallback_rate is None else max_fallback_rate
     return Check(
         plan=plan,
         dataset=DatasetSummary.of(dataset),
-        exact=table.exact,
-        size_guessed=table.size_guessed,
-        microbatches=len(table),
-        steps=table.num_steps,
-        n_seqs=profile.n_seqs.percentiles(),
-        max_seqlen=profile.max_seqlen.percentiles(),
-        n_tokens_max=int(table.n_tokens.max()),
+        table=table,
+        profile=Profile.of(table),
         fallback_rate=fallback_rate(table, decisions.choice < 0),
         fallback_rate_unpadded=unpadded,
         reasons=decisions.reasons(),

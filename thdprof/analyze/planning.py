@@ -8,10 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thdprof import __version__
-from thdprof.analyze.settings.experts import captured
-from thdprof.analyze.settings.layers_choice import LayersAsked, layers_of_plan
-from thdprof.analyze.settings.offload_choice import check_choice
-from thdprof.megatron_limits import check_plan, check_recompute, check_settings
+from thdprof.analyze.settings.captures import LayersAsked, captured, check_choice, layers_of_plan
+from thdprof.megatron_limits import check_options
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -55,8 +53,9 @@ def make_plan(
             always refuse to install the plan.
     """
     resolved_impl, modules = captured(analysis.settings.experts, impl, usual=usual)
-    check_settings(asdict(analysis.settings), resolved_impl)
     settings, offload = analysis.settings, analysis.offload
+    packer, pipeline_size = settings.packer, settings.pipeline_parallel_size
+    check_options(resolved_impl, pipeline_parallel_size=pipeline_size, packer=packer, experts=settings.experts)
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
@@ -66,9 +65,10 @@ def make_plan(
         None if uncut or analysis.overlap is None else analysis.overlap.layers_per_graph,
         impl=resolved_impl,
         offloads=offload is not None,
-        packer=settings.packer,
+        packer=packer,
     )
-    check_recompute(recompute, impl=resolved_impl, packer=settings.packer, layers_per_graph=layers)
+    if recompute is not None:
+        check_options(resolved_impl, recompute=recompute, packer=packer, layers_per_graph=layers)
     plan = Plan(
         schema=SCHEMA,
         written_by=__version__,
@@ -88,7 +88,13 @@ def make_plan(
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
-    check_plan(plan)
+    check_options(
+        resolved_impl,
+        context_parallel_size=settings.context_parallel_size,
+        packer=packer,
+        max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
+        bucket_cp_sizes=tuple(bucket.cp_size for bucket in plan.graphs.buckets),
+    )
     return plan
 
 

@@ -14,9 +14,8 @@ from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import DatasetSummary
 from thdprof.analyze.schedule.schedule import Memo
-from thdprof.analyze.settings.request import Request
+from thdprof.analyze.settings.request import Axis, Request
 from thdprof.analyze.settings.resolve import Assumption
-from thdprof.analyze.settings.sweep_axes import Axis
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.ranking import Ranking, Rate, rank, why_unranked

@@ -77,8 +77,8 @@ def analyze(
     from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.settings.captures import choice_of
     from thdprof.analyze.settings.limits import share_of
-    from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
     from thdprof.analyze.settings.training_command import refused_runs, unknown_refusals
     from thdprof.files import check_not_inputs
@@ -163,14 +163,19 @@ def _check_outputs(
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
     """Refuse, before the work and not after it, what training could not capture or move to the host."""
-    from thdprof.analyze.settings.experts import captured
-    from thdprof.analyze.settings.layers_choice import layers_of_plan
-    from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, without_experts
-    from thdprof.megatron_limits import check_settings
+    from thdprof.analyze.settings.captures import (
+        by_megatron_core,
+        captured,
+        check_choice,
+        layers_of_plan,
+        without_experts,
+    )
+    from thdprof.megatron_limits import check_options
 
     experts = request.given.get("experts", "none")
     captures, _ = captured(experts, impl, usual=request.usual_impl)
-    check_settings({**request.given, "packer": None}, captures)  # only some formats are packed; make_plan looks again
+    pipeline_parallel_size = request.given.get("pipeline_parallel_size")
+    check_options(captures, pipeline_parallel_size=pipeline_parallel_size)  # make_plan looks at the packer, too
     layers_of_plan(request.layers_per_graph, impl=captures, offloads=choice is not None)
     if choice is not None:
         check_choice(choice, impl=captures, experts=experts)

@@ -44,17 +44,16 @@ def check(
     from thdprof.analyze.check import check as check_dataset
     from thdprof.analyze.report.comparison import check_to_json, print_check, verdict
     from thdprof.analyze.settings.limits import share_of
-    from thdprof.commands.plan_file import read_plan, shown
 
     allowed = None if max_fallback_rate is None else share_of("--max-fallback-rate", max_fallback_rate)
-    loaded = read_plan(plan)
+    loaded = streams.read_plan(plan)
     with streams.progress_bar() as progress:
         result = check_dataset(
             loaded,
             datasets or [],
             max_fallback_rate=allowed,
             level=level,
-            where=shown(plan),
+            where=streams.shown_plan(plan),
             progress=progress,
         )
     with streams.of_a_gate():
@@ -63,4 +62,4 @@ def check(
         else:
             print_check(result, streams.console(stderr=False))
     if not result.holds:
-        raise GateError(f"{shown(plan)}: {verdict(result)} Analyse the dataset again")
+        raise GateError(f"{streams.shown_plan(plan)}: {verdict(result)} Analyse the dataset again")

@@ -37,14 +37,14 @@ def compare(
     (dataset, training settings, buckets, slots, costs) are listed only.
     """
     from thdprof.analyze.settings.limits import share_of
-    from thdprof.commands.plan_file import check_one_stdin, from_stdin, read_plan, shown
     from thdprof.compare.plans import kind_of
 
     allowed = share_of("--tolerance", tolerance)
-    check_one_stdin(plan, other)
-    first = read_plan(plan)
-    if from_stdin(other) or kind_of(other) == "plan":
-        _compare_plans(first, read_plan(other), allowed, where=f"{shown(plan)} and {shown(other)}", json=json)
+    streams.check_one_stdin(plan, other)
+    first = streams.read_plan(plan)
+    if streams.is_stdin(other) or kind_of(other) == "plan":
+        where = f"{streams.shown_plan(plan)} and {streams.shown_plan(other)}"
+        _compare_plans(first, streams.read_plan(other), allowed, where=where, json=json)
     else:
         _compare_stats(first, other, allowed, json=json)
 

@@ -22,10 +22,9 @@ def export(
 ) -> None:
     """Turn a plan into the flags or overrides of a training system."""
     from thdprof.analyze.export import TARGETS, export_plan
-    from thdprof.commands.plan_file import read_plan
     from thdprof.files import check_targets, write_text
 
-    exported = export_plan(read_plan(plan), to, max_seqs=max_seqs)
+    exported = export_plan(streams.read_plan(plan), to, max_seqs=max_seqs)
     if output is None:
         streams.write(exported.text)
         if exported.extra_files:

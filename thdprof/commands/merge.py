@@ -18,9 +18,7 @@ def merge(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Join the profiles of several datasets or shards; parts with the same name are added up."""
-    from thdprof.analyze.profile.merge import merge_profiles
-    from thdprof.analyze.profile.run_profile import load_profile
-    from thdprof.analyze.report.merged_profile import describe, to_json
+    from thdprof.analyze.profile.run_profile import describe_merged, load_profile, merge_profiles, merged_to_json
     from thdprof.files import check_not_inputs, check_targets
 
     if str(output) == "-":
@@ -30,7 +28,7 @@ def merge(
     merged = merge_profiles([load_profile(path) for path in profiles], names=[str(path) for path in profiles])
     merged.save(output, force=force)
     if json:
-        streams.write(to_json(merged) + "\n")
+        streams.write(merged_to_json(merged) + "\n")
     else:
-        streams.write(describe(merged))
+        streams.write(describe_merged(merged))
         streams.say(f"profile written to {output}")

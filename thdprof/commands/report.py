@@ -35,16 +35,15 @@ def report(
 ) -> None:
     """Describe a plan in sentences and figures: its data, the cost of each cap, and what happened in a run."""
     from thdprof.analyze.report.write import write_report
-    from thdprof.commands.plan_file import from_stdin, plan_as_file, shown
 
-    if from_stdin(plan):
+    if streams.is_stdin(plan):
         if profile is None:
             raise UsageError("-: a plan from stdin has no profile beside it; give --profile")
         if output is not None and output.suffix.lower() == ".ipynb":
             raise UsageError(f"-o {output}: a notebook reads its plan from a file; save the plan and name the file")
-    with plan_as_file(plan) as path:
+    with streams.plan_as_file(plan) as path:
         written = write_report(
-            path, plan_name=shown(plan), profile=profile, stats=stats, cap=cap, output=output, force=force
+            path, plan_name=streams.shown_plan(plan), profile=profile, stats=stats, cap=cap, output=output, force=force
         )
     if json:
         streams.write(written.to_json() + "\n")

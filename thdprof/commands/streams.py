@@ -1,4 +1,4 @@
-"""The command line's output: lines, tables and a progress bar, on any terminal, pipe or encoding."""
+"""What the command line reads and writes, on any terminal, pipe or encoding: plans, lines, tables, a progress bar."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import contextlib
 import io
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thdprof.commands.heartbeat import heartbeat
+from thdprof.errors import DataError, UsageError
+from thdprof.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from thdprof.analyze.analysis import Progress
+    from thdprof.plan import Plan
 
 _WIDE = 1000
 """Columns of the console for reports; so wide that rich never wraps or cuts a line, and the terminal wraps it."""
@@ -125,3 +130,138 @@ def progress_bar(
             bar.update(task, description=stage, completed=done, rate=text)
 
         yield show
+
+
+# --- lines that show in a job's log that a long command lives ---------------------------------------------------------
+
+
+FIRST_SECONDS = 30.0
+"""Seconds of silence before the first line; a command that ends before says nothing."""
+LATER_SECONDS = 60.0
+"""Seconds between two lines."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """Where a command is, as it told last."""
+
+    stage: str = "starting"
+    """What it does."""
+    done: float = 0.0
+    """Share of the whole work that is done, 0 to 1."""
+    documents: int = 0
+    """Documents of the dataset; 0: not known yet."""
+
+    def update(self, stage: str, done: float, documents: int) -> None:
+        """Take what the command tells; it is a `thdprof.analyze.analysis.Progress`."""
+        self.stage, self.done, self.documents = stage, done, documents
+
+    def line(self, seconds: float) -> str:
+        """The line for a log, `seconds` after the command began."""
+        minutes, rest = divmod(int(seconds), 60)
+        took = f"{minutes:,} min {rest} s" if minutes else f"{rest} s"
+        size = f"{counted(self.documents, 'document')}, " if self.documents else ""
+        share = f"about {int(100 * self.done)}% of the work done, " if 0 < self.done < 1 else ""
+        return f"still {self.stage}: {size}{share}{took} so far"
+
+
+@contextlib.contextmanager
+def heartbeat(
+    say: Callable[[str], None],
+    *,
+    now: Callable[[], float],
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
+) -> Iterator[Progress]:
+    """Say where the command is, from a thread, since reading or packing may tell nothing for minutes.
+
+    The first line comes after `FIRST_SECONDS`, the others `LATER_SECONDS` apart, and none after the context is left. A
+    loop that holds Python's lock, such as NumPy's shuffle, delays a line until it ends.
+
+    Args:
+        say: called in the thread with every line.
+        now: the time in seconds, from any beginning.
+        wait: waits for an event, at most so many seconds; returns whether the event is set.
+    """
+    place, over, began = Place(), threading.Event(), now()
+
+    def beat() -> None:
+        seconds = FIRST_SECONDS
+        while not wait(over, seconds):
+            say(place.line(now() - began))
+            seconds = LATER_SECONDS
+
+    thread = threading.Thread(target=beat, name="thdprof-heartbeat", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the work goes on without lines
+        thread.start()
+    try:
+        yield place.update
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+# --- plans from a file, or from stdin where the argument is - ---------------------------------------------------------
+
+
+_STDIN = "<stdin>"
+
+
+def is_stdin(argument: Path | None) -> bool:
+    """Whether `argument` stands for stdin."""
+    return str(argument) == "-"
+
+
+def shown_plan(argument: Path) -> str:
+    """The argument as messages name it."""
+    return _STDIN if is_stdin(argument) else str(argument)
+
+
+def check_one_stdin(*arguments: Path | None) -> None:
+    """Refuse to read two things from stdin.
+
+    Raises:
+        UsageError: `-` is given more than once.
+    """
+    if sum(is_stdin(argument) for argument in arguments) > 1:
+        raise UsageError("- is given twice, but stdin can be read only once; name a file for one of them")
+
+
+def read_plan(argument: Path) -> Plan:
+    """The plan that `argument` names.
+
+    Raises:
+        DataError: it cannot be read or is no plan; the message begins with the file's name, or with `<stdin>`.
+    """
+    from thdprof.files import parse_yaml
+    from thdprof.plan import load_plan, parse_plan
+
+    if not is_stdin(argument):
+        return load_plan(argument)
+    return parse_plan(parse_yaml(_stdin_text(), where=_STDIN), where=_STDIN)
+
+
+@contextlib.contextmanager
+def plan_as_file(argument: Path) -> Iterator[Path]:
+    """A file that holds the plan, for readers that need one; of stdin a copy that lasts as long as the block.
+
+    Raises:
+        DataError: stdin cannot be read, or is empty.
+    """
+    if not is_stdin(argument):
+        yield argument
+        return
+    with tempfile.TemporaryDirectory(prefix="thdprof-") as directory:
+        path = Path(directory) / "stdin.yaml"
+        path.write_text(_stdin_text(), encoding="utf-8")
+        yield path
+
+
+def _stdin_text() -> str:
+    try:
+        text = "" if sys.stdin is None else sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{_STDIN}: cannot be read: {error}") from error
+    if not text.strip():
+        raise DataError(f"{_STDIN}: is empty; pipe a plan into it, as in: thdprof analyze DATASET -o - | thdprof ...")
+    return text

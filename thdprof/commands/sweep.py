@@ -49,8 +49,7 @@ def sweep(
     thdprof sweep dataset/ seq-length=4096,8192 buckets=1,3
     """
     from thdprof.analyze.report.sweep import print_sweep, to_json
-    from thdprof.analyze.settings.request import read_request
-    from thdprof.analyze.settings.sweep_axes import read_axes, split_arguments
+    from thdprof.analyze.settings.request import read_axes, read_request, split_arguments
     from thdprof.analyze.sweep import check_plan_files, write_plans
     from thdprof.analyze.sweep import sweep as analyze_combinations
 

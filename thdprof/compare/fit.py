@@ -6,14 +6,76 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from thdprof.compare.changes import ALWAYS_REFUSED, CHANGES, OTHER_LENGTHS, OTHER_ROWS, OTHER_SHAPE, Changes
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.training import DYNAMIC_CP, Kind, definitions
 from thdprof.training.pipeline_slots import slots
 
+Changes = Literal["graphs", "prediction"]
+
+MEGATRON_ARGUMENTS: Mapping[str, str] = {
+    "seq_length": "--seq-length",
+    "micro_batch_size": "--micro-batch-size",
+    "global_batch_size": "--global-batch-size",
+    "data_parallel_size": "data-parallel size (ranks / tensor, pipeline and context parallel sizes)",
+    "context_parallel_size": "--context-parallel-size",
+    "pipeline_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_size": "model chunks of a pipeline rank (--num-virtual-stages-per-pipeline-rank)",
+    "microbatch_group_size": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "loader": "--dataloader-type",
+    "experts": "experts (--num-experts, --moe-pad-expert-input-to-capacity)",
+    "shared_capture_ranks": "data-parallel ranks that share experts (--expert-model-parallel-size)",
+    "data_sharding": "data sharding (--no-data-sharding)",
+    "seed": "--seed",
+    "split": "--split",
+    "train_samples": "samples of the run (--train-samples, or --train-iters x --global-batch-size)",
+    "weights": "weights of --data-path",
+    "max_seqlen_per_dp_cp_rank": "--max-seqlen-per-dp-cp-rank",
+    "min_dynamic_context_parallel_size": "--min-dynamic-context-parallel-size",
+    "tokenizer_model": "--tokenizer-model",
+    "sft_tokenizer_prompt_format": "--sft-tokenizer-prompt-format",
+    "dataset": "--data-path",
+}
+"""What Megatron-LM's command line calls the settings of a run."""
+
+_OTHER_SHAPE = "graphs were chosen for micro-batches of another shape, so that none would replay"
+_OTHER_RANKS = "slots and counts are those of other ranks, and install refuses the plan"
+_OTHER_PADDING = "micro-batches are padded in another way than graphs expect"
+_OTHER_ORDER = "the rows are read in another order, so that shares and times are only about right"
+_OTHER_LENGTHS = "documents have other lengths, so that shares and times may differ"
+_OTHER_ROWS = "micro-batches hold other rows, so that shares and times may differ"
+
+_CHANGES: Mapping[str, tuple[Changes, str]] = {
+    "seq_length": ("graphs", _OTHER_SHAPE),
+    "micro_batch_size": ("graphs", _OTHER_SHAPE),
+    "data_parallel_size": ("graphs", _OTHER_RANKS),
+    "context_parallel_size": ("graphs", _OTHER_RANKS),
+    "pipeline_parallel_size": ("graphs", _OTHER_RANKS),
+    "virtual_pipeline_size": ("graphs", _OTHER_RANKS),
+    "max_seqlen_per_dp_cp_rank": ("graphs", _OTHER_SHAPE),
+    "min_dynamic_context_parallel_size": ("prediction", _OTHER_ROWS),
+    "experts": ("graphs", "another part of each layer is captured"),
+    "shared_capture_ranks": ("prediction", "other ranks decide together, so that shares and times differ"),
+    "tail_policy": ("graphs", _OTHER_PADDING),
+    "pad_to_max_length": ("graphs", _OTHER_PADDING),
+    "pad_seq_to_mult": ("prediction", _OTHER_LENGTHS),
+    "global_batch_size": ("prediction", "a step holds other micro-batches, so that shares and times of steps differ"),
+    "loader": ("prediction", _OTHER_ORDER),
+    "data_sharding": ("prediction", _OTHER_ORDER),
+    "drop_last": ("prediction", _OTHER_ORDER),
+    "seed": ("prediction", _OTHER_ORDER),
+    "shuffle_seed": ("prediction", _OTHER_ORDER),
+    "add_extra_token": ("prediction", _OTHER_ROWS),
+    "max_num_samples": ("prediction", _OTHER_ORDER),
+    "packing_processes": ("prediction", _OTHER_ROWS),
+    "max_docs_per_pack": ("prediction", _OTHER_ROWS),
+    "sft_tokenizer_prompt_format": ("prediction", _OTHER_LENGTHS),
+}
+"""What each setting changes that is compared as it stands."""
+_ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
+"""Settings that `install` refuses even where the plan captures nothing."""
 _KINDS: Mapping[str, frozenset[Kind]] = {
     "megatron": frozenset({"streams"}),
     "bridge": frozenset({"bridge"}),
@@ -81,7 +143,7 @@ def _matters(name: str, plan: Plan) -> bool:
 def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     """Settings that are compared as they stand, and the split."""
     dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
-    for name, (changes, why) in CHANGES.items():
+    for name, (changes, why) in _CHANGES.items():
         planned = getattr(plan.training, name)
         if name not in settings or (dynamic and name == "seq_length"):  # then it is what all ranks hold together
             continue
@@ -91,12 +153,12 @@ def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         if name == "virtual_pipeline_size":
             planned, run = planned or 1, run or 1
         if run != planned:
-            if not plan.captured and name not in ALWAYS_REFUSED:
+            if not plan.captured and name not in _ALWAYS_REFUSED:
                 changes = "prediction"
             yield Misfit(setting=name, planned=planned, run=run, changes=changes, why=why)
     if "split" in settings and _shares(settings["split"]) != _shares(plan.training.split):
         yield Misfit(
-            setting="split", planned=plan.training.split, run=settings["split"], changes="prediction", why=OTHER_ROWS
+            setting="split", planned=plan.training.split, run=settings["split"], changes="prediction", why=_OTHER_ROWS
         )
 
 
@@ -111,7 +173,7 @@ def _packing(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         planned=planned,
         run=run,
         changes="graphs" if other_graphs else "prediction",
-        why=OTHER_SHAPE if other_graphs else OTHER_ROWS,
+        why=_OTHER_SHAPE if other_graphs else _OTHER_ROWS,
     )
 
 
@@ -128,20 +190,9 @@ def _slots(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     batch = settings.get("global_batch_size", training.global_batch_size)
     group = settings.get("microbatch_group_size", training.microbatch_group_size)
     try:
-        needed = slots(
-            pipeline_size=training.pipeline_parallel_size,
-            num_chunks=training.virtual_pipeline_size or 1,
-            num_microbatches=max(1, batch // (training.micro_batch_size * training.data_parallel_size)),
-            group=group,
-        )
+        lacking = find_lacking_slots(plan, global_batch_size=batch, group=group)
     except UsageError:
         return  # Megatron refuses it, with its own words
-    there = plan.graphs.slots
-    lacking = [
-        max(mine, default=0)
-        for mine, planned in zip(needed, there, strict=False)
-        if any(n > p for n, p in zip(mine, planned, strict=False))
-    ]
     if lacking:
         by_group = group != training.microbatch_group_size
         name = "microbatch_group_size" if by_group else "global_batch_size"
@@ -150,8 +201,34 @@ def _slots(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
             planned=getattr(training, name),
             run=group if by_group else batch,
             changes="graphs",
-            why=f"a model chunk has up to {max(lacking)} micro-batches in flight, more than the plan has slots for",
+            why=f"a model chunk has up to {lacking} micro-batches in flight, more than the plan has slots for",
         )
+
+
+def find_lacking_slots(plan: Plan, *, global_batch_size: int, group: int | None) -> int:
+    """Most micro-batches that a model chunk has in flight where the plan has too few slots; 0 where it has enough.
+
+    Args:
+        plan: the plan that the run is to follow.
+        global_batch_size: samples of a step.
+        group: micro-batches that the interleaved schedule groups; None: as many as pipeline stages.
+
+    Raises:
+        UsageError: Megatron takes no such group with these micro-batches.
+    """
+    training = plan.training
+    needed = slots(
+        pipeline_size=training.pipeline_parallel_size,
+        num_chunks=training.virtual_pipeline_size or 1,
+        num_microbatches=max(1, global_batch_size // (training.micro_batch_size * training.data_parallel_size)),
+        group=group,
+    )
+    lacking = (
+        max(mine, default=0)
+        for mine, planned in zip(needed, plan.graphs.slots, strict=False)
+        if any(n > p for n, p in zip(mine, planned, strict=False))
+    )
+    return max(lacking, default=0)
 
 
 def _length(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -196,7 +273,7 @@ def _blend(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         return
     planned, run = plan.training.weights, settings["weights"]
     if (planned is None) != (run is None) or not _alike(_normalized(planned or ()), _normalized(run or ())):
-        yield Misfit(setting="weights", planned=planned, run=run, changes="prediction", why=OTHER_ROWS)
+        yield Misfit(setting="weights", planned=planned, run=run, changes="prediction", why=_OTHER_ROWS)
 
 
 def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
@@ -211,7 +288,7 @@ def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
         planned=_listed(plan.dataset.uris),
         run=_listed(data_paths),
         changes="prediction",
-        why=OTHER_ROWS,
+        why=_OTHER_ROWS,
     )
 
 
@@ -220,7 +297,7 @@ def _tokenizer(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     planned, run = plan.training.tokenizer_model, settings.get("tokenizer_model")
     if run is None or (planned is not None and _same([Path(planned)], [Path(run)])):
         return
-    yield Misfit(setting="tokenizer_model", planned=planned, run=run, changes="prediction", why=OTHER_LENGTHS)
+    yield Misfit(setting="tokenizer_model", planned=planned, run=run, changes="prediction", why=_OTHER_LENGTHS)
 
 
 def _same(planned: Sequence[Path], run: Sequence[Path]) -> bool:

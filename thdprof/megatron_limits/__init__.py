@@ -1,45 +1,29 @@
-"""What Megatron's graphs cannot serve: one table, read by `thdprof analyze` and by `install`. No torch in here.
+"""What graphs cannot serve: one table, one description of a run, and one message. No torch in here.
 
-`limit` has the types. `fields`, `quantization`, `parallelism`, `overlap`, `models`, `dynamic_cp`, `experts`,
-`offloading`, `layers_per_graph` and `recompute` have the rows; `table` joins them. `check` is for analysis,
-`command_line` and `precision_file` for the arguments of Megatron-LM's scripts. `known_fields` has the
-fields of megatron-core's configs that thdprof has looked at.
-`thdprof.runtime.megatron.refusals` reads the same table when training starts.
+`run` describes a run, with a constructor for each source. `limit` has a row's types; `graph_kinds`, `quantization`,
+`parallelism`, `experts`, `models` and `offloading` have the rows, and `table` joins them. `command_line` reads the
+arguments of Megatron-LM's scripts. `known_fields` has the fields of megatron-core's configs that thdprof has looked at.
 """
 
 from __future__ import annotations
 
-from thdprof.megatron_limits.check import (
-    check_captured,
-    check_layers_per_graph,
-    check_offload,
-    check_plan,
-    check_recompute,
-    check_run,
-    check_settings,
-)
-from thdprof.megatron_limits.experts import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
-from thdprof.megatron_limits.limit import Limit, MustBeOff, Run, Words
-from thdprof.megatron_limits.offloading import moved_by_core
-from thdprof.megatron_limits.quantization import takes_unmeasured
-from thdprof.megatron_limits.table import LIMITS, limits_of
+from thdprof.megatron_limits.experts import DROPLESS_EXPERTS_RUN_EAGERLY
+from thdprof.megatron_limits.limit import Limit, MustBeOff, Words
+from thdprof.megatron_limits.run import UNMEASURED, UP_TO_ROUTER, Facts, Run, ends_at_router, moved_by_core
+from thdprof.megatron_limits.table import LIMITS, check_options, limits_of
 
 __all__ = [
     "DROPLESS_EXPERTS_RUN_EAGERLY",
     "LIMITS",
+    "UNMEASURED",
     "UP_TO_ROUTER",
+    "Facts",
     "Limit",
     "MustBeOff",
     "Run",
     "Words",
-    "check_captured",
-    "check_layers_per_graph",
-    "check_offload",
-    "check_plan",
-    "check_recompute",
-    "check_run",
-    "check_settings",
+    "check_options",
+    "ends_at_router",
     "limits_of",
     "moved_by_core",
-    "takes_unmeasured",
 ]

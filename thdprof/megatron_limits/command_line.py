@@ -1,7 +1,7 @@
-"""What graphs cannot serve, by the arguments of Megatron-LM's scripts: what `install` refuses later, told at once.
+"""What graphs cannot serve, by the arguments of Megatron-LM's scripts: what `install` refuses later, at once.
 
 The rows of the table of limits are read by the arguments that set their fields. What `install` refuses besides the
-table, such as an RNG tracker that graphs cannot register, has its lines here, where an argument tells it.
+table, such as an RNG tracker that graphs cannot register, has its lines here, where an argument shows it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from thdprof.megatron_limits.limit import Run
-from thdprof.megatron_limits.precision_file import CASES as OF_PRECISION_FILE
-from thdprof.megatron_limits.precision_file import FLAG as PRECISION_FILE
-from thdprof.megatron_limits.precision_file import quant_recipe_of
-from thdprof.megatron_limits.quantization import takes_unmeasured
-from thdprof.megatron_limits.recompute import RECOMPUTE_CASES
+from thdprof.errors import DataError
+from thdprof.files import read_yaml
+from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES
+from thdprof.megatron_limits.limit import Limit
+from thdprof.megatron_limits.quantization import TAKEN_ALL_THE_SAME
+from thdprof.megatron_limits.run import SHARDED, Run, find_experts
 from thdprof.megatron_limits.table import limits_of
-from thdprof.training import DYNAMIC_CP, Experts
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan
@@ -35,6 +34,7 @@ TEXTS: Mapping[str, str] = {
     "rope_type": "--rope-type",
     "recompute_granularity": "--recompute-granularity",
     "moe_router_force_biased": "--moe-router-force-biased",
+    "experimental_attention_variant": "--experimental-attention-variant",
 }
 COUNTS: Mapping[str, str] = {
     "cpu_offloading": "--cpu-offloading-num-layers",
@@ -75,21 +75,28 @@ SHARDS: Mapping[str, tuple[str, str]] = {
 }
 """Arguments whose quotient Megatron-LM writes into a field; the second is --tensor-model-parallel-size if missing."""
 
+PRECISION_FILE = "--te-precision-config-file"
+"""The argument that names a file of precisions by modules' names; it sets the field `quant_recipe`."""
+_FSDP = ("--use-megatron-fsdp", "--use-torch-fsdp2")
 _OVERLAP = SWITCHES["overlap_moe_expert_parallel_comm"]
 _DISPATCHER, _BACKEND = TEXTS["moe_token_dispatcher_type"], TEXTS["moe_flex_dispatcher_backend"]
+_WITH_ALLTOALL = f"analyse with --experts dropless, whose graphs end at the router, or give {_DISPATCHER} alltoall"
+_OUT = "leave it out"
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "overlapped expert communication in hybrid models": ((_OVERLAP, "--hybrid-layer-pattern"), f"leave {_OVERLAP} out"),
-    "token dispatchers other than `alltoall` with experts that are captured whole": (
-        (_DISPATCHER,),
-        f"analyse with --experts dropless, whose graphs end at the router, or give {_DISPATCHER} alltoall",
+    "token dispatchers other than `alltoall` with experts that are captured whole": ((_DISPATCHER,), _WITH_ALLTOALL),
+    "HybridEP with experts that are captured whole": ((_BACKEND,), _WITH_ALLTOALL),
+    "a rotary type other than yarn with latent attention": ((TEXTS["rope_type"],), _OUT),
+    "cached latents": ((SWITCHES["cache_mla_latents"],), _OUT),
+    "unfused RoPE": (("--no-rope-fusion",), _OUT),
+    "variants of attention": ((TEXTS["experimental_attention_variant"],), _OUT),
+    "wrappers other than DistributedDataParallel": (_FSDP, _OUT),
+    "`quant_recipe` with quantizers of one's own or Kitchen's": (
+        (PRECISION_FILE,),
+        "choose among Transformer Engine's own recipes",
     ),
-    "HybridEP with experts that are captured whole": (
-        (_BACKEND,),
-        f"analyse with --experts dropless, whose graphs end at the router, or give {_DISPATCHER} alltoall",
-    ),
-    "a rotary type other than yarn with latent attention": ((TEXTS["rope_type"],), "leave it out"),
-    "cached latents": ((SWITCHES["cache_mla_latents"],), "leave it out"),
-    **{name: ((PRECISION_FILE,), remedy) for name, remedy in OF_PRECISION_FILE.items()},
+    "`quant_recipe` with recipes that Hopper GPUs do not have": ((PRECISION_FILE,), TAKEN_ALL_THE_SAME),
+    "`quant_recipe` with overlapped expert communication": ((PRECISION_FILE,), f"leave {_OVERLAP} out"),
 }
 """Limits that no field turns on by itself: their names, the arguments that make the case, and what to change."""
 _DEFAULT_DISPATCHER = "allgather"
@@ -101,7 +108,6 @@ _PACKS = ("--dataloader-inter-document-masking", "--sft")
 """Arguments with which Megatron-LM gives documents boundaries."""
 _GRAPH_IMPL = {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
 """Deprecated switches that choose Megatron's own graphs."""
-_FSDP = ("--use-megatron-fsdp", "--use-torch-fsdp2")
 
 
 class Arguments:
@@ -153,16 +159,23 @@ def refused_arguments(
         environment: environment variables by name.
     """
     given, script = Arguments(command[1:]), PurePath(command[0]).name
+    unpacked = []
+    if script in _READ_BY and not any(flag in given for flag in _PACKS):
+        unpacked = [
+            f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
+            "(or --sft)"
+        ]
     if plan.graphs.impl == "none":
-        return list(_of_packing(given, script))
+        return unpacked
     impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
-    lines = [
-        *_of_table(plan, given, impl, environment, replay=replay),
-        *_of_packing(given, script),
-        *_of_attention(plan, given, impl),
+    lines = [*_of_table(plan, given, impl, environment, replay=replay), *unpacked, *_of_positions(given)]
+    return [
+        *lines,
+        *_of_shared_captures(plan, given),
+        *_of_graphs(plan, given, impl),
+        *_of_tracker(given, impl),
+        *refused_allocator(environment),
     ]
-    lines += _of_shared_captures(plan, given)
-    return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
 
 def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
@@ -178,67 +191,97 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
         return []
     impl: Impl = plan.graphs.impl if plan.graphs.impl != "module" else "chunk"
     given = Arguments(words)
-    return [
-        *_of_table(plan, given, impl, os.environ, replay=True),
-        *_of_attention(plan, given, impl),
-        *(_of_tracker(given, impl) if impl != "local" else ()),  # whose own switch turns the tracker on
-        *_of_wrapper(given),
-    ]
+    lines = [*_of_table(plan, given, impl, os.environ, replay=True), *_of_positions(given)]
+    return [*lines, *(_of_tracker(given, impl) if impl != "local" else ())]  # whose own switch turns the tracker on
+
+
+def refused_allocator(environment: Mapping[str, str]) -> Iterator[str]:
+    """A line where the CUDA allocator's settings do not go with NCCL inside graphs."""
+    allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
+        yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"
+
+
+def describe_arguments(
+    plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
+) -> tuple[Run, dict[str, str]]:
+    """The run of a script's arguments, and the arguments by the field of TransformerConfig that each sets."""
+    flags: dict[str, str] = {}
+    config = SimpleNamespace(
+        moe_pad_expert_input_to_capacity="--moe-pad-expert-input-to-capacity" in given,
+        hybrid_layer_pattern=given.value("--hybrid-layer-pattern"),
+        apply_rope_fusion="--no-rope-fusion" not in given,
+    )
+
+    def set_field(field: str, flag: str, value: Any) -> None:
+        if value is not None and value != []:
+            flags[field] = flag
+            setattr(config, field, value)
+
+    for field, flag in SWITCHES.items():
+        set_field(field, flag, True if flag in given else None)
+    for field, flag in TEXTS.items():
+        set_field(field, flag, given.value(flag))
+    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
+    for field, flag in COUNTS.items():
+        set_field(field, flag, given.count(flag))
+    for field, flag in LISTS.items():
+        set_field(field, flag, given.values(flag))
+    for field, (flag, of_size) in SHARDS.items():
+        size = given.count(of_size) or given.count("--tensor-model-parallel-size") or 1
+        shards = given.count(flag)
+        set_field(field, flag, None if shards is None else shards // size)
+    if (file := given.value(PRECISION_FILE)) is not None:
+        set_field("quant_recipe", PRECISION_FILE, read_precision_file(file))
+    experts = find_experts(config)
+    if experts == "padded" and given.value(_DISPATCHER) is None:
+        config.moe_token_dispatcher_type = _DEFAULT_DISPATCHER
+    positions = given.value("--position-embedding-type")
+    if positions not in ("rope", "yarn") and "--use-rotary-position-embeddings" in given:
+        positions = "rope"
+    run = Run.from_plan(
+        plan,
+        config,
+        environment,
+        replay=replay,
+        impl=impl,
+        experts=experts,
+        pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", 1),
+        context_parallel_size=given.count("--context-parallel-size") or 1,
+        position_embedding=None if positions == "mrope" else positions,  # which has a line of its own
+        wrapper=SHARDED if any(flag in given for flag in _FSDP) else None,
+    )
+    return run, flags
+
+
+def read_precision_file(path: str) -> Any:
+    """What megatron-core makes of a file of precisions, as far as the table of limits looks at it.
+
+    Args:
+        path: the value of `PRECISION_FILE`.
+
+    Returns:
+        An object with the file's `configs`; the path where the file is not there or does not hold any, with which
+        Megatron ends by itself.
+    """
+    try:
+        values = read_yaml(path, where=path)
+    except DataError:
+        return path
+    configs = values.get("configs") if isinstance(values, dict) else None
+    if not isinstance(configs, dict):
+        return path
+    return SimpleNamespace(configs={name: one for name, one in configs.items() if isinstance(one, dict)})
 
 
 def _of_table(
     plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
 ) -> Iterator[str]:
     """The rows of the table of limits that the arguments meet."""
-    flags: dict[str, str] = {}
-    config = SimpleNamespace()
-    for field, flag in SWITCHES.items():
-        if flag in given:
-            flags[field] = flag
-            setattr(config, field, True)
-    for field, flag in TEXTS.items():
-        if given.value(flag) is not None:
-            flags[field] = flag
-            setattr(config, field, given.value(flag))
-    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
-    for field, flag in COUNTS.items():
-        if (count := given.count(flag)) is not None:
-            flags[field] = flag
-            setattr(config, field, count)
-    for field, flag in LISTS.items():
-        if given.values(flag):
-            flags[field] = flag
-            setattr(config, field, given.values(flag))
-    for field, (flag, of_size) in SHARDS.items():
-        size = given.count(of_size) or given.count("--tensor-model-parallel-size") or 1
-        if (shards := given.count(flag)) is not None:
-            flags[field] = flag
-            setattr(config, field, shards // size)
-    if (file := given.value(PRECISION_FILE)) is not None:
-        flags["quant_recipe"] = PRECISION_FILE
-        config.quant_recipe = quant_recipe_of(file)
-    if given.value("--hybrid-layer-pattern") is not None:
-        config.hybrid_layer_pattern = given.value("--hybrid-layer-pattern")
-    if _experts(given) == "padded" and given.value(_DISPATCHER) is None:
-        config.moe_token_dispatcher_type = _DEFAULT_DISPATCHER
-    run = Run(
-        impl=impl,
-        modules=tuple(plan.graphs.modules) if replay else None,
-        pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", 1),
-        context_parallel_size=given.count("--context-parallel-size") or 1,
-        dynamic_cp=plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None,
-        packer=plan.training.packer,
-        experts=_experts(given),
-        unmeasured=takes_unmeasured(environment),
-        offload_modules=tuple(plan.graphs.offload.modules) if plan.graphs.offload is not None and replay else None,
-        layers_per_graph=plan.graphs.layers_per_graph if replay else None,
-        config=config,
-    )
+    run, flags = describe_arguments(plan, given, impl, environment, replay=replay)
     for limit in limits_of(run):
-        if limit.name in flags:
-            own = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
-            remedy = "leave it out" if own or limit.name in SHARDS else limit.fields.remedy
-            yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
+        if limit.name in flags and limit.name not in CASES:
+            yield f"{given.shown(flags[limit.name])}: {limit.reason}; {_remedy(limit)}"
         elif limit.name in RECOMPUTE_CASES:
             yield f"{given.shown(flags['recompute_granularity'])}: {limit.reason}; {limit.fields.remedy}"
         elif limit.name in CASES:
@@ -252,32 +295,16 @@ def _of_table(
             )
 
 
-def _experts(given: Arguments) -> Experts:
-    if given.value("--num-experts") in (None, "0"):
-        return "none"
-    return "padded" if "--moe-pad-expert-input-to-capacity" in given else "dropless"
+def _remedy(limit: Limit) -> str:
+    """The remedy for a field that one argument sets."""
+    turned_off = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
+    return _OUT if turned_off or limit.name in SHARDS else limit.fields.remedy
 
 
-def _of_packing(given: Arguments, script: str) -> Iterator[str]:
-    if script in _READ_BY and not any(flag in given for flag in _PACKS):
-        yield (
-            f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
-            "(or --sft)"
-        )
-
-
-def _of_attention(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
-    positions = given.value("--position-embedding-type")
-    latent = "--multi-latent-attention" in given
-    rotates = latent or positions in ("rope", "yarn") or "--use-rotary-position-embeddings" in given
-    dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
-    if rotates and "--no-rope-fusion" in given and (latent or dynamic or impl == "local"):
-        yield "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out"
-    if positions == "mrope":
+def _of_positions(given: Arguments) -> Iterator[str]:
+    """Positions that Megatron-LM's scripts do not give their models."""
+    if given.value("--position-embedding-type") == "mrope":
         yield "--position-embedding-type mrope: the script gives its model positions of one dimension alone; use rope"
-    variant = given.value("--experimental-attention-variant")
-    if latent and variant is not None:
-        yield f"--experimental-attention-variant {variant}: it was not checked in a graph; leave it out"
 
 
 def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
@@ -299,25 +326,9 @@ def _of_shared_captures(plan: Plan, given: Arguments) -> Iterator[str]:
         )
 
 
-def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Iterator[str]:
-    """The RNG tracker, the wrapper and the allocator."""
-    yield from _of_tracker(given, impl)
-    yield from _of_wrapper(given)
-    allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
-    if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
-        yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"
-
-
 def _of_tracker(given: Arguments, impl: Impl) -> Iterator[str]:
     """An RNG tracker whose states no graph can register."""
     built = given.value("--cuda-graph-impl") not in (None, "none") or any(flag in given for flag in _GRAPH_IMPL)
     graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these
     if not graphs and "--te-rng-tracker" not in given:
         yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
-
-
-def _of_wrapper(given: Arguments) -> Iterator[str]:
-    """Wrappers other than DistributedDataParallel."""
-    for flag in _FSDP:
-        if flag in given:
-            yield f"{flag}: it moves parameters, whose places graphs keep; leave it out"

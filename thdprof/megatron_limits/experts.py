@@ -1,21 +1,17 @@
-"""What graphs cannot serve in models with experts."""
+"""What graphs cannot serve in models with experts, and of their communication that overlaps other passes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
+from thdprof.megatron_limits.limit import Limit, Words, must_be_off
+from thdprof.megatron_limits.run import FLEX, UP_TO_ROUTER, Run
 
 if TYPE_CHECKING:
     from thdprof.plan import Module
-    from thdprof.training import Experts
 
-UP_TO_ROUTER: tuple[Module, ...] = ("attn", "moe_router")
-"""Parts of a layer with dropless experts that a graph always holds, by megatron-core's names."""
 PREPROCESS: Module = "moe_preprocess"
 """What the token dispatcher does before it communicates; a graph of the former parts can hold it, too."""
-FLEX = "flex"
-"""Megatron's token dispatcher over DeepEP and its likes."""
 NO_PAGED_STASH = (
     "it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the flex dispatcher's hybridep and "
     "ncclep alone: hybridep failed on an H200 without graphs, too, for Transformer Engine then asks for cuBLAS 13.4, "
@@ -31,22 +27,12 @@ DROPLESS_EXPERTS_RUN_EAGERLY = (
 """For readers of an analysis: what is captured of a layer with dropless experts, and why no more."""
 
 
-def ends_at_router(experts: Experts, dispatcher: str | None) -> bool:
-    """Whether the graphs that an analysis chooses for layers with experts end at the router.
-
-    Args:
-        experts: how experts take tokens.
-        dispatcher: moe_token_dispatcher_type; None: Megatron's own. Inside graphs flex was not checked.
-    """
-    return experts == "dropless" or (experts == "padded" and dispatcher == FLEX)
-
-
 def _captured_whole(run: Run) -> bool:
     return run.modules is not None and tuple(sorted({*run.modules} - {PREPROCESS})) != UP_TO_ROUTER
 
 
 def _with_experts(run: Run) -> bool:
-    return run.impl not in (None, "none") and run.modules is not None and bool(run.field("num_moe_experts"))
+    return run.captures and run.modules is not None and bool(run.field("num_moe_experts"))
 
 
 def _in_part(run: Run) -> bool:
@@ -159,3 +145,38 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         remedy="use a number above zero, for biases that are drawn in every pass",
     ),
 )
+
+_OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+def _beyond_nodes(run: Run) -> bool:
+    """Whether graphs hold something else than what a node of the schedule does: a layer up to its router.
+
+    Where nothing is captured, as with `replay=False`, it is not known what would be.
+    """
+    in_part = run.impl == "transformer_engine" and {*UP_TO_ROUTER} <= {*(run.modules or ())}
+    return run.captures and run.modules is not None and not in_part
+
+
+def _overlaps(run: Run) -> bool:
+    return run.captures and bool(run.field(_OVERLAP))
+
+
+_DROPLESS = "analyse with --experts dropless, whose graphs its nodes replay, or set it to False"
+
+OVERLAP_LIMITS: tuple[Limit, ...] = (
+    must_be_off(
+        _OVERLAP,
+        False,
+        "its schedule goes past the decoder's forward",
+        applies=_beyond_nodes,
+        remedy=_DROPLESS,
+    ),
+    Limit(
+        name="overlapped expert communication in hybrid models",
+        holds=lambda run: _overlaps(run) and bool(run.field("hybrid_layer_pattern")),
+        reason="their schedule has other nodes",
+        fields=Words(case=lambda run: f"{_OVERLAP} is True in a hybrid model", remedy=f"set {_OVERLAP} to False"),
+    ),
+)
+"""With graphs of any kind; where nothing else is said, those of layers up to their routers are served."""

@@ -4,66 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from thdprof.plan import Impl
-    from thdprof.training import Experts, Recompute
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What is known of a training run that is to replay graphs; a field is None where its value is not known.
-
-    `thdprof analyze` fills it from training settings, `install` from a TransformerConfig and a plan.
-    """
-
-    impl: Impl | None = None
-    """The kind of graphs: `graphs.impl` of the plan."""
-    modules: tuple[str, ...] | None = None
-    """Parts of a layer that are captured: `graphs.modules` of the plan; empty: whole layers."""
-    pipeline_parallel_size: int | None = None
-    """Number of pipeline stages."""
-    context_parallel_size: int | None = None
-    """Number of ranks that share a micro-batch's tokens."""
-    dynamic_cp: bool | None = None
-    """Whether every micro-batch has a context-parallel size of its own."""
-    packer: str | None = None
-    """Name of the packer; it is shown in messages."""
-    max_seqlen_per_dp_cp_rank: int | None = None
-    """Most tokens of a micro-batch on one rank under dynamic context parallelism."""
-    bucket_cp_sizes: tuple[int, ...] | None = None
-    """Context-parallel size of each bucket of the plan."""
-    experts: Experts | None = None
-    """Whether the model has experts, and whether these are padded to a capacity or take all tokens (dropless)."""
-    offload_modules: tuple[str, ...] | None = None
-    """Parts of a layer whose activations go to the host; None also where all activations stay on the device."""
-    core_offload: bool | None = None
-    """Whether megatron-core itself moves activations (fine_grained_activation_offloading), and not thdprof."""
-    layers_per_graph: int | None = None
-    """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
-    unmeasured: bool = False
-    """Whether the user takes what has graphs but was never measured, for want of a GPU that has it (MXFP8 and FP4), or
-    was not equal to eager training in the end.
-    """
-    position_embedding: str | None = None
-    """The model's position embedding: rope, yarn, mrope, learned_absolute or none."""
-    layers: tuple[str, ...] | None = None
-    """Kinds of layers besides attention, MLP, experts and MambaLayers, such as gated_delta_net; `install` looks at the
-    layers themselves.
-    """
-    model: str | None = None
-    """The kind of a model that has no decoder as GPTModel and HybridModel have one: vision-language or diffusion."""
-    wrapper: str | None = None
-    """Name of the class that wraps the model; empty: none does."""
-    recompute: Recompute | None = None
-    """How much a backward computes again, as an analysis knows it of the model; `config` says it to `install`."""
-    config: Any = None
-    """The model's TransformerConfig, or an object with its fields."""
-
-    def field(self, name: str) -> Any:
-        """Value of a field of the TransformerConfig; None where it is not known or the class has no such field."""
-        return getattr(self.config, name, None)
+from thdprof.megatron_limits.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +66,7 @@ def must_be_off(
     off: Any,
     reason: str,
     *,
-    applies: Callable[[Run], bool],
+    applies: Callable[[Run], bool] = lambda run: run.captures,
     graphs: str = "all",
     remedy: str | None = None,
     is_on: Callable[[Run], bool] | None = None,
@@ -135,7 +78,7 @@ def must_be_off(
         field: the field's name.
         off: the value that turns it off.
         reason: why it must be off.
-        applies: whether a run has the kind of graphs that the row is about.
+        applies: whether a run has the kind of graphs that the row is about; by default any.
         graphs: that kind, for the reference.
         remedy: what to change; None: the field, to `off`.
         is_on: whether the field is on, where an analysis can know that too; None: by the field's own value.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from thdprof.megatron_limits.limit import Limit, Run, Words
+from thdprof.megatron_limits.limit import Limit, Words
+from thdprof.megatron_limits.run import Run
 
 _UNCHECKED = "it was not checked in a graph"
-_READS_BOUNDARIES = "without it RoPE reads the boundaries on the host"
+_READS_BOUNDARIES = "without fusion RoPE reads the boundaries on the host"
 _VISION = "vision-language"
 _OTHER_KINDS = {
     "other vision-language": "only the decoder of Megatron-Bridge's Qwen3-VL and Qwen3.5-VL is known",
@@ -16,12 +17,8 @@ _OTHER_KINDS = {
 """Kinds of models that have no decoder of GPTModel's or HybridModel's kind, and what their layers take besides."""
 
 
-def _captures(run: Run) -> bool:
-    return run.impl not in (None, "none")
-
-
 def _latent(run: Run) -> bool:
-    return _captures(run) and bool(run.field("multi_latent_attention"))
+    return run.captures and bool(run.field("multi_latent_attention"))
 
 
 def _rope_type(run: Run) -> Any:
@@ -38,11 +35,11 @@ def _unfused(run: Run) -> bool:
 
 
 def _several_dimensions(run: Run) -> bool:
-    return _captures(run) and run.position_embedding == "mrope"
+    return run.captures and run.position_embedding == "mrope"
 
 
 def _pictures(run: Run) -> bool:
-    return _captures(run) and run.model == _VISION
+    return run.captures and run.model == _VISION
 
 
 MODEL_LIMITS: tuple[Limit, ...] = (
@@ -58,7 +55,7 @@ MODEL_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="unfused RoPE",
-        holds=lambda run: _captures(run) and _unfused(run),
+        holds=lambda run: run.captures and _unfused(run),
         reason=_READS_BOUNDARIES,
         fields=Words(case=lambda run: "apply_rope_fusion is False", remedy="set it to True"),
     ),
@@ -112,9 +109,7 @@ MODEL_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="gated delta nets in graphs of whole chunks",
-        holds=lambda run: (
-            _captures(run) and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ())
-        ),
+        holds=lambda run: run.captures and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ()),
         reason="they read the boundaries on the host in every pass",
         fields=Words(
             case=lambda run: "the decoder has gated delta nets",
@@ -124,7 +119,7 @@ MODEL_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="models of other kinds than GPT and hybrids",
-        holds=lambda run: _captures(run) and run.model in _OTHER_KINDS,
+        holds=lambda run: run.captures and run.model in _OTHER_KINDS,
         reason="only decoders of GPTModel, HybridModel and Qwen3VLModel are captured",
         fields=Words(
             case=lambda run: f"the model is of the kind {run.model}, and {_OTHER_KINDS[run.model or '']}",
@@ -133,7 +128,7 @@ MODEL_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="wrappers other than DistributedDataParallel",
-        holds=lambda run: _captures(run) and run.wrapper not in (None, "", "DistributedDataParallel"),
+        holds=lambda run: run.captures and run.wrapper not in (None, "", "DistributedDataParallel"),
         reason="it moves parameters, whose places graphs keep",
         fields=Words(
             case=lambda run: f"the model is wrapped in {run.wrapper}",

@@ -7,19 +7,9 @@ Behind a router's graph (dropless experts) only the second one works.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from thdprof.megatron_limits.limit import Limit, Run, Words
+from thdprof.megatron_limits.limit import Limit, Words
+from thdprof.megatron_limits.run import Run
 from thdprof.offload.plan import CORE_MODULES, CORE_MODULES_WITH_EXPERTS
-
-if TYPE_CHECKING:
-    from thdprof.plan import Impl
-    from thdprof.training import Experts
-
-
-def moved_by_core(impl: Impl, experts: Experts) -> bool:
-    """Whether only megatron-core's own offloading can move activations in a run with such graphs and experts."""
-    return impl == "transformer_engine" and experts == "dropless"
 
 
 def _by_core(run: Run) -> bool:

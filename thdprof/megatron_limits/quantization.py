@@ -6,28 +6,18 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
+from thdprof.megatron_limits.limit import Limit, Words, must_be_off
+from thdprof.megatron_limits.run import UNMEASURED, Run
 
 _USE_CHUNK = "set graphs.impl to chunk"
-UNMEASURED = "THDPROF_UNMEASURED"
-"""Environment variable; the value `allow` accepts what has graphs but was never measured, or not found equal."""
 _MEASURED = ("delayed", "tensorwise", "blockwise")
 """Recipes of FP8 that Hopper GPUs have, by megatron-core's names."""
-
-
-def takes_unmeasured(environment: Mapping[str, str]) -> bool:
-    """Whether the user takes settings that were never measured, or not found equal."""
-    return environment.get(UNMEASURED) == "allow"
 
 
 def _recipe(run: Run) -> str:
     """The name of a run's FP8 recipe, megatron-core's own where none is given."""
     recipe = run.field("fp8_recipe")
     return str(getattr(recipe, "value", recipe) or "delayed")
-
-
-def _captures(run: Run) -> bool:
-    return run.impl not in (None, "none")
 
 
 def _in_local(run: Run) -> bool:
@@ -39,12 +29,12 @@ def _in_layers(run: Run) -> bool:
 
 
 def _otherwise(run: Run) -> bool:
-    return _captures(run) and not _in_local(run)
+    return run.captures and not _in_local(run)
 
 
 def _beyond_layers(run: Run) -> bool:
     """Whether graphs hold more than single layers. Where nothing is captured, as with `replay=False`, they do not."""
-    return _captures(run) and run.modules is not None and run.impl != "transformer_engine"
+    return run.captures and run.modules is not None and run.impl != "transformer_engine"
 
 
 def _by_module(run: Run) -> Iterator[Mapping[str, Any]]:
@@ -72,11 +62,11 @@ def _new_by_module(run: Run) -> tuple[str, ...]:
 
 
 def _quantizes(run: Run) -> bool:
-    return _captures(run) and any(run.field(name) for name in ("fp8", "fp4", "quant_recipe"))
+    return run.captures and any(run.field(name) for name in ("fp8", "fp4", "quant_recipe"))
 
 
 def _sized(run: Run) -> bool:
-    return _captures(run) and bool(run.dynamic_cp)
+    return run.captures and bool(run.dynamic_cp)
 
 
 _NO_GPU = "its graphs are made as those of other recipes, but no GPU that has it was there to measure them"
@@ -161,7 +151,7 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="`quant_recipe` with overlapped expert communication",
         holds=lambda run: (
-            _captures(run) and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
+            run.captures and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
         ),
         reason="what quantized weights keep was not checked between the schedule's nodes",
         fields=Words(

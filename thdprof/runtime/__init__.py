@@ -13,6 +13,7 @@ from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.graphs.graphed_module import FallbackError, GraphedModule, graphed
 from thdprof.runtime.isolation.result import Isolation, Leak
 from thdprof.runtime.isolation.verify import verify_isolation
+from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import PackedSequence, pack
 from thdprof.runtime.stats import Stats
 
@@ -20,6 +21,7 @@ __all__ = [
     "Bucket",
     "FallbackError",
     "FallbackReason",
+    "GraphOptions",
     "GraphedModule",
     "Isolation",
     "Leak",

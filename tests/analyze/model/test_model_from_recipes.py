@@ -9,7 +9,7 @@ import yaml
 from support.model_flags import REFEREED
 
 from thdprof.analyze import read_model
-from thdprof.analyze.settings.model.files import read_model_file
+from thdprof.analyze.settings.resolved_model import read_model_file
 from thdprof.errors import DataError, ThdprofError
 from thdprof.training import model_definitions
 

@@ -6,8 +6,8 @@ import pytest
 from support.model_flags import LLAMA, REFEREED
 
 from thdprof.analyze.settings.launch_script import read_launch
-from thdprof.analyze.settings.model.flag_names import flag_values
-from thdprof.analyze.settings.model.resolve import ResolvedModel, resolve_model
+from thdprof.analyze.settings.megatron_flags import MODEL_FLAGS
+from thdprof.analyze.settings.resolved_model import ResolvedModel, resolve_model
 from thdprof.analyze.settings.shell import read_script
 from thdprof.errors import UsageError
 from thdprof.training import Model
@@ -133,7 +133,7 @@ def test_no_value_of_a_flag_ends_in_a_traceback():
         "*",
     ]
     refused = known = 0
-    for flag, kind in flag_values().items():
+    for flag, kind in MODEL_FLAGS.items():
         for value in values if kind != "switch" else [""]:
             quoted = "" if kind == "switch" else f"'{value}'"
             try:

@@ -24,7 +24,7 @@ from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
 from thdprof.runtime.graphs.module_state import find_hooked_parameters  # noqa: E402
 from thdprof.runtime.megatron.decoder import parts as found_adapters  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.refusals.settings import SettingsError  # noqa: E402
+from thdprof.runtime.megatron.refusals import SettingsError  # noqa: E402
 
 TOKENS, HIDDEN = 12, 8
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)

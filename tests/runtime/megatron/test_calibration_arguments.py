@@ -128,8 +128,8 @@ def test_fewer_layers_are_of_the_same_kinds():
 
 
 def test_a_run_of_neighbours_has_the_shares_of_the_whole():
-    assert list(arguments.alike("AAAB" * 5, 4)) == list("AAAB")
-    assert list(arguments.alike("AB", 5)) == ["A", "B"]
+    assert list(arguments.pick_neighbours("AAAB" * 5, 4)) == list("AAAB")
+    assert list(arguments.pick_neighbours("AB", 5)) == ["A", "B"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch import nn  # noqa: E402
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
 from thdprof.runtime.graphs.slots import sample_boundaries  # noqa: E402
+from thdprof.runtime.megatron import refusals  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
     ContextGroups,
@@ -34,9 +35,9 @@ from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
     places_of,
 )
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.kinds.sized import SizedChunkGraphs, SizedLayerGraphs  # noqa: E402
-from thdprof.runtime.megatron.refusals import settings  # noqa: E402
-from thdprof.runtime.megatron.refusals.dynamic_cp import group_sizes  # noqa: E402
+from thdprof.runtime.megatron.kinds.chunk import SizedChunkGraphs  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_graphs import SizedLayerGraphs  # noqa: E402
+from thdprof.runtime.megatron.refusals import group_sizes  # noqa: E402
 from thdprof.runtime.padding import PackedSequence, pack  # noqa: E402
 from thdprof.runtime.stats import Stats  # noqa: E402
 
@@ -75,9 +76,9 @@ def config(**changes):
 
 def complaints(plan, **changes) -> list[str]:
     try:
-        facts = settings.Facts(num_chunks=1, data_parallel_size=2)
-        settings.check(config(**changes), plan, facts, {})
-    except settings.SettingsError as error:
+        facts = refusals.Facts(num_chunks=1, data_parallel_size=2)
+        refusals.check(config(**changes), plan, facts, {})
+    except refusals.SettingsError as error:
         return str(error).splitlines()[1:]
     return []
 
@@ -157,13 +158,13 @@ def test_every_rank_has_the_group_of_its_size_that_megatron_made():
 
 
 def test_a_missing_group_is_told_and_not_waited_for(plan):
-    with ranks(8, 5, hybrid=False), pytest.raises(settings.SettingsError) as raised:
+    with ranks(8, 5, hybrid=False), pytest.raises(refusals.SettingsError) as raised:
         groups_of(plan, nn.Module())
     assert "no process group of 2 of the 8 data-parallel x context-parallel ranks here, only of 1, 2, 4, 8" in str(
         raised.value
     )
     assert "hybrid_context_parallel=True" in str(raised.value)
-    with ranks(8, 5), pytest.raises(settings.SettingsError, match="no process group of 3 "):
+    with ranks(8, 5), pytest.raises(refusals.SettingsError, match="no process group of 3 "):
         context_group(3)
 
 
@@ -172,7 +173,7 @@ def test_groups_of_an_earlier_run_are_not_taken():
         stale = context_group(2)
     parallel_state._HYBRID_DP_CP_GROUPS[2] = stale
     try:
-        with ranks(4, 1, hybrid=False), pytest.raises(settings.SettingsError, match="no process group of 2 "):
+        with ranks(4, 1, hybrid=False), pytest.raises(refusals.SettingsError, match="no process group of 2 "):
             context_group(2)
     finally:
         parallel_state._HYBRID_DP_CP_GROUPS.clear()
@@ -217,7 +218,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.linear = Attention(), nn.Linear(2, 2)
-        self.pre_process, self.seen = True, []
+        self.pre_process, self.seen, self.layers = True, [], (self.linear,)
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, *, packed_seq_params):
         cp, tp = self.attention.pg_collection.cp, self.attention.pg_collection.tp
@@ -355,7 +356,7 @@ def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeyp
 
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
     static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
-    made = "thdprof.runtime.megatron.kinds.sized.SizedLayerGraphs"
+    made = "thdprof.runtime.megatron.kinds.layer_graphs.SizedLayerGraphs"
     monkeypatch.setattr(made, lambda decoder, buckets, **_: [bucket.cp_size for bucket in buckets])
     layers = runner_of(Decoder(Block()), graphs(plan, impl="transformer_engine"), config(), slots=1, common={})
     assert sorted({*layers}) == [1, 2, 4]

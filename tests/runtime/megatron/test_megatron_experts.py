@@ -37,7 +37,7 @@ from support.layer_graphs import (
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.kinds.expert_layers import UpToRouter
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 

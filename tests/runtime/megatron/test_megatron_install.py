@@ -23,13 +23,12 @@ from thdprof.runtime import calibrate  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
 from thdprof.runtime.graphs.failed_captures import WarmupError, refuse_half_a_pass  # noqa: E402
 from thdprof.runtime.graphs.graphed_module import GraphedModule, ReplayPass  # noqa: E402
-from thdprof.runtime.megatron import decoder_surroundings  # noqa: E402
+from thdprof.runtime.megatron import decoder_surroundings, refusals  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder, find_unknown_arguments  # noqa: E402
 from thdprof.runtime.megatron.decoder_costs import PackedDecoder  # noqa: E402
 from thdprof.runtime.megatron.kinds import chunk  # noqa: E402
 from thdprof.runtime.megatron.rank_agreement import Decisions  # noqa: E402
-from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.options import Surroundings  # noqa: E402
 from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402
 
@@ -202,7 +201,7 @@ def test_a_second_installation_is_refused():
     block = Block()
     first, _, _ = attached(block)
     with pytest.raises(
-        settings.SettingsError, match="the forward of Block is replaced already: close the installation"
+        refusals.SettingsError, match="the forward of Block is replaced already: close the installation"
     ):
         Decoder(block)
     first.detach()

@@ -26,7 +26,7 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.install import runner_of  # noqa: E402
 from thdprof.runtime.megatron.kinds import chunk  # noqa: E402
 from thdprof.runtime.megatron.kinds.chunk import layer_groups  # noqa: E402
-from thdprof.runtime.megatron.refusals.settings import SettingsError  # noqa: E402
+from thdprof.runtime.megatron.refusals import SettingsError  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 8, 4, 4
 BUCKET = Bucket(max_seqs=4, max_seqlen=TOKENS, n_tokens=TOKENS)

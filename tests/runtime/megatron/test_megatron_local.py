@@ -21,11 +21,10 @@ from torch import nn
 
 from thdprof.dispatch import Shape
 from thdprof.runtime import Bucket, FallbackReason
-from thdprof.runtime.megatron import packed_seq_params
+from thdprof.runtime.megatron import packed_seq_params, refusals
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.install import runner_of
 from thdprof.runtime.megatron.kinds import local
-from thdprof.runtime.megatron.refusals import settings
 
 TOKENS, HIDDEN, LAYERS = 24, 8, 3
 SMALL, WIDE, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS), Bucket(8, TOKENS, TOKENS)
@@ -425,14 +424,14 @@ def test_only_one_bucket_replays_where_that_is_asked_for():
 
 def test_too_late_or_without_managers():
     plain = nn.Identity()
-    with pytest.raises(settings.SettingsError) as failure:
+    with pytest.raises(refusals.SettingsError) as failure:
         local.LocalGraphs(Decoder(plain), BUCKETS)
     assert str(failure.value) == "no layer has a graph manager: build the model with cuda_graph_impl 'local'"
     run = Run()
     run.microbatch(*of(1))
     run.decoder.detach()
     for _ in range(2):  # recorded, then made
-        with pytest.raises(settings.SettingsError) as failure:
+        with pytest.raises(refusals.SettingsError) as failure:
             local.LocalGraphs(Decoder(run.block), BUCKETS)
         assert str(failure.value) == "Megatron has recorded graphs already: install before the first training step"
         create_graphs()
@@ -550,11 +549,11 @@ def test_refusals_word_for_word(name):
     value, text = REFUSED[name]
     config = model_config()
     config.apply_rope_fusion = True
-    settings.check(config, a_plan(), settings.Facts(num_chunks=1), {})
+    refusals.check(config, a_plan(), refusals.Facts(num_chunks=1), {})
     setattr(config, name, value)
     plan = a_plan(pipeline_parallel_size=config.pipeline_model_parallel_size)
-    with pytest.raises(settings.SettingsError) as failure:
-        settings.check(config, plan, settings.Facts(num_chunks=1), {})
+    with pytest.raises(refusals.SettingsError) as failure:
+        refusals.check(config, plan, refusals.Facts(num_chunks=1), {})
     assert str(failure.value) == f"thdprof cannot install graphs:\n- {text}"
 
 
@@ -573,8 +572,8 @@ def test_refused_facts_word_for_word(name):
     value, text = FACTS[name]
     config = model_config()
     config.apply_rope_fusion = True
-    with pytest.raises(settings.SettingsError) as failure:
-        settings.check(config, a_plan(), settings.Facts(num_chunks=1, **{name: value}), {})
+    with pytest.raises(refusals.SettingsError) as failure:
+        refusals.check(config, a_plan(), refusals.Facts(num_chunks=1, **{name: value}), {})
     assert str(failure.value) == f"thdprof cannot install graphs:\n- {text}"
 
 
@@ -584,7 +583,7 @@ def test_the_rules_are_of_local_graphs_alone():
     plan = a_plan()
     plan.graphs.impl, plan.graphs.capture = "chunk", "startup"
     plan.microbatches = SimpleNamespace(n_tokens_constant=True)
-    settings.check(config, plan, settings.Facts(num_chunks=1, wrapper=""), {})
+    refusals.check(config, plan, refusals.Facts(num_chunks=1, wrapper=""), {})
 
 
 def test_megatron_itself_refuses_an_rng_that_graphs_cannot_replay():

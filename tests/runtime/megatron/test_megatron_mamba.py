@@ -43,9 +43,7 @@ from thdprof.runtime.megatron.install import PaddedEager
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.megatron.models import facts_of
 from thdprof.runtime.megatron.prediction import PredictionLayer
-from thdprof.runtime.megatron.refusals.facts import Facts
-from thdprof.runtime.megatron.refusals.mamba import refusals, refusals_of_plan
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import Facts, SettingsError, refuse_mamba
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
@@ -166,12 +164,11 @@ def test_a_gated_delta_net_in_a_transformer_layer_is_foreign():
 def test_what_state_space_layers_cannot_do_is_refused():
     facts, none = Facts(num_chunks=1, has_mamba=True), Facts(num_chunks=1)
     good, other = (SimpleNamespace(use_mamba_mem_eff_path=value) for value in (True, False))
-    plan, dynamic = (SimpleNamespace(training=SimpleNamespace(max_seqlen_per_dp_cp_rank=room)) for room in (None, 4096))
-    assert list(refusals(good, facts)) == list(refusals_of_plan(plan, facts)) == []
-    (line,) = refusals(other, facts)
+    assert list(refuse_mamba(good, facts, dynamic=False)) == []
+    (line,) = refuse_mamba(other, facts, dynamic=False)
     assert line == "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
-    assert list(refusals(other, none)) == list(refusals_of_plan(dynamic, none)) == []
-    (line,) = refusals_of_plan(dynamic, facts)
+    assert list(refuse_mamba(other, none, dynamic=True)) == []
+    (line,) = refuse_mamba(good, facts, dynamic=True)
     assert "exchange tokens over groups of one size" in line
 
 

@@ -34,9 +34,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from thdprof.offload.plan import Choice
 from thdprof.runtime import Bucket, calibrate, pack
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import measure_decoder, models, versions
+from thdprof.runtime.megatron import measure_decoder, models, refusals, versions
 from thdprof.runtime.megatron.decoder_costs import PackedDecoder
-from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
@@ -343,7 +342,7 @@ def test_a_decoder_that_chunk_graphs_cannot_serve_is_not_measured(measured, chan
     model, seen = measured
     for name, value in changes.items():
         setattr(model.decoder.config, name, value)
-    with pytest.raises(settings.SettingsError, match=line):
+    with pytest.raises(refusals.SettingsError, match=line):
         measure_decoder(model, model.decoder.config, GRID, name="x")
     assert not seen
 
@@ -351,7 +350,7 @@ def test_a_decoder_that_chunk_graphs_cannot_serve_is_not_measured(measured, chan
 def test_an_installed_decoder_is_not_measured(measured):
     model, seen = measured
     model.decoder.forward = model.decoder.forward
-    with pytest.raises(settings.SettingsError, match="the forward of TransformerBlock is replaced: close"):
+    with pytest.raises(refusals.SettingsError, match="the forward of TransformerBlock is replaced: close"):
         measure_decoder(model, model.decoder.config, GRID, name="x")
     assert not seen
 

@@ -48,10 +48,9 @@ from thdprof.offload.plan import Choice
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.kinds.layer_slots import LayerPass
+from thdprof.runtime.megatron.kinds.layer_capture import LayerPass
 from thdprof.runtime.megatron.layer_offload import LayerOffload, SavedTensors
-from thdprof.runtime.megatron.refusals.layers import refused_by_transformer_engine
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError, refused_by_transformer_engine
 from thdprof.runtime.offload import EagerPass, HostBuffers, PassOffload
 from thdprof.runtime.options import Surroundings
 

@@ -146,11 +146,10 @@ def test_multi_token_prediction_is_that_of_the_schedule_without_overlap():
 
 
 def test_an_installation_that_fails_takes_its_changes_back(monkeypatch):
-    from thdprof.runtime.megatron import install, versions
-    from thdprof.runtime.megatron.refusals import settings
+    from thdprof.runtime.megatron import install, refusals, versions
 
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
     models = [model_of(), model_of()]
     attach, attached = SchedulePlans.attach, []
 

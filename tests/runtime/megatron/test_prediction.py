@@ -27,7 +27,15 @@ from torch._dynamo import config as dynamo
 from thdprof.plan import OffloadPart
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import Installation, decoder_surroundings, install, prediction, token_shift, versions
+from thdprof.runtime.megatron import (
+    Installation,
+    decoder_surroundings,
+    install,
+    prediction,
+    refusals,
+    token_shift,
+    versions,
+)
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.install import PaddedEager, runner_of
 from thdprof.runtime.megatron.kinds import chunk
@@ -35,7 +43,6 @@ from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead
 from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.quantized import find_quantization
-from thdprof.runtime.megatron.refusals import settings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "_engine_can_be_imported")
 ENTRIES = ("_proj_and_transformer_layer", "_checkpointed_forward")
@@ -227,7 +234,7 @@ def test_parts_that_a_replay_would_leave_out_keep_a_layer_eager():
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_an_installation_pads_predictions_too_and_gives_them_back(monkeypatch):
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
     model, entry = model_of(predictions=2, **PADDED), "_proj_and_transformer_layer"
     limit = dynamo.recompile_limit
     with install(model, of_plan(), model.config, replay=False) as installation:
@@ -243,7 +250,7 @@ def test_an_installation_pads_predictions_too_and_gives_them_back(monkeypatch):
 
 def test_what_an_installation_changes_in_other_packages_lasts_until_the_last_one_is_closed(monkeypatch):
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
 
     def changed():
         return dynamo.recompile_limit, multi_token_prediction._roll_tensor_packed_seq
@@ -262,7 +269,7 @@ def test_what_an_installation_changes_in_other_packages_lasts_until_the_last_one
 
 def test_an_installation_that_fails_half_way_leaves_nothing_changed(monkeypatch):
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
     model, limit = model_of(predictions=1, **PADDED), dynamo.recompile_limit
     monkeypatch.setattr(token_shift, "shifting_together", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError) as held:  # whose frames keep alive what was not taken back
@@ -299,7 +306,7 @@ def test_an_installation_captures_predictions_ahead_and_drops_them_with_the_deco
     monkeypatch, caplog, repeated, offloads
 ):
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
     made = []
 
     def runner_of(part, plan, config, *, slots, common, **_):
@@ -332,7 +339,7 @@ def test_an_installation_captures_predictions_ahead_and_drops_them_with_the_deco
 
 def test_a_failing_attach_gives_every_layer_back(monkeypatch):
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
     attach, attached = PredictionLayer.attach, []
 
     def failing(self, *args, **kwargs):
@@ -398,7 +405,7 @@ def test_layers_of_prediction_are_quantized_as_it_runs_them(monkeypatch, fp8, in
 
 def test_an_installation_that_is_not_kept_goes_on(monkeypatch):
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
     model, limit, kept = model_of(predictions=1, **PADDED), dynamo.recompile_limit, []
     monkeypatch.setattr(Installation, "__init__", partialmethod(_noted, kept, Installation.__init__))
     install(model, of_plan(), model.config, replay=False)

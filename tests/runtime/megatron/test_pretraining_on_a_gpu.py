@@ -21,8 +21,8 @@ from support.gpu_plans import Plans  # noqa: E402
 from thdprof import run  # noqa: E402
 from thdprof.dispatch import Bucket  # noqa: E402
 from thdprof.plan import OffloadPart, load_plan  # noqa: E402
-from thdprof.runtime.megatron.refusals import settings  # noqa: E402
-from thdprof.runtime.megatron.refusals.facts import Facts  # noqa: E402
+from thdprof.runtime.megatron import refusals  # noqa: E402
+from thdprof.runtime.megatron.refusals import Facts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,10 @@ def test_what_the_gpu_tests_train_is_not_refused(plans, config_of, model, impl):
     if (model, impl) not in refused:
         words = gpu_training.arguments_of(load_plan(plan), model, impl=impl, cache=Path("indexes"))
         assert run.compared(load_plan(plan), ["pretrain.py", *words], replay=impl != "none") == ([], [])
-        settings.check(config, load_plan(plan), facts, gpu_training.environment())
+        refusals.check(config, load_plan(plan), facts, gpu_training.environment())
     else:
-        with pytest.raises(settings.SettingsError, match=refused[model, impl]):
-            settings.check(config, load_plan(plan), facts, gpu_training.environment())
+        with pytest.raises(refusals.SettingsError, match=refused[model, impl]):
+            refusals.check(config, load_plan(plan), facts, gpu_training.environment())
 
 
 def test_what_the_gpu_tests_of_experts_train_is_not_refused(plans, config_of, monkeypatch):
@@ -99,7 +99,7 @@ def test_what_the_gpu_tests_of_experts_train_is_not_refused(plans, config_of, mo
         config, _ = config_of(plan, "dropless", impl="none", more=words.split())
         given = gpu_training.arguments_of(load_plan(plan), "dropless", impl="none", cache=Path("indexes"))
         assert run.compared(load_plan(plan), ["pretrain.py", *given, *words.split()]) == ([], []), name
-        settings.check(config, load_plan(plan), Facts(num_chunks=1), gpu_training.environment())
+        refusals.check(config, load_plan(plan), Facts(num_chunks=1), gpu_training.environment())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_megatrons_own_offloading_is_asked_for_as_the_plan_says(plans, config_of
     config, _ = config_of(plan, model, impl="transformer_engine", more=more)
     words = gpu_training.arguments_of(load_plan(plan), model, impl="transformer_engine", cache=Path("indexes"))
     assert run.compared(load_plan(plan), ["pretrain.py", *words, *more]) == ([], [])
-    settings.check(config, load_plan(plan), Facts(num_chunks=1), gpu_training.environment())
+    refusals.check(config, load_plan(plan), Facts(num_chunks=1), gpu_training.environment())
 
 
 def test_training_reads_what_the_plan_was_made_of(plans, config_of, monkeypatch):

@@ -20,7 +20,7 @@ from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron.decoder.parts import find_fused_parts
 from thdprof.runtime.megatron.decoder_surroundings import with_quantization
 from thdprof.runtime.megatron.quantized import Quantization
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")

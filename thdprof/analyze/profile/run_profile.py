@@ -1,4 +1,4 @@
-"""A run's profile: counts of its micro-batches, and the expected step time under single caps.
+"""A run's profile: counts of its micro-batches, and the expected step time under single caps; joined with others.
 
 The fallback rates of a single cap follow exactly from the counts, because a step falls back where its largest
 micro-batch does. The expected step time does not follow from them, and is known for a grid of caps.
@@ -7,6 +7,7 @@ micro-batch does. The expected step time does not follow from them, and is known
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,15 +16,29 @@ from numpy.typing import NDArray
 
 from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, Predicted, read_profile_file, write_profile_file
+from thdprof.analyze.profile.file import (
+    COLUMNS,
+    SCHEMA,
+    CapTime,
+    Metadata,
+    PartOfRun,
+    Predicted,
+    read_profile_file,
+    write_profile_file,
+)
+from thdprof.errors import DataError, UsageError
+from thdprof.files import json_text
 from thdprof.plan import FallbackRate
 from thdprof.training import DYNAMIC_CP, TrainingSettings
-from thdprof.words import counted
+from thdprof.words import counted, html_table, printable
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_OF_THE_DATA = ("train_samples", "weights")
+"""Training settings that may differ between parts: they say how much data a run takes, not how its steps are formed."""
 
 
 class RunProfile:
@@ -177,8 +192,6 @@ class RunProfile:
         """Mean and nearest-rank percentiles of both measures, with a row for each part and measure."""
         import pandas as pd
 
-        from thdprof.analyze.buckets.statistics import PERCENTILES
-
         rows = []
         for part in self.parts:
             for measure in ("n_seqs", "max_seqlen"):
@@ -195,8 +208,6 @@ class RunProfile:
         return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
 
     def _repr_html_(self) -> str:
-        from thdprof.words import html_table
-
         frame = self.percentiles()
         return html_table(repr(self), list(frame.columns), frame.itertuples(index=False))
 
@@ -281,11 +292,10 @@ def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSet
     A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs do
     not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
     """
-    step_times = [_StepTimes(part, costs, training) for part in parts]
     total = sum(part.steps for part in parts)
     combined = []
     for cap in sorted({c.max_seqs for part in parts for c in part.caps}):
-        times = [part_times.at(cap) for part_times in step_times]
+        times = [_step_ms(part, cap, costs, training) for part in parts]
         known = [ms for ms in times if ms is not None]
         if len(known) == len(parts):
             mean = sum(ms * part.steps for ms, part in zip(known, parts, strict=True)) / total
@@ -293,21 +303,123 @@ def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSet
     return combined
 
 
-class _StepTimes:
-    """Mean times of a step of one part, by cap."""
+def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSettings) -> float | None:
+    """Mean milliseconds of a step of one part under `cap`; None where the part has no time for it."""
+    known = {c.max_seqs: c.step_ms for c in part.caps}
+    if cap in known:
+        return known[cap]
+    if cap < part.caps[0].max_seqs:
+        return part.eager_step_ms
+    if cap > part.caps[-1].max_seqs and not costs.needs_max_seqlen:
+        replays = replays_per_step(training, part.microbatches, part.steps)
+        return larger_cap_step_ms(costs, part.caps[-1], cap, 1, replays)
+    return None
 
-    def __init__(self, part: PartOfRun, costs: CostTable, training: TrainingSettings) -> None:
-        self._part, self._costs = part, costs
-        self._replays = replays_per_step(training, part.microbatches, part.steps)
-        self._by_cap = {c.max_seqs: c.step_ms for c in part.caps}
 
-    def at(self, cap: int) -> float | None:
-        """Milliseconds under `cap`; None where the part has no time for it."""
-        first, last = self._part.caps[0].max_seqs, self._part.caps[-1]
-        if cap in self._by_cap:
-            return self._by_cap[cap]
-        if cap < first:
-            return self._part.eager_step_ms
-        if cap > last.max_seqs and not self._costs.needs_max_seqlen:
-            return larger_cap_step_ms(self._costs, last, cap, 1, self._replays)
-        return None
+def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:
+    """Join profiles into one that has the parts of all; the counts of parts that share a name are added up.
+
+    Args:
+        names: name of each profile in error messages.
+
+    Raises:
+        UsageError: fewer than two profiles are given.
+        DataError: two profiles have different settings or cost tables, or count the same data.
+    """
+    import pandas as pd
+
+    if len(profiles) < 2:
+        raise UsageError("merge: give at least two profiles")
+    first = profiles[0]
+    for profile, name in zip(profiles[1:], names[1:], strict=True):
+        _check_joinable(first, profile, names[0], name)
+    by_name: dict[str, list[PartOfRun]] = {}
+    seen: dict[str, str] = {}
+    for profile, name in zip(profiles, names, strict=True):
+        for part in profile.parts:
+            for fingerprint in part.fingerprints:
+                if fingerprint in seen:
+                    where = "given twice" if seen[fingerprint] == name else f"in {seen[fingerprint]}"
+                    raise DataError(f"{name}: part {part.name}: the same data is {where}; leave one out")
+                seen[fingerprint] = name
+            by_name.setdefault(part.name, []).append(part)
+    keys = [name for name in COLUMNS if name != "count"]
+    together = pd.concat([p.cells for p in profiles], ignore_index=True)
+    cells = together.groupby(keys, sort=False, as_index=False, observed=True).agg({"count": "sum"})
+    training = first.training
+    if any(p.training.train_samples != training.train_samples for p in profiles):
+        training = replace(training, train_samples=None)
+    if any(p.training.weights != training.weights for p in profiles):
+        training = replace(training, weights=None)
+    parts = [
+        of_name[0] if len(of_name) == 1 else _added(of_name, first.costs, training) for of_name in by_name.values()
+    ]
+    return RunProfile(cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
+
+
+def same_settings(one: TrainingSettings, other: TrainingSettings) -> tuple[str, Any, Any] | None:
+    """The first setting that would form steps in another way, with both values; None where all are equal."""
+    for name in (field.name for field in fields(TrainingSettings)):
+        if name not in _OF_THE_DATA and getattr(one, name) != getattr(other, name):
+            return name, getattr(one, name), getattr(other, name)
+    return None
+
+
+def _check_joinable(one: RunProfile, other: RunProfile, name: str, other_name: str) -> None:
+    differs = same_settings(one.training, other.training)
+    if differs is not None:
+        setting, here, there = differs
+        raise DataError(f"{other_name}: {setting} is {there}, but {here} in {name}: profile both with the same")
+    for field in CostTable.model_fields:
+        if getattr(one.costs, field) != getattr(other.costs, field):
+            raise DataError(
+                f"{other_name}: another cost table than that of {name} ({field} differs: {other.costs.name} on "
+                f"{other.costs.hardware}, {one.costs.name} on {one.costs.hardware}): profile both with the same"
+            )
+
+
+def _added(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
+    """Add up parts that share a name."""
+    caps = combine_caps(list(parts), costs, training)
+    if not caps:
+        raise DataError(f"part {parts[0].name}: its profiles have no cap in common; give each a --part name of its own")
+    steps = sum(p.steps for p in parts)
+    return PartOfRun(
+        name=parts[0].name,
+        format=parts[0].format,
+        uris=[uri for p in parts for uri in p.uris],
+        fingerprints=[f for p in parts for f in p.fingerprints],
+        exact=all(p.exact for p in parts),
+        microbatches=sum(p.microbatches for p in parts),
+        steps=steps,
+        eager_step_ms=sum(p.eager_step_ms * p.steps for p in parts) / steps,
+        caps=caps,
+        warnings=list(dict.fromkeys(w for p in parts for w in p.warnings)),
+    )
+
+
+def describe_merged(profile: RunProfile) -> str:
+    """One line for each part: its micro-batches, steps, and percentiles of documents in a micro-batch."""
+    lines = []
+    for part in profile.parts:
+        documents = profile.histogram(part=part.name)
+        many = counted(part.microbatches, "micro-batch", "micro-batches")
+        data = f"{len(part.fingerprints)} datasets added up, " if len(part.fingerprints) > 1 else ""
+        lines.append(
+            f"{printable(part.name)}: {data}{many} in {counted(part.steps, 'step')}, documents P50 "
+            f"{documents.percentile(50.0):,}, P99 {documents.percentile(99.0):,}, max {documents.percentile(100.0):,}\n"
+        )
+    return "".join(lines)
+
+
+def merged_to_json(profile: RunProfile) -> str:
+    """The profile without its counts as JSON text, schema `thdprof.profile/1`."""
+    value = {
+        "schema": SCHEMA,
+        "microbatches": profile.microbatches,
+        "steps": profile.steps,
+        "exact": profile.exact,
+        "parts": [part.model_dump(mode="json", exclude={"caps", "warnings"}) for part in profile.parts],
+        "candidates": profile.curve().to_dict("records"),
+    }
+    return json_text(value)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from thdprof.analyze.predictions import Capture, Memory, Origin, Ruling, Times, Worth
+from thdprof.analyze.predictions import Capture, Memory, Ruling, Times, Worth
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, Report
 from thdprof.analyze.report.figures.graphs import bucket_names
 from thdprof.analyze.report.sentences import beside_slots
@@ -64,8 +64,6 @@ class Answer:
     """Whether graphs pay, in a sentence with its range and origin; without times, what the plan's graphs hold."""
     reason: str
     """The reason of the verdict in a sentence; empty where there is none."""
-    origin: Origin
-    """Where times come from."""
     basis: str
     """What the times are of, in a sentence; without times, how to get them."""
     numbers: tuple[Number, ...]
@@ -92,7 +90,6 @@ def make_answer(report: Report) -> Answer:
         date=profile.analysed_on or "",
         verdict=_verdict(report),
         reason=reason,
-        origin=times.origin,
         basis=_basis(times),
         numbers=tuple(_numbers(report))[:_NUMBERS],
         caveat=caveat,

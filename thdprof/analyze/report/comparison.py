@@ -59,9 +59,9 @@ def _check_parts(check: Check) -> Iterator[str | Table | Text]:
 
 
 def _origin(check: Check) -> str:
-    if check.size_guessed:
+    if check.table.size_guessed:
         return "replayed with a pack size that is a guess"
-    return "replayed exactly" if check.exact else "not replayed exactly"
+    return "replayed exactly" if check.table.exact else "not replayed exactly"
 
 
 def _overshoot(worst: Overshoot) -> str:
@@ -90,16 +90,16 @@ def _sizes(check: Check) -> Table:
         "rows": (before.rows, now.rows),
         "documents": (before.documents, now.documents),
         "tokens": (before.tokens, now.tokens),
-        "micro-batches": (microbatches.count, check.microbatches),
-        "steps": (microbatches.steps, check.steps),
+        "micro-batches": (microbatches.count, len(check.table)),
+        "steps": (microbatches.steps, check.table.num_steps),
     }
     for title, planned, present in (
-        ("documents of a micro-batch", microbatches.n_seqs, check.n_seqs),
-        ("longest document", microbatches.max_seqlen, check.max_seqlen),
+        ("documents of a micro-batch", microbatches.n_seqs, check.profile.n_seqs.percentiles()),
+        ("longest document", microbatches.max_seqlen, check.profile.max_seqlen.percentiles()),
     ):
         for name in _NAMES:
             pairs[f"{title}, {percentile_name(name)}"] = getattr(planned, name), getattr(present, name)
-    pairs["tokens of the largest micro-batch"] = microbatches.n_tokens_max, check.n_tokens_max
+    pairs["tokens of the largest micro-batch"] = microbatches.n_tokens_max, int(check.table.n_tokens.max())
     for label, values in pairs.items():
         texts = [value if isinstance(value, str) else f"{value:,}" for value in values]
         table.add_row(label, *texts, "" if values[0] == values[1] else "changed")
@@ -124,7 +124,8 @@ def _name_bucket(bucket: Any) -> str:
 
 def check_to_dict(check: Check) -> dict[str, Any]:
     """The JSON object as a dict."""
-    plan = check.plan
+    plan, profile = check.plan, check.profile
+    n_seqs, max_seqlen = profile.n_seqs.percentiles(), profile.max_seqlen.percentiles()
     return {
         "schema": CHECK_SCHEMA,
         "holds": check.holds,
@@ -142,12 +143,12 @@ def check_to_dict(check: Check) -> dict[str, Any]:
             "planned": plan.dataset.model_dump(mode="json"),
             "now": {**asdict(check.dataset), "uris": list(check.dataset.uris)},
         },
-        "exact": check.exact,
-        "microbatches": {"planned": plan.microbatches.count, "now": check.microbatches},
-        "steps": {"planned": plan.microbatches.steps, "now": check.steps},
-        "n_seqs": {"planned": plan.microbatches.n_seqs.model_dump(), "now": check.n_seqs.model_dump()},
-        "max_seqlen": {"planned": plan.microbatches.max_seqlen.model_dump(), "now": check.max_seqlen.model_dump()},
-        "n_tokens_max": {"planned": plan.microbatches.n_tokens_max, "now": check.n_tokens_max},
+        "exact": check.table.exact,
+        "microbatches": {"planned": plan.microbatches.count, "now": len(check.table)},
+        "steps": {"planned": plan.microbatches.steps, "now": check.table.num_steps},
+        "n_seqs": {"planned": plan.microbatches.n_seqs.model_dump(), "now": n_seqs.model_dump()},
+        "max_seqlen": {"planned": plan.microbatches.max_seqlen.model_dump(), "now": max_seqlen.model_dump()},
+        "n_tokens_max": {"planned": plan.microbatches.n_tokens_max, "now": int(check.table.n_tokens.max())},
         "reasons": check.reasons,
         "buckets": [asdict(b) for b in check.buckets],
         "worst": None if check.worst is None else asdict(check.worst),

@@ -12,8 +12,7 @@ from typing import get_args
 from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range, Times
-from thdprof.analyze.profile.merge import same_settings
-from thdprof.analyze.profile.run_profile import RunProfile, load_profile
+from thdprof.analyze.profile.run_profile import RunProfile, load_profile, same_settings
 from thdprof.analyze.times.gpus import known_gpu
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError

@@ -1,53 +1,36 @@
-"""Training settings out of a Megatron-LM launch script or argument list. The script is read, never run."""
+"""Training settings and the model out of a launch of Megatron-LM: a script, which is never run, or a command."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.analyze.settings.launch_flags import BlockError, LaunchFlags
-from thdprof.analyze.settings.megatron_flags import (
-    BALANCING,
-    BATCH_SCHEDULE,
-    CHUNKS_PER_RANK,
-    CONVERSATIONS,
-    COUNTED_AS_LAYERS,
-    DATA_PATH,
-    DISPATCHER,
-    EXPERTS,
-    FLAGS,
-    LAYERS,
-    LAYERS_PER_CHUNK,
-    LOADER,
-    MICROBATCH_GROUP_SIZE,
-    NO_DATA_SHARDING,
-    NODES,
-    OVER_ALL_RANKS,
-    PADDED_EXPERTS,
-    PROMPT_FORMAT,
-    RANKS_PER_NODE,
-    TENSOR_PARALLEL_SIZE,
-    TOKENIZER,
-    TOKENIZER_TYPE,
-    TRAIN_DATA_PATH,
-    WORLD_VARIABLES,
+from thdprof.analyze.settings import megatron_flags as table
+from thdprof.analyze.settings.launch_flags import BlockError, LaunchFlags, Occurrence
+from thdprof.analyze.settings.model_reading import (
+    FP8_FORMATS,
+    VOCAB_MULTIPLE,
+    ModelReading,
+    Vocabulary,
+    expert_layers,
+    hybrid_layers,
+    read_frequency,
 )
-from thdprof.analyze.settings.model.reading import ModelReading
-from thdprof.analyze.settings.model_flags import read_model_flags
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
-from thdprof.megatron_limits.experts import ends_at_router
+from thdprof.megatron_limits import ends_at_router
 from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions, shared_capture_ranks
+from thdprof.training.model import read_field
 
 _FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
 """The format of conversations, and the only tokenizer that megatron-core has for them."""
 _SIZES = {
-    TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size",
+    table.TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size",
     "--expert-model-parallel-size": "expert_model_parallel_size",
     "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
 }
@@ -119,7 +102,7 @@ def read_launch(
 def _direct_settings(flags: LaunchFlags) -> dict[str, Any]:
     """The settings that one flag alone gives."""
     settings: dict[str, Any] = {}
-    for flag in FLAGS.values():
+    for flag in table.FLAGS.values():
         if flag.setting is not None:
             read = flags.count if flag.value == "count" else flags.text
             value = read(flag.name, flag.setting)
@@ -130,28 +113,29 @@ def _direct_settings(flags: LaunchFlags) -> dict[str, Any]:
 
 def _read_loader(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     """Add to `settings` the loader, which orders the rows, and data sharding where a flag switches it off."""
-    loader = flags.text(LOADER, "loader", "--loader")
+    loader = flags.text(table.LOADER, "loader", "--loader")
     if loader in ("single", "cyclic"):
         settings["loader"] = loader
     elif loader is not None:
-        flags.notes.append(f"{flags.where}: {LOADER} {loader}: its order is not known")
+        flags.notes.append(f"{flags.where}: {table.LOADER} {loader}: its order is not known")
     elif "loader" not in flags.from_caller:
         settings["loader"] = "single"  # Megatron's default, whatever the dataset
-    if flags.has(NO_DATA_SHARDING, "data_sharding"):
+    if flags.has(table.NO_DATA_SHARDING, "data_sharding"):
         settings["data_sharding"] = False
 
 
 def _read_experts(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     """Add how experts take tokens. The answer only decides the graphs, so an unsettled flag gives a note, no error."""
     try:
-        if flags.one(EXPERTS, "experts") is not None:
-            settings["experts"] = "padded" if flags.has(PADDED_EXPERTS, "experts") else "dropless"
-            dispatcher = flags.one(DISPATCHER, "experts")
+        if flags.one(table.EXPERTS, "experts") is not None:
+            settings["experts"] = "padded" if flags.has(table.PADDED_EXPERTS, "experts") else "dropless"
+            dispatcher = flags.one(table.DISPATCHER, "experts")
             name = dispatcher.text if dispatcher is not None else None
             if settings["experts"] == "padded" and ends_at_router("padded", name):
                 settings["experts"] = "dropless"
                 flags.notes.append(
-                    f"{flags.where}: {DISPATCHER} {name}: graphs end at the router, as those of dropless experts do"
+                    f"{flags.where}: {table.DISPATCHER} {name}: graphs end at the router, as those of dropless "
+                    "experts do"
                 )
     except BlockError:
         raise
@@ -177,7 +161,7 @@ def _read_shared_captures(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
         return [] if found is None else found.texts
 
     experts = flags.from_caller.get("experts", settings.get("experts", "none"))
-    over_all = OVER_ALL_RANKS in words(BALANCING)
+    over_all = table.OVER_ALL_RANKS in words(table.BALANCING)
     if name in flags.from_caller or experts == "none" or not (experts == "padded" or over_all):
         return over_all
     sizes = {"context_parallel_size": flags.parallel_size(settings, "context_parallel_size")}
@@ -195,14 +179,14 @@ def _read_shared_captures(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
 def _read_interleaving(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     """Add the model chunks of a pipeline rank and their order; Megatron treats one chunk as no interleaving."""
     name = "virtual_pipeline_size"
-    chunks = flags.count(CHUNKS_PER_RANK, name)
-    layers_per_chunk = flags.count(LAYERS_PER_CHUNK, name)
+    chunks = flags.count(table.CHUNKS_PER_RANK, name)
+    layers_per_chunk = flags.count(table.LAYERS_PER_CHUNK, name)
     if chunks is None and layers_per_chunk is not None:
-        where = f"{flags.where}: {LAYERS_PER_CHUNK} {layers_per_chunk}"
-        layers = flags.count(LAYERS, name)
+        where = f"{flags.where}: {table.LAYERS_PER_CHUNK} {layers_per_chunk}"
+        layers = flags.count(table.LAYERS, name)
         if layers is None:
-            raise UsageError(f"{where}: needs {LAYERS}, which is not given; give --virtual-pipeline-size")
-        layers += sum(flags.has(flag, name) for flag in COUNTED_AS_LAYERS)
+            raise UsageError(f"{where}: needs {table.LAYERS}, which is not given; give --virtual-pipeline-size")
+        layers += sum(flags.has(flag, name) for flag in table.COUNTED_AS_LAYERS)
         stages = flags.parallel_size(settings, "pipeline_parallel_size")
         if layers % (stages * layers_per_chunk):
             raise UsageError(
@@ -213,7 +197,7 @@ def _read_interleaving(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     if chunks is not None and chunks > 1:
         settings[name] = chunks
     if name in settings or name in flags.from_caller:  # else Megatron passes the group size over
-        group = flags.count(MICROBATCH_GROUP_SIZE, "microbatch_group_size")
+        group = flags.count(table.MICROBATCH_GROUP_SIZE, "microbatch_group_size")
         if group is not None:
             settings["microbatch_group_size"] = group
 
@@ -227,7 +211,11 @@ def _read_data_parallel(flags: LaunchFlags, settings: dict[str, Any], world_size
     if world is None:
         flags.notes.append(f"{flags.where}: does not tell the number of ranks; give {option}")
         return
-    tensor = flags.from_caller.get("tensor_model_parallel_size") or flags.count(TENSOR_PARALLEL_SIZE, name, option) or 1
+    tensor = (
+        flags.from_caller.get("tensor_model_parallel_size")
+        or flags.count(table.TENSOR_PARALLEL_SIZE, name, option)
+        or 1
+    )
     pipeline = flags.parallel_size(settings, "pipeline_parallel_size")
     context = flags.parallel_size(settings, "context_parallel_size")
     replica = tensor * pipeline * context
@@ -242,10 +230,10 @@ def _read_data_parallel(flags: LaunchFlags, settings: dict[str, Any], world_size
 def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     """Add the largest batch size of a schedule, and the samples of the run; a note says how steps are counted."""
     name = "global_batch_size"
-    found = flags.one(BATCH_SCHEDULE, name)
+    found = flags.one(table.BATCH_SCHEDULE, name)
     if found is None:
         return
-    where = f"{flags.script.place(found.line)}: {BATCH_SCHEDULE} {found.text}"
+    where = f"{flags.script.place(found.line)}: {table.BATCH_SCHEDULE} {found.text}"
     given = {**settings, **flags.from_caller}
     if name in settings:
         raise UsageError(f"{where}: Megatron takes no --global-batch-size beside it; leave one out")
@@ -274,7 +262,7 @@ def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     settings[name] = schedule.largest(samples)
     stages = ", ".join(f"{size} from sample {threshold:,}" for threshold, size in schedule.stages)
     flags.notes.append(
-        f"{flags.script.place(found.line)}: {BATCH_SCHEDULE}: the batch grows ({stages}); micro-batches and "
+        f"{flags.script.place(found.line)}: {table.BATCH_SCHEDULE}: the batch grows ({stages}); micro-batches and "
         f"their shares are those of the run, steps are counted and timed with {settings[name]} rows{sized}"
     )
 
@@ -282,21 +270,21 @@ def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
 def _read_conversations(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
     """Whether the run trains on conversations; then also add to `settings` how they become tokens."""
     known = flags.from_caller.get("format")
-    if known not in (None, _FORMAT) or (known is None and flags.one(CONVERSATIONS, "format", "--format") is None):
+    if known not in (None, _FORMAT) or (known is None and flags.one(table.CONVERSATIONS, "format", "--format") is None):
         return False
     name = "tokenizer_model"
-    kind = flags.text(TOKENIZER_TYPE, name)
+    kind = flags.text(table.TOKENIZER_TYPE, name)
     if kind not in (None, _SFT_TOKENIZER):
         raise UsageError(
-            f"{flags.where}: {TOKENIZER_TYPE} {kind}: Megatron's {CONVERSATIONS} tokenises with {_SFT_TOKENIZER} "
-            "alone, and training stops; mend it"
+            f"{flags.where}: {table.TOKENIZER_TYPE} {kind}: Megatron's {table.CONVERSATIONS} tokenises with "
+            f"{_SFT_TOKENIZER} alone, and training stops; mend it"
         )
-    path = flags.text(TOKENIZER, name)
+    path = flags.text(table.TOKENIZER, name)
     if path is not None:
         settings[name] = path
     name = "sft_tokenizer_prompt_format"
     if name not in flags.from_caller:
-        settings[name] = flags.text(PROMPT_FORMAT, name) or DEFAULT_PROMPT_FORMAT
+        settings[name] = flags.text(table.PROMPT_FORMAT, name) or DEFAULT_PROMPT_FORMAT
         definitions()[name].check(settings[name])
     return True
 
@@ -304,11 +292,11 @@ def _read_conversations(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
 def _world_size(flags: LaunchFlags) -> int | None:
     """The number of ranks by torchrun's flags, else by the script's own variables; None where neither tells it."""
     name, option = "data_parallel_size", "--data-parallel-size"
-    per_node = [flags.count(flag, name, option) for flag in RANKS_PER_NODE if flag in flags.occurrences]
+    per_node = [flags.count(flag, name, option) for flag in table.RANKS_PER_NODE if flag in flags.occurrences]
     if per_node:
-        nodes = flags.count(NODES, name, option) if NODES in flags.occurrences else 1
+        nodes = flags.count(table.NODES, name, option) if table.NODES in flags.occurrences else 1
         return (per_node[-1] or 1) * (nodes or 1)
-    for names in WORLD_VARIABLES:
+    for names in table.WORLD_VARIABLES:
         values = [flags.script.variables.get(variable, Word("")) for variable in names]
         if all(re.fullmatch(r"[1-9][0-9]{0,8}", value.text) for value in values):
             flags.defaults_of.update(*(value.defaults_of for value in values))
@@ -319,8 +307,8 @@ def _world_size(flags: LaunchFlags) -> int | None:
 def _read_blend(flags: LaunchFlags, settings: dict[str, Any]) -> tuple[list[str], list[float] | None]:
     """The prefixes and weights of --data-path, by the rule of megatron-core's get_blend_from_list."""
     option = "the datasets' .idx files on the command line"
-    train = flags.one(TRAIN_DATA_PATH, "data_paths", option)
-    blend = train or flags.one(DATA_PATH, "data_paths", option)
+    train = flags.one(table.TRAIN_DATA_PATH, "data_paths", option)
+    blend = train or flags.one(table.DATA_PATH, "data_paths", option)
     if blend is None:
         return [], None
     if train is not None and "split" not in flags.from_caller:
@@ -411,3 +399,253 @@ def _scaled(text: str) -> int:
         return int(float(text[:-1] if factor > 1 else text) * factor)
     except (ValueError, OverflowError):
         raise ValueError(f"{text or 'nothing'}: not a number") from None
+
+
+# --- the model, by the rules of megatron.training's arguments.py ------------------------------------------------------
+
+
+_SCRIPT_DEFAULTS = {
+    "precision": "fp32",
+    "normalization": "LayerNorm",
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+"""Values of the parser where no flag gives another."""
+_KV_LORA_RANK = 32
+"""The parser's; that of megatron-core's configuration is another."""
+_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
+
+
+def read_model_flags(flags: LaunchFlags) -> ModelReading:
+    """What the script says of the model.
+
+    A flag that the text does not settle is no error, since only times are lost without it: its field is in the
+    result's `unsettled`. A field that the caller has is passed over.
+
+    Raises:
+        UsageError: a flag has a value that Megatron refuses; the message names line, flag and value.
+    """
+    return _ModelFlags(flags).read()
+
+
+class _ModelFlags:
+    """Collects the fields of one script."""
+
+    def __init__(self, flags: LaunchFlags) -> None:
+        self.flags = flags
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.unsettled: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def read(self) -> ModelReading:
+        if not self._given():
+            return ModelReading(source=self.flags.where)
+        self.values.update(_SCRIPT_DEFAULTS)
+        for flag, field in {
+            table.LAYERS: "num_layers",
+            table.TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size",
+        }.items():
+            self._field(flag, field, self._whole)
+        for flag, field in table.SIZES.items():
+            self._field(flag, field, self._whole)
+        for flag, field in table.TEXTS.items():
+            self._field(flag, field, str)
+        for flag, field in table.NUMBERS.items():
+            self._field(flag, field, _as_number)
+        for flag, (field, value) in table.SWITCHES.items():
+            if self._one(flag, field) is not None:
+                self._set(field, value, self._one(flag, field))
+        if self.values["precision"] == "fp16" and not self._parsed(table.LOSS_SCALE, "check_for_nan_in_grad", float):
+            self.values["check_for_nan_in_grad"] = False  # a dynamic loss scale finds its bound by them
+        self._gradients()
+        self._attention()
+        self._hybrid()
+        self._experts()
+        self._fp8()
+        if (modules := self._one(table.RECOMPUTED, "recompute_modules")) is not None:
+            self._set("recompute_modules", tuple(modules.texts), modules)
+        vocabulary = self._vocabulary()
+        self._elsewhere()
+        return ModelReading(
+            source=self.flags.where,
+            values=self.values,
+            vocabulary=vocabulary,
+            origins=self.origins,
+            unsettled=self.unsettled,
+            notes=tuple(self.notes),
+        )
+
+    def _given(self) -> bool:
+        """Whether any flag says something of the model's shape."""
+        shape = (table.LAYERS, "--hidden-size", "--num-attention-heads", *table.PATTERNS, *table.ELSEWHERE)
+        return any(flag in self.flags.occurrences for flag in shape)
+
+    def _one(self, flag: str, field: str) -> Occurrence | None:
+        """The occurrence of `flag`; None where it is absent, the caller has `field`, or the text does not settle it."""
+        try:
+            return self.flags.one(flag, field, f"{field} in --settings")
+        except BlockError:
+            raise
+        except UsageError as error:
+            self.unsettled.setdefault(field, str(error))
+            return None
+
+    def _set(self, field: str, value: Any, found: Occurrence | None) -> None:
+        """Take `value` for `field`, or refuse it with the place that gives it."""
+        if found is None:
+            self.values[field] = value
+            return
+        given = " ".join([found.flag, *found.texts])
+        place = f"{self.flags.script.place(found.line)}: {given}"
+        try:
+            self.values[field] = read_field(field, value)
+        except UsageError as error:
+            raise UsageError(f"{place}: {str(error).rpartition(': ')[2]}") from error
+        self.origins[field] = place
+
+    def _field(self, flag: str, field: str, parse: Callable[[str], Any]) -> None:
+        found = self._one(flag, field)
+        if found is not None:
+            self._set(field, parse(found.text), found)
+
+    def _parsed(self, flag: str, field: str, parse: Callable[[str], Any]) -> Any:
+        """The value of `flag` by `parse`, whose ValueError becomes an error with the place; None where absent."""
+        found = self._one(flag, field)
+        if found is None:
+            return None
+        text = found.text
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise UsageError(f"{self.flags.script.place(found.line)}: {flag} {text}: {error}") from error
+
+    @staticmethod
+    def _whole(text: str) -> int | str:
+        """The whole number that `text` is; other text stays, and is refused with the field's own words."""
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+
+    def _gradients(self) -> None:
+        """With bf16 gradients are reduced in the precision of main gradients, if no flag says otherwise."""
+        found = self._one(table.MAIN_GRADS, "grad_reduce_in_fp32")
+        in_bf16 = self.values["precision"] == "bf16"
+        if found is not None and in_bf16 and "grad_reduce_in_fp32" not in self.values:
+            self._set("grad_reduce_in_fp32", found.text == "fp32", found)
+
+    def _attention(self) -> None:
+        grouped = self._one(table.GROUPED, "num_query_groups")
+        if grouped is not None:
+            found = self._one(table.GROUPS, "num_query_groups")
+            text = "1" if found is None else found.text
+            self._set("num_query_groups", self._whole(text), found or grouped)
+        positions = self._one(table.POSITIONS, "rotary")
+        if positions is not None and "rotary" not in self.origins:
+            self._set("rotary", positions.text in ("rope", "yarn", "mrope"), positions)
+
+    def _hybrid(self) -> None:
+        field = "hybrid_layer_pattern"
+        for flag in table.PATTERNS:
+            try:
+                layers = self._parsed(flag, field, hybrid_layers)
+            except UsageError as error:
+                if "is not known" not in str(error):
+                    raise
+                self.unsettled.setdefault(field, str(error))
+                continue
+            if layers is None:
+                continue
+            self._set(field, layers.pattern, self._one(flag, field))
+            if "num_layers" not in self.flags.from_caller:
+                self.unsettled.pop("num_layers", None)  # the pattern decides
+                self._set("num_layers", len(layers.pattern), self._one(flag, field))
+            if layers.latent_attention:
+                self.values["multi_latent_attention"] = True
+            if layers.mtp_num_layers:
+                self.values["mtp_num_layers"] = layers.mtp_num_layers
+            if experts := layers.pattern.count("E"):
+                self.values["num_moe_layers"] = experts
+        if self.values.get("multi_latent_attention"):
+            self.values.setdefault("kv_lora_rank", _KV_LORA_RANK)
+            self.values["rotary"] = True  # whatever the position embedding: latent attention has its own
+
+    def _experts(self) -> None:
+        found = self._one(table.EXPERTS, "num_experts")
+        if found is None or found.text == "0":
+            return
+        self._set("num_experts", self._whole(found.text), found)
+        if "num_moe_layers" not in self.values and "hybrid_layer_pattern" not in self.values:
+            self._expert_layers()
+        factor = self._parsed(table.CAPACITY, "moe_expert_capacity_factor", float)
+        padded = self._one(table.PADDED_EXPERTS, "moe_expert_capacity_factor")
+        if factor is not None and factor >= 0 and padded is not None:
+            self._set("moe_expert_capacity_factor", factor, self._one(table.CAPACITY, "moe_expert_capacity_factor"))
+
+    def _expert_layers(self) -> None:
+        frequency = self._parsed(table.EXPERT_LAYERS, "num_moe_layers", read_frequency)
+        layers = self.values.get("num_layers", self.flags.from_caller.get("num_layers"))
+        if frequency is None or not isinstance(layers, int):
+            return
+        found = self._one(table.EXPERT_LAYERS, "num_moe_layers")
+        try:
+            self._set("num_moe_layers", expert_layers(frequency, layers), found)
+        except ValueError as error:
+            line = 0 if found is None else found.line
+            raise UsageError(f"{self.flags.script.place(line)}: {table.EXPERT_LAYERS}: {error}") from error
+
+    def _fp8(self) -> None:
+        if self._parsed(table.FP8, "fp8_recipe", _fp8_format) is None:
+            return
+        found = self._one(table.FP8_RECIPE, "fp8_recipe")
+        recipe = "delayed" if found is None else found.text
+        if recipe in _RECIPES or found is None:
+            self._set("fp8_recipe", recipe, found or self._one(table.FP8, "fp8_recipe"))
+        else:
+            self.unsettled.setdefault(
+                "fp8_recipe",
+                f"{self.flags.script.place(found.line)}: {table.FP8_RECIPE} {recipe}: this recipe is not known",
+            )
+
+    def _vocabulary(self) -> Vocabulary | None:
+        field = "vocab_size"
+        self._field(table.PADDED_VOCAB, field, self._whole)
+        if field in self.values or field in self.unsettled:
+            return None
+        tokens = self._count(table.VOCAB, field)
+        multiple = self._count(table.VOCAB_DIVISOR, field) or VOCAB_MULTIPLE
+        if tokens is None or field in self.unsettled:
+            return None
+        if any(self._one(flag, field) is not None for flag in table.UNPADDED):
+            self._set(field, tokens, self._one(table.VOCAB, field))
+            return None
+        return Vocabulary(tokens=tokens, multiple=multiple)
+
+    def _count(self, flag: str, field: str) -> int | None:
+        def parse(text: str) -> int:
+            if not re.fullmatch(r"\+?[0-9]{1,9}", text) or int(text) < 1:
+                raise ValueError("not a whole number of at least 1")
+            return int(text)
+
+        value: int | None = self._parsed(flag, field, parse)
+        return value
+
+    def _elsewhere(self) -> None:
+        """Note flags that say that the model is another one than the other flags do, or that is not followed."""
+        for flag, (_, reason) in table.ELSEWHERE.items():
+            for found in self.flags.occurrences.get(flag, [])[-1:]:
+                self.unsettled.setdefault(flag, f"{self.flags.script.place(found.line)}: {flag}: {reason}")
+        for flag, taken in table.LEFT_OUT.items():
+            for found in self.flags.occurrences.get(flag, [])[-1:]:
+                self.notes.append(f"{self.flags.script.place(found.line)}: {flag}: {taken}")
+
+
+def _fp8_format(text: str) -> str:
+    if text not in FP8_FORMATS:
+        raise ValueError(f"not one of {', '.join(FP8_FORMATS)}")
+    return text
+
+
+def _as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

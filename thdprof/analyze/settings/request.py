@@ -1,22 +1,38 @@
-"""The request of `thdprof analyze`: its options, over a settings file, over a launch script."""
+"""The request of `thdprof analyze`: options, a settings file and a launch together; and what a sweep varies."""
 
 from __future__ import annotations
 
+import functools
+import glob
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from thdprof.analyze.settings.layers_choice import LayersAsked, layers_asked
+from thdprof.analyze.settings.captures import LayersAsked, layers_asked
 from thdprof.analyze.settings.limits import Limits, analysis_options, gbps_of, price_of, read_limits, whole_number
-from thdprof.analyze.settings.model.files import model_file, read_model_file
-from thdprof.analyze.settings.model.reading import ModelReading
-from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
-from thdprof.analyze.settings.settings_file import load_settings_file
+from thdprof.analyze.settings.model_reading import ModelReading
+from thdprof.analyze.settings.resolved_model import (
+    experts_of,
+    model_file,
+    read_model_file,
+    read_settings,
+    resolve_model,
+)
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
-from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions, shared_capture_ranks
+from thdprof.files import parse_yaml, read_text
+from thdprof.training import (
+    Attention,
+    Definition,
+    GraphKind,
+    Model,
+    definitions,
+    model_definitions,
+    shared_capture_ranks,
+)
 from thdprof.training.model import read_field
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
@@ -272,3 +288,145 @@ def _read_text(flag: str, path: Path) -> str:
         raise DataError(f"{flag} {path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{flag} {path}: is not text: {error}") from error
+
+
+# --- the file of --settings -------------------------------------------------------------------------------------------
+
+
+def load_settings_file(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """The settings of a YAML mapping. Keys are names of settings, with `-` or `_`; a null counts as not given.
+
+    Raises:
+        DataError: the file cannot be read or is not a mapping.
+        UsageError: a key that is not one of `names`, or is given twice.
+    """
+    import yaml
+
+    text = read_text(path, where=f"--settings {path}")
+    loaded = parse_yaml(text, where=f"--settings {path}", unique_keys=False)  # the names are compared below
+    node = yaml.compose(text, yaml.SafeLoader)
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not isinstance(node, yaml.MappingNode):
+        raise DataError(f"--settings {path}: holds a {type(loaded).__name__}, not a mapping of options")
+    given: dict[str, Any] = {}
+    for key, _ in node.value:  # the loaded mapping has lost keys that are repeated
+        name = _setting_name(key.value)
+        if name not in names:
+            raise UsageError(f"--settings {path}: unknown option {key.value!r}; known are {', '.join(sorted(names))}")
+        if name in given:
+            raise UsageError(f"--settings {path}: option {name} is given twice")
+        given[name] = None
+    given.update((_setting_name(key), value) for key, value in loaded.items())
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _setting_name(key: Any) -> str:
+    return str(key).lstrip("-").replace("-", "_")
+
+
+# --- the axes of a sweep: settings and the values that each takes -----------------------------------------------------
+
+
+_MOST = 256
+_BETWEEN = re.compile(r"\s+(?=[A-Za-z-][A-Za-z0-9-]*=)")
+_TOKEN = re.compile(r"(?:--)?([A-Za-z][A-Za-z0-9_-]*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A setting and the values that it takes."""
+
+    name: str
+    """The name of the setting, written with underscores."""
+    values: tuple[Any, ...]
+    """The values as a settings file would hold them: at least one, and none of them twice."""
+
+    @property
+    def flag(self) -> str:
+        """The option's name on the command line, without dashes before it."""
+        return self.name.replace("_", "-")
+
+
+@functools.cache
+def swept_settings() -> Mapping[str, Definition]:
+    """The settings that can be varied, by name: those whose values hold no comma, and do not say how files are read."""
+    known = {**definitions(), **analysis_options(), **model_definitions()}
+    return {name: d for name, d in known.items() if d.setting.swept}
+
+
+def split_arguments(datasets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The datasets among a sweep's positional arguments, and the arguments of the form name=value,... to vary.
+
+    A file whose name has that form is a dataset, unless the name is a setting's.
+    """
+    found: tuple[list[str], list[str]] = [], []
+    for text in datasets:
+        match = _TOKEN.fullmatch(text)
+        varied = match is not None and (_setting_name(match[1]) in swept_settings() or not _is_there(text))
+        found[varied].append(text)
+    return found
+
+
+def _is_there(location: str) -> bool:
+    return Path(location).exists() or Path(f"{location}.idx").exists() or bool(glob.glob(location))
+
+
+def read_axes(texts: Sequence[str], given: Mapping[str, Any]) -> list[Axis]:
+    """The axes that `texts` of the form name=v1,v2 name, several to a text where spaces separate them.
+
+    `given` maps the command's other options, which cannot be varied too, to values; None counts as not given.
+
+    Raises:
+        UsageError: naming the text, name or value that cannot be.
+    """
+    axes: list[Axis] = []
+    for text in (part for whole in texts for part in _BETWEEN.split(whole.strip())):
+        axis = _axis(text)
+        if given.get(axis.name) is not None:
+            raise UsageError(f"{text}: {swept_settings()[axis.name].shown()} is given too; give it once")
+        if any(axis.name == other.name for other in axes):
+            raise UsageError(f"{text}: {axis.flag} is varied already; give all its values at once")
+        axes.append(axis)
+    count = 1
+    for axis in axes:
+        count *= len(axis.values)
+    if count > _MOST:
+        raise UsageError(f"{count:,} combinations to analyse; at most {_MOST} are analysed at once")
+    return axes
+
+
+def _axis(text: str) -> Axis:
+    match = _TOKEN.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--vary {text}: must be name=value,value as in seq-length=4096,8192")
+    name = _setting_name(match[1])
+    if name not in swept_settings():
+        known = ", ".join(sorted(n.replace("_", "-") for n in swept_settings()))
+        raise UsageError(f"{text}: {match[1]} cannot be varied; known are {known}")
+    values: list[Any] = []
+    for part in match[2].split(","):
+        value = _value(name, part)
+        try:
+            check_option(name, value)
+        except UsageError as error:
+            raise UsageError(f"{text}: {error}") from error
+        if value in values:
+            raise UsageError(f"{text}: {part} is there twice")
+        values.append(value)
+    return Axis(name=name, values=tuple(values))
+
+
+def _value(name: str, text: str) -> Any:
+    """`text` as the value that a settings file would hold; a text of another kind than the setting's stays text."""
+    if text == "":
+        raise UsageError(f"{name.replace('_', '-')}: a value is empty; give name=value,value")
+    setting = swept_settings()[name]
+    if setting.type is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if setting.type is float and not setting.setting.as_text:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return int(text) if setting.type is int and re.fullmatch(r"[+-]?[0-9]{1,30}", text) else text

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import Run, check_run
+from thdprof.megatron_limits import check_options
 from thdprof.training import (
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
@@ -262,7 +262,7 @@ def _check_pipeline(settings: TrainingSettings) -> None:
 def _check_dynamic_cp(settings: TrainingSettings) -> None:
     """What Megatron refuses under hybrid context parallelism, and what the schedulers do not know."""
     packer = settings.packer
-    check_run(Run(pipeline_parallel_size=settings.pipeline_parallel_size, dynamic_cp=True, packer=packer))
+    check_options(None, pipeline_parallel_size=settings.pipeline_parallel_size, packer=packer)
     if settings.micro_batch_size > 1:
         raise UsageError(f"--micro-batch-size {settings.micro_batch_size}: --packer {packer} needs 1")
     if settings.loader not in (None, "single"):

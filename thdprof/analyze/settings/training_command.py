@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thdprof.analyze.settings.launch_flags import holds_flags, training_commands, unseen, unsettled
 from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.megatron_flags import FLAGS
-from thdprof.analyze.settings.model.recipes import settings_of_recipe
+from thdprof.analyze.settings.recipe import settings_of_recipe
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
 from thdprof.files import parse_yaml, read_text
+from thdprof.megatron_limits import Run, limits_of
 from thdprof.megatron_limits.command_line import refused_beforehand
-from thdprof.megatron_limits.limit import Run
-from thdprof.megatron_limits.quantization import takes_unmeasured
-from thdprof.megatron_limits.table import limits_of
-from thdprof.training import DYNAMIC_CP
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -147,7 +143,8 @@ def refused_runs(plan: Plan, *, script: Script | None, model_file: Path | None) 
         content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
         fields = settings_of_recipe(content) if isinstance(content, dict) else None
         if fields is not None and plan.graphs.impl != "none":
-            yield from (limit.in_fields(run) for run in (_run_of(plan, fields),) for limit in limits_of(run))
+            run = Run.from_recipe(fields, plan, os.environ)
+            yield from (limit.in_fields(run) for limit in limits_of(run))
 
 
 def unknown_refusals(plan: Plan, script: Script) -> str | None:
@@ -162,24 +159,3 @@ def unknown_refusals(plan: Plan, script: Script) -> str | None:
     except UsageError as error:
         return str(error)
     return None
-
-
-def _run_of(plan: Plan, fields: Mapping[str, Any]) -> Run:
-    """The run of a recipe, by the plan."""
-    training, graphs = plan.training, plan.graphs
-    return Run(
-        impl="chunk" if graphs.impl == "module" else graphs.impl,
-        modules=tuple(graphs.modules),
-        pipeline_parallel_size=training.pipeline_parallel_size,
-        context_parallel_size=training.context_parallel_size,
-        dynamic_cp=training.packer in DYNAMIC_CP,
-        packer=training.packer,
-        experts=training.experts,
-        offload_modules=None if graphs.offload is None else tuple(graphs.offload.modules),
-        core_offload=bool(fields.get("fine_grained_activation_offloading")),
-        layers_per_graph=graphs.layers_per_graph,
-        unmeasured=takes_unmeasured(os.environ),
-        position_embedding=str(fields.get("position_embedding_type") or "rope"),
-        wrapper="FullyShardedDataParallel" if fields.get("use_megatron_fsdp") is True else None,
-        config=SimpleNamespace(**{str(name): value for name, value in fields.items()}),
-    )

@@ -359,8 +359,9 @@ class Passes:
 
     module: nn.Module
     """The module, in whose embeddings gradients of integer inputs are found."""
-    run: Run
-    """Runs the module in this mode."""
+    way: ModeRun
+    """Runs the module in this mode. Replayed, inputs take a gradient only where the caller's do, as a graph was
+    captured; else all that can do."""
     put_back: Callable[[], None]
     """Puts random states and buffers back."""
     inputs: Sequence[Input]
@@ -373,13 +374,15 @@ class Passes:
     """The preferred dimension of outputs that runs over tokens."""
     gradients: bool
     """Whether to run backward passes."""
-    as_given: bool
-    """Whether inputs take a gradient only where the caller's do, as a graph was captured; else all that can do."""
     seed: int
     """Seed of the output gradients."""
     count: int = 0
     """Number of passes so far."""
     _output_grads: dict[int, Input] = field(default_factory=dict)
+
+    @property
+    def _as_given(self) -> bool:
+        return self.way.mode == "replayed"
 
     def perturbed(self, regions: Sequence[Region]) -> list[Watched]:
         """The compared tensors of a pass in which inputs and output gradients of `regions` have other values.
@@ -392,12 +395,12 @@ class Passes:
         self.count += 1
         self.put_back()
         tensors = self._inputs(regions)
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(self.gradients or self.as_given):
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(self.gradients or self._as_given):
             # in training, inputs are made by other modules: a module may then change them in place
             given = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-            integers = {} if self.as_given or not self.gradients else self._integers(given)
+            integers = {} if self._as_given or not self.gradients else self._integers(given)
             with embedded(self.module, integers) as embeddings:
-                leaves = [leaf for leaf in tree_flatten(self.run(given))[0] if isinstance(leaf, torch.Tensor)]
+                leaves = [leaf for leaf in tree_flatten(self.way.run(given))[0] if isinstance(leaf, torch.Tensor)]
             outputs = self._over_tokens(leaves)
             watched = [
                 Watched(what="output", name=f"outputs[{position}]", values=leaves[position].detach(), dim=dim)
@@ -405,19 +408,21 @@ class Passes:
             ]
             if not self.gradients:
                 return watched
-            return watched + self._gradients(
-                leaves, outputs, [*self._leaves_of_gradient(tensors), *embeddings], regions
-            )
+            sources = [
+                (f"tensors[{position}].grad", tensor, one.dim)
+                for position, (tensor, one) in enumerate(zip(tensors, self.inputs, strict=True))
+                if tensor.requires_grad and one.others is not None
+            ]
+            return watched + self._gradients(leaves, outputs, [*sources, *embeddings], regions)
 
     def _inputs(self, regions: Sequence[Region]) -> list[torch.Tensor]:
-        device = self.inputs[0].values.device
-        mask = token_mask(regions, self.n_tokens, device)
+        mask = token_mask(regions, self.n_tokens, self.inputs[0].values.device)
         tensors = []
         with torch.inference_mode(mode=False), torch.no_grad():
             for one in self.inputs:
                 tensor = one.with_others(mask.to(one.values.device))
                 can = one.others is not None and (tensor.is_floating_point() or tensor.is_complex())
-                tensors.append(tensor.requires_grad_(one.values.requires_grad if self.as_given else can))
+                tensors.append(tensor.requires_grad_(one.values.requires_grad if self._as_given else can))
         return tensors
 
     def _integers(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[str, torch.Tensor, int]]:
@@ -441,13 +446,6 @@ class Passes:
                 "call=, a function that returns values of every token, such as losses before they are averaged"
             )
         return found
-
-    def _leaves_of_gradient(self, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
-        return [
-            (f"tensors[{position}].grad", tensor, one.dim)
-            for position, (tensor, one) in enumerate(zip(tensors, self.inputs, strict=True))
-            if tensor.requires_grad and one.others is not None
-        ]
 
     def _gradients(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -16,7 +16,6 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.isolation.passes import (
     CallModule,
     MicroBatch,
-    ModeRun,
     NotReplayed,
     Passes,
     Subject,
@@ -167,7 +166,6 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
         )
     inputs = inputs_of(tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed)
     runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode))
-    search = Search(regions=regions, documents=documents, n_tokens=batch.shape.n_tokens, tolerance=settings.tolerance)
     checks: list[ModeCheck] = []
     leak: Leak | None = None
     with ExitStack() as stack:
@@ -178,18 +176,17 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
         for way in runs:
             passes = Passes(
                 module=subject.module,
-                run=way.run,
+                way=way,
                 put_back=put_back,
                 inputs=inputs,
                 documents=documents,
                 n_tokens=batch.shape.n_tokens,
                 output_dim=token_dim if settings.output_token_dim is None else settings.output_token_dim,
                 gradients=settings.gradients,
-                as_given=way.mode == "replayed",
                 seed=settings.seed,
             )
             try:
-                check, leak = search.check(way, passes)
+                check, leak = Search(passes, regions, settings.tolerance).check()
             except NotReplayed as error:
                 skipped[way.mode] = str(error)
                 continue
@@ -270,24 +267,6 @@ def rounds(regions: Sequence[Region]) -> tuple[tuple[Region, ...], ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movement:
-    """The first token of a document that moved, in the first tensor that did."""
-
-    tensor: Watched
-    """The tensor, of the unperturbed pass."""
-    region: Region
-    """The document."""
-    token: int
-    """The first token, counted from the micro-batch's first."""
-    tokens_moved: int
-    """Number of the document's tokens that moved in that tensor."""
-    moved: float
-    """Largest absolute difference at that token."""
-    limit: float
-    """Largest absolute difference that counts as unmoved."""
-
-
 def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
     """Largest absolute difference at each token: shape [n_tokens]; infinite where one is no number and the other is.
 
@@ -306,178 +285,137 @@ def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
     return torch.nan_to_num(by_value, nan=torch.inf, posinf=torch.inf).amax(1)
 
 
-class Baseline:
-    """Unperturbed passes: the values to compare with, and how far the module's own passes differ."""
+class Search:
+    """Looks for the first leak in one mode: unperturbed passes, what moves beyond them, and what moved it."""
 
-    def __init__(self, first: Sequence[Watched], documents: Sequence[Region], n_tokens: int, tolerance: float) -> None:
-        """The baseline of one unperturbed pass.
+    def __init__(self, passes: Passes, regions: Sequence[Region], tolerance: float) -> None:
+        """Run the first unperturbed pass.
 
         Args:
-            first: the tensors of that pass.
-            documents: the documents' regions.
-            n_tokens: tokens of the micro-batch.
+            passes: runs the mode.
+            regions: what is perturbed; the documents among them are watched.
             tolerance: largest difference that counts as none, as a share of a tensor's largest absolute value.
 
         Raises:
             ValueError: a value is infinite or no number, so that it could not be seen to move.
         """
-        self.tensors = tuple(first)
-        """The tensors of the first pass."""
-        self.documents, self._n_tokens = tuple(documents), n_tokens
-        self.spreads = [0.0 for _ in first]
-        """Largest difference between passes, a tensor."""
-        self._allowed = [0.0 for _ in first]
-        for position, tensor in enumerate(first):
-            mask = token_mask(documents, n_tokens, tensor.values.device)
-            sizes = moved_by_token(tensor, _zeros_like(tensor))
+        self._passes, self._regions = passes, regions
+        self._tensors = passes.perturbed(())
+        self._spreads = [0.0 for _ in self._tensors]
+        self._allowed = []
+        for tensor in self._tensors:
+            mask = token_mask(passes.documents, passes.n_tokens, tensor.values.device)
+            sizes = moved_by_token(tensor, replace(tensor, values=torch.zeros_like(tensor.values)))
             if not bool(torch.isfinite(sizes[mask]).all()):
                 token = int(torch.nonzero(mask & ~torch.isfinite(sizes))[0])
                 raise ValueError(
                     f"{tensor.name} is infinite or not a number at token {token}, before anything was perturbed: what "
                     "moves could not be seen; give inputs and weights as in training"
                 )
-            self._allowed[position] = tolerance * float(sizes[mask].max())
+            self._allowed.append(tolerance * float(sizes[mask].max()))
 
-    def is_deterministic(self) -> bool:
+    def check(self) -> tuple[ModeCheck, Leak | None]:
+        """What was compared in the mode, and the first leak in it."""
+        self._repeat(1)
+        if not self._is_deterministic():
+            self._repeat(_REPEATS - 1)
+        leak: Leak | None = None
+        unseen = set[int]()
+        for together in rounds(self._regions):
+            moved, unmoved = self._perturb(together)
+            if moved is not None and self._is_deterministic():  # is it the module itself that does not repeat?
+                self._repeat(_REPEATS - 1)
+                if not self._is_deterministic():
+                    moved, unmoved = self._perturb(together)
+            unseen |= unmoved
+            if moved is not None and (leak is None or moved.what == "output"):
+                leak = moved
+                if moved.what == "output":  # rather than its mirror image among gradients
+                    break
+        named = None if leak is None else self._halve(leak)
+        kinds = [tensor.what for tensor in self._tensors]
+        check = ModeCheck(
+            mode=self._passes.way.mode,
+            bucket=self._passes.way.bucket,
+            outputs=kinds.count("output"),
+            gradients=kinds.count("gradient"),
+            deterministic=self._is_deterministic(),
+            spread=max(self._spreads),
+            passes=self._passes.count,
+            unseen=tuple(sorted(unseen)),
+        )
+        return check, named
+
+    def _is_deterministic(self) -> bool:
         """Whether all unperturbed passes so far were equal, value for value, over the documents' tokens."""
-        return not any(self.spreads)
+        return not any(self._spreads)
 
-    def repeat(self, again: Sequence[Watched]) -> None:
-        """Widen the spreads by another unperturbed pass."""
-        for position, (tensor, other) in enumerate(zip(self.tensors, again, strict=True)):
-            mask = token_mask(self.documents, self._n_tokens, tensor.values.device)
-            self.spreads[position] = max(self.spreads[position], float(moved_by_token(tensor, other)[mask].max()))
+    def _repeat(self, times: int) -> None:
+        """Widen the spreads by further unperturbed passes."""
+        for _ in range(times):
+            again = self._passes.perturbed(())
+            for position, (tensor, other) in enumerate(zip(self._tensors, again, strict=True)):
+                mask = token_mask(self._passes.documents, self._passes.n_tokens, tensor.values.device)
+                spread = float(moved_by_token(tensor, other)[mask].max())
+                self._spreads[position] = max(self._spreads[position], spread)
 
-    def limit(self, position: int) -> float:
+    def _limit(self, position: int) -> float:
         """Largest difference of the tensor at `position` that counts as unmoved."""
-        return max(SPREADS_ALLOWED * self.spreads[position], self._allowed[position])
+        return max(SPREADS_ALLOWED * self._spreads[position], self._allowed[position])
 
-    def first_moved(self, now: Sequence[Watched], watch: Sequence[Region]) -> Movement | None:
+    def _perturb(self, together: Sequence[Region]) -> tuple[Leak | None, set[int]]:
+        """The first movement of a document outside `together` when those are perturbed, and the documents inside that
+        did not move.
+        """
+        now = self._passes.perturbed(together)
+        watch = [document for document in self._passes.documents if document not in together]
+        return self._first_moved(now, together, watch), self._unmoved(now, together)
+
+    def _first_moved(self, now: Sequence[Watched], sources: Sequence[Region], watch: Sequence[Region]) -> Leak | None:
         """The first movement of a document in `watch`: outputs before gradients, then by token; None without one."""
         if not watch:
             return None
-        for position, (tensor, other) in enumerate(zip(self.tensors, now, strict=True)):
+        for position, (tensor, other) in enumerate(zip(self._tensors, now, strict=True)):
             moved = moved_by_token(tensor, other)
-            beyond = token_mask(watch, self._n_tokens, moved.device) & (moved > self.limit(position))
+            beyond = token_mask(watch, self._passes.n_tokens, moved.device) & (moved > self._limit(position))
             if not bool(beyond.any()):
                 continue
             token = int(torch.nonzero(beyond)[0])
             region = next(r for r in watch if r.begin <= token < r.end)
-            return Movement(
-                tensor=tensor,
-                region=region,
+            return Leak(
+                mode=self._passes.way.mode,
+                what=tensor.what,
+                name=tensor.name,
+                sources=tuple(sources),
+                document=region.number,
                 token=token,
+                token_in_document=token - region.begin,
                 tokens_moved=int(beyond[region.begin : region.end].sum()),
                 moved=float(moved[token]),
-                limit=self.limit(position),
+                limit=self._limit(position),
             )
         return None
 
-    def unmoved(self, now: Sequence[Watched], perturbed: Sequence[Region]) -> set[int]:
+    def _unmoved(self, now: Sequence[Watched], perturbed: Sequence[Region]) -> set[int]:
         """Documents in `perturbed` of which no output moved, or no gradient although gradients are compared."""
         documents = [region for region in perturbed if region.kind == "document"]
         seen: dict[str, set[int]] = {}
-        for position, (tensor, other) in enumerate(zip(self.tensors, now, strict=True)):
-            beyond = (moved_by_token(tensor, other) > self.limit(position)).cpu()
-            seen.setdefault(tensor.what, set()).update(
-                r.number for r in documents if bool(beyond[r.begin : r.end].any())
-            )
+        for position, (tensor, other) in enumerate(zip(self._tensors, now, strict=True)):
+            beyond = (moved_by_token(tensor, other) > self._limit(position)).cpu()
+            numbers = seen.setdefault(tensor.what, set())
+            numbers |= {r.number for r in documents if bool(beyond[r.begin : r.end].any())}
         return {r.number for r in documents if not all(r.number in numbers for numbers in seen.values())}
 
-
-def _zeros_like(tensor: Watched) -> Watched:
-    return Watched(what=tensor.what, name=tensor.name, values=torch.zeros_like(tensor.values), dim=tensor.dim)
-
-
-@dataclass(kw_only=True)
-class Search:
-    """Looks for the first leak in one mode after the other."""
-
-    regions: Sequence[Region]
-    """What is perturbed."""
-    documents: Sequence[Region]
-    """What is watched."""
-    n_tokens: int
-    """Tokens of the micro-batch."""
-    tolerance: float
-    """Largest difference that counts as none, as a share of a tensor's largest absolute value."""
-
-    def check(self, way: ModeRun, passes: Passes) -> tuple[ModeCheck, Leak | None]:
-        """What was compared in one mode, and the first leak in it."""
-        baseline = Baseline(passes.perturbed(()), self.documents, self.n_tokens, self.tolerance)
-        self._repeat(baseline, passes, 1)
-        if not baseline.is_deterministic():
-            self._repeat(baseline, passes, _REPEATS - 1)
-        first: tuple[Sequence[Region], Movement] | None = None
-        unseen = set[int]()
-        for together in rounds(self.regions):
-            moved, unmoved = self._perturb(baseline, passes, together)
-            if moved is not None and baseline.is_deterministic():  # is it the module itself that does not repeat?
-                self._repeat(baseline, passes, _REPEATS - 1)
-                if not baseline.is_deterministic():
-                    moved, unmoved = self._perturb(baseline, passes, together)
-            unseen |= unmoved
-            if moved is not None and (first is None or moved.tensor.what == "output"):
-                first = together, moved
-                if moved.tensor.what == "output":  # told rather than its mirror image among gradients
-                    break
-        found = None if first is None else self._named(baseline, passes, *first)
-        of = [tensor.what for tensor in baseline.tensors]
-        check = ModeCheck(
-            mode=way.mode,
-            bucket=way.bucket,
-            outputs=of.count("output"),
-            gradients=of.count("gradient"),
-            deterministic=baseline.is_deterministic(),
-            spread=max(baseline.spreads),
-            passes=passes.count,
-            unseen=tuple(sorted(unseen)),
-        )
-        return check, None if found is None else _leak(way.mode, *found)
-
-    def _repeat(self, baseline: Baseline, passes: Passes, times: int) -> None:
-        for _ in range(times):
-            baseline.repeat(passes.perturbed(()))
-
-    def _perturb(
-        self, baseline: Baseline, passes: Passes, together: Sequence[Region]
-    ) -> tuple[Movement | None, set[int]]:
-        """The first movement of a document outside `together` when those are perturbed, and the documents inside that
-        did not move.
-        """
-        now = passes.perturbed(together)
-        watch = [document for document in self.documents if document not in together]
-        return baseline.first_moved(now, watch), baseline.unmoved(now, together)
-
-    def _named(
-        self, baseline: Baseline, passes: Passes, together: Sequence[Region], moved: Movement
-    ) -> tuple[tuple[Region, ...], Movement]:
-        """The fewest of `together` that still move the document of `moved`, by halving; and what they move."""
-        suspects = tuple(together)
-        while len(suspects) > 1:
-            middle = len(suspects) // 2
-            for half in (suspects[:middle], suspects[middle:]):
-                again = baseline.first_moved(passes.perturbed(half), [moved.region])
+    def _halve(self, leak: Leak) -> Leak:
+        """The leak of the fewest sources that still move its document, by halving."""
+        victims = [document for document in self._passes.documents if document.number == leak.document]
+        while len(leak.sources) > 1:
+            middle = len(leak.sources) // 2
+            for half in (leak.sources[:middle], leak.sources[middle:]):
+                again = self._first_moved(self._passes.perturbed(half), half, victims)
                 if again is not None:
-                    suspects, moved = half, again
+                    leak = again
                     break
             else:
                 break
-        now = passes.perturbed(suspects)
-        watch = [document for document in self.documents if document not in suspects]
-        return suspects, baseline.first_moved(now, watch) or moved
-
-
-def _leak(mode: Mode, sources: tuple[Region, ...], moved: Movement) -> Leak:
-    return Leak(
-        mode=mode,
-        what=moved.tensor.what,
-        name=moved.tensor.name,
-        sources=sources,
-        document=moved.region.number,
-        token=moved.token,
-        token_in_document=moved.token - moved.region.begin,
-        tokens_moved=moved.tokens_moved,
-        moved=moved.moved,
-        limit=moved.limit,
-    )
+        return self._perturb(leak.sources)[0] or leak

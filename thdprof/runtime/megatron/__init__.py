@@ -17,7 +17,7 @@ from thdprof.runtime.megatron.decoder.context_parallel import Layout, context_gr
 from thdprof.runtime.megatron.decoder.packed_seq_params import packed_seq_params
 from thdprof.runtime.megatron.decoder_costs import measure_decoder
 from thdprof.runtime.megatron.install import Installation, install
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.versions import VersionError
 
 if TYPE_CHECKING:

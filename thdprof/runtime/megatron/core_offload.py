@@ -31,7 +31,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from thdprof.offload.plan import EXPERT_MODULES
 from thdprof.runtime.megatron.decoder_surroundings import marked_as_capturing
-from thdprof.runtime.megatron.layer_offload import AtLayerInput, Group, Stays, freed_bytes, staying
+from thdprof.runtime.megatron.layer_offload import (
+    AtLayerInput,
+    Group,
+    LayerMoves,
+    Offloading,
+    Stays,
+    freed_bytes,
+    staying,
+)
+from thdprof.runtime.megatron.replacing import replaced
 
 Copies = list[tuple[torch.Size, torch.dtype]]
 """Shape and dtype of every tensor that a group copies to the host."""
@@ -41,8 +50,6 @@ _MARKS = ("_TE_do_not_offload", "_do_not_offload")
 
 @dataclass(slots=True)
 class _Moved:
-    """One group that a rehearsal copied to the host."""
-
     name: str
     """The group's name."""
     copies: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
@@ -239,21 +246,15 @@ class PassManager(PipelineOffloadManager):  # type: ignore[misc]
         return self._most_unpooled + sum(int(t.numel()) * int(t.element_size()) for t in pooled)
 
 
-@contextmanager
-def in_charge(manager: PipelineOffloadManager) -> Iterator[None]:
-    """Make megatron-core's modules use `manager` inside the block, in place of the process's own manager."""
-    before = PipelineOffloadManager.OFFLOAD_MGR
-    PipelineOffloadManager.OFFLOAD_MGR = manager
-    try:
-        yield
-    finally:
-        PipelineOffloadManager.OFFLOAD_MGR = before
+def in_charge(manager: PipelineOffloadManager) -> AbstractContextManager[None]:
+    """A context in which megatron-core's modules use `manager` in place of the process's own manager."""
+    return replaced(PipelineOffloadManager, "OFFLOAD_MGR", manager)
 
 
 logger = logging.getLogger(__name__)
 
 
-class CoreOffloading:
+class CoreOffloading(Offloading):
     """megatron-core's offloading for one decoder: in the graphs of its slots, and in eager micro-batches.
 
     The choice of tensors, their copies, host memory and streams are megatron-core's. Three of its assumptions do not
@@ -340,7 +341,7 @@ class CoreOffloading:
         PipelineOffloadManager.reset_instance()
 
 
-class CoreLayerOffload:
+class CoreLayerOffload(LayerMoves):
     """The moves of the layers of one slot in their graphs. Buckets are rehearsed and captured one by one."""
 
     def __init__(self, offloading: CoreOffloading, layers: Sequence[nn.Module]) -> None:

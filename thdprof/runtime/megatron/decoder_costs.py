@@ -11,13 +11,12 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime import calibrate
-from thdprof.runtime.megatron import decoder_surroundings, versions
+from thdprof.runtime.megatron import decoder_surroundings, refusals, versions
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import input_given, rope_of
 from thdprof.runtime.megatron.kinds import chunk
 from thdprof.runtime.megatron.models import facts_of, unwrapped
-from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.rotary import keep_tables
 from thdprof.runtime.padding import PackedSequence
 
@@ -95,7 +94,7 @@ def measure_decoder(
             f"the forward of {type(model.decoder).__name__} is replaced: close the installation that is there, or undo "
             "what replaced it"
         )
-    settings.check_decoder(config, facts_of([model_chunk], [model]))
+    refusals.check_decoder(config, facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     cp_size = config.context_parallel_size
     communicates = decoder_surroundings.communicates(

@@ -138,7 +138,7 @@ def communicates(config: Any, *, data_parallel_size: int) -> bool:
 
 
 def is_deterministic(config: Any) -> bool:
-    """Whether two passes over the same numbers give the same numbers bit for bit: torch and Megatron were told so."""
+    """Whether two passes over the same numbers give the same numbers bit for bit: torch and Megatron are set so."""
     return torch.are_deterministic_algorithms_enabled() and bool(getattr(config, "deterministic_mode", True))
 
 

@@ -25,6 +25,7 @@ from thdprof.runtime.megatron import (
     prediction,
     rank_agreement,
     recompute,
+    refusals,
     rotary,
     token_shift,
     versions,
@@ -32,15 +33,14 @@ from thdprof.runtime.megatron import (
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.context_parallel import groups_of
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.kinds import chunk, local
-from thdprof.runtime.megatron.kinds.sized import SizedChunkGraphs
+from thdprof.runtime.megatron.kinds import chunk, layer_graphs, local
+from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
 from thdprof.runtime.megatron.layer_offload import Offloading, SavedTensors
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped, whole
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
 from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.rank_agreement import DEFAULT_TIMEOUT, Decisions, peers_of
-from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings, warn_of_unread_fields
 from thdprof.runtime.stats import Prediction, Stats
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from thdprof.plan import Plan
-    from thdprof.runtime.megatron.kinds.overlapped import SchedulePlans
 
 
 class PaddedEager(DispatchedModule):
@@ -79,8 +78,6 @@ def schedule_plans(
     """
     if not getattr(config, "overlap_moe_expert_parallel_comm", False):
         return []
-    from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
-
     return [
         SchedulePlans(model, decoder, run if isinstance(run, OverlappedLayerGraphs) else None)
         for model, decoder, run in zip(models, decoders, runs, strict=True)
@@ -94,11 +91,13 @@ def runner_of(
     *,
     slots: int,
     common: dict[str, Any],
+    replay: bool = True,
     verify_every: int = 0,
     name: str = "",
     wrapper: Any = None,
 ) -> DispatchedModule:
-    """The DispatchedModule that runs the decoder as the plan's `graphs.impl` says.
+    """What runs a decoder, or a layer of multi-token prediction, as the plan's `graphs.impl` says; PaddedEager without
+    `replay` or layers.
 
     Args:
         decoder: the decoder to run.
@@ -106,6 +105,7 @@ def runner_of(
         config: the model's TransformerConfig.
         slots: number of slots of this model chunk.
         common: arguments that every kind of DispatchedModule takes.
+        replay: whether graphs are captured.
         verify_every: one in so many micro-batches is verified, but for graphs that Megatron replays (local); 0: none.
         name: the model chunk's name in what is logged of verified micro-batches.
         wrapper: what reduces the model chunk's gradients, megatron-core's DistributedDataParallel.
@@ -113,6 +113,8 @@ def runner_of(
     Raises:
         SettingsError: `graphs.impl` is not known.
     """
+    if not (replay and decoder.layers):
+        return PaddedEager(decoder, plan.captured, **common)
     common = {**common, "capture": plan.graphs.capture}
     together = decoder_surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
     layers = plan.graphs.impl == "transformer_engine"
@@ -122,7 +124,7 @@ def runner_of(
     around = replace(around, reducing=partial(decoder_surroundings.is_reducing, wrapper))
     match plan.graphs.impl:
         case "chunk" | "none":
-            return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
+            return (chunk.SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
                 decoder,
                 plan.captured,
                 num_slots=slots,
@@ -136,12 +138,9 @@ def runner_of(
         case "local":
             return local.LocalGraphs(decoder, plan.captured, generators=decoder_surroundings.generators, **common)
         case "transformer_engine":
-            from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-            from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs
-            from thdprof.runtime.megatron.kinds.sized import SizedLayerGraphs
-
             overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-            kind = SizedLayerGraphs if is_dynamic(plan) else OverlappedLayerGraphs if overlaps else LayerGraphs
+            own = OverlappedLayerGraphs if overlaps else layer_graphs.LayerGraphs
+            kind = layer_graphs.SizedLayerGraphs if is_dynamic(plan) else own
             return kind(
                 decoder,
                 plan.captured,
@@ -155,13 +154,13 @@ def runner_of(
                 **common,
             )
         case other:
-            raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
+            raise refusals.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
     """The offloading in graphs of single layers: megatron-core's own if the model was built with it; None without."""
-    asked = plan.graphs.offload
-    if asked is None:
+    wanted = plan.graphs.offload
+    if wanted is None:
         return None
     if not layer_offload.uses_core(config):
         choice = offload_of(plan)
@@ -169,7 +168,7 @@ def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading |
     from thdprof.runtime.megatron.core_offload import CoreOffloading
 
     return CoreOffloading(
-        decoder.block, modules=asked.modules, fraction=asked.fraction, min_size=config.min_offloaded_tensor_size
+        decoder.block, modules=wanted.modules, fraction=wanted.fraction, min_size=config.min_offloaded_tensor_size
     )
 
 
@@ -200,7 +199,6 @@ class Installation:
         _CHANGES.add(self._changes)
 
     def _take_back(self) -> None:
-        """Leave the contexts that `close` leaves."""
         _CHANGES.discard(self._changes)
         self._changes.close()
 
@@ -231,10 +229,10 @@ class Installation:
         return sum(run.offload_freed_bytes() for run in self._runs)
 
     def check_decisions(self) -> None:
-        """With `debug`, make sure that all ranks of the model-parallel group decided alike; costs one all-reduce.
+        """With `debug`, make sure that all ranks of the model-parallel group decided the same; costs one all-reduce.
 
         So must ranks with other micro-batches whose captured passes share collectives, as with expert parallelism; they
-        are asked from host to host.
+        are compared from host to host.
 
         Call it on every rank, for example once a step.
 
@@ -359,9 +357,9 @@ def install(
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     models = [unwrapped(model) for model in chunks]
     if replay:
-        settings.check(config, plan, facts_of(chunks, models))
+        refusals.check(config, plan, facts_of(chunks, models))
     else:
-        settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
+        refusals.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
     every = verified_every(plan, config, say) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
@@ -400,7 +398,8 @@ def install(
         }
         slots = plan.graphs.slots[rank][number] if replay else 0
         name = f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}"
-        run_of = partial(_run_of, plan=plan, config=config, replay=replay, every=every, wrapper=chunks[number])
+        wrapper = chunks[number]
+        run_of = partial(runner_of, plan=plan, config=config, replay=replay, verify_every=every, wrapper=wrapper)
         decoder = decoder_of(chunks[number], model)
         recorded = {**common, "on_decision": decisions.recorder(number)}
         decoders.append(decoder)
@@ -408,8 +407,10 @@ def install(
         passes, offloads = prediction.passes_a_microbatch(config), plan.graphs.offload is not None
         layers = prediction.find_replayed_predictions(model, config, impl=plan.graphs.impl, offloads=offloads)
         for depth, layer in enumerate(layers, start=1):
-            told = f"multi-token prediction {depth}, {name}"
-            predicting.append((layer, run_of(layer, slots=slots * passes, name=told, common=common)))
+            label = f"multi-token prediction {depth}, {name}"
+            predicting.append((layer, run_of(layer, slots=slots * passes, name=label, common=common)))
+    for run in (*runs, *(run for _, run in predicting)):
+        run.stats().prediction = Prediction.of(plan)
     cp_size = config.context_parallel_size
     plans = schedule_plans(models, decoders, runs, config) if plan.captured else []
     with ExitStack() as undone:  # changes begin only here, after all that can fail; the first failure takes them back
@@ -450,28 +451,6 @@ def install(
                 installation.close()
             raise
     return installation
-
-
-def _run_of(
-    part: Decoder,
-    *,
-    plan: Plan,
-    config: Any,
-    replay: bool,
-    every: int,
-    slots: int,
-    name: str,
-    common: dict[str, Any],
-    wrapper: Any,
-) -> DispatchedModule:
-    """What runs the micro-batches of a decoder, or of a layer of multi-token prediction, as `runner_of` takes it."""
-    run: DispatchedModule
-    if replay and part.layers:
-        run = runner_of(part, plan, config, slots=slots, common=common, verify_every=every, name=name, wrapper=wrapper)
-    else:
-        run = PaddedEager(part, plan.captured, **common)
-    run.stats().prediction = Prediction.of(plan)
-    return run
 
 
 def verified_every(plan: Plan, config: Any, say: Callable[[str], None]) -> int:

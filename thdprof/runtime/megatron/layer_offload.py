@@ -139,7 +139,8 @@ class LayerMoves(Protocol):
     """
 
     def capturing(self) -> AbstractContextManager[None]:
-        """A context around a bucket's rehearsal, warm-up and captures."""
+        """A context around a bucket's rehearsal, warm-up and captures; an empty one if not overridden."""
+        return nullcontext()
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see which tensors it saves; returns the layer's output.
@@ -155,7 +156,8 @@ class LayerMoves(Protocol):
         """Decide what is moved, after all layers were rehearsed."""
 
     def begin(self) -> None:
-        """Begin the captures, after the warm-up."""
+        """Begin the captures, after the warm-up, which moves the same storages."""
+        return
 
     def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
         """The function that runs layer `number` in a warm-up or a capture.
@@ -177,19 +179,23 @@ class Offloading(Protocol):
         """The moves of the `layers` of a new slot."""
 
     def eagerly(self) -> AbstractContextManager[None]:
-        """A context around the forward of an eager micro-batch."""
+        """A context around the forward of an eager micro-batch; an empty one if not overridden."""
+        return nullcontext()
 
     def replaying(self) -> AbstractContextManager[None]:
         """A context around a replayed forward, and the parts of it that run eagerly."""
+        return nullcontext()
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory besides the slots'."""
+        return 0
 
     def close(self) -> None:
         """Clean up, after all graphs were freed."""
+        return
 
 
-class SavedTensors:
+class SavedTensors(Offloading):
     """Offloading by saved tensors, in graphs only: eager micro-batches keep their activations on the device."""
 
     def __init__(self, choice: Choice) -> None:
@@ -201,30 +207,14 @@ class SavedTensors:
         self._streams = self._streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return LayerOffload.on_cuda(self._choice, len(layers), self._streams)
 
-    def eagerly(self) -> AbstractContextManager[None]:
-        """An empty context."""
-        return nullcontext()
 
-    def replaying(self) -> AbstractContextManager[None]:
-        """An empty context."""
-        return nullcontext()
-
-    def host_bytes(self) -> int:
-        """Always 0: all pinned memory is the slots'."""
-        return 0
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class LayerOffload:
+class LayerOffload(LayerMoves):
     """The moves of the layers of one slot: chosen in a rehearsal, followed in the captures.
 
     Buckets are rehearsed and captured one by one, and share the host memory, which this object owns.
     """
 
     def __init__(self, choice: Choice, num_layers: int, mover: Callable[[], Mover]) -> None:
-        """Moves that are not chosen yet; `mover` returns one that computes on the current stream."""
         self._choice, self._mover = choice, mover
         self._buffers = [
             HostBuffers() for _ in range(num_layers)
@@ -239,13 +229,6 @@ class LayerOffload:
         """Moves that copy on two side streams: to the host, and back."""
         outwards, inwards = streams
         return cls(choice, num_layers, lambda: CudaMover(torch.cuda.current_stream(outwards.device), outwards, inwards))
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """An empty context."""
-        return nullcontext()
-
-    def begin(self) -> None:
-        """Does nothing: the warm-up moves the same storages as the captures."""
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see which tensors it saves; returns the layer's output."""

@@ -8,10 +8,9 @@ from typing import Any
 from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_hooked_parameters
-from thdprof.runtime.megatron import decoder_surroundings
+from thdprof.runtime.megatron import decoder_surroundings, refusals
 from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
-from thdprof.runtime.megatron.refusals import settings
 
 
 def decoder_of(chunk: nn.Module, model: Any) -> Decoder:
@@ -45,7 +44,7 @@ def whole(model: nn.Module) -> Any:
     while not hasattr(inner_model, "decoder"):
         inner = getattr(inner_model, "module", None)
         if inner is None:
-            raise settings.SettingsError(
+            raise refusals.SettingsError(
                 f"a model chunk of type {type(model).__name__} has no decoder: give GPTModel or HybridModel, wrapped "
                 "or not"
             )
@@ -53,7 +52,7 @@ def whole(model: nn.Module) -> Any:
     return inner_model
 
 
-def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
+def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> refusals.Facts:
     """Everything that the checks of settings must know of the `models` in this rank's `chunks` besides their
     configuration.
     """
@@ -64,7 +63,7 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
     wrapper = "DistributedDataParallel" if isinstance(chunks[0], DistributedDataParallel) else ""
     if not wrapper and "DataParallel" in (name := type(chunks[0]).__name__):
         wrapper = name
-    return settings.Facts(
+    return refusals.Facts(
         num_chunks=len(models),
         model=model_kind(chunks),
         position_embedding=str(getattr(models[0], "position_embedding_type", "none")),

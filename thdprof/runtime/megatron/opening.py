@@ -17,7 +17,7 @@ import torch
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -18,7 +18,7 @@ from thdprof.runtime.megatron import decoder_surroundings, recompute
 from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import KNOWN_ARGUMENTS, Decoder, Rope, rope_of
 from thdprof.runtime.megatron.kinds.layer_graphs import capturable
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -83,7 +83,7 @@ class PredictionLayer(Decoder):
         embedded = torch.zeros_like(hidden, requires_grad=self._embeds_grad)
         rope = self._sampled(hidden)
         if self._rope is not None:
-            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
+            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only its presence counts
         getattr(self.block, self._entry)(hidden_states=hidden, decoder_input=embedded, packed_seq_params=params, **rope)
 
 

@@ -116,7 +116,6 @@ class Updates:
     def __init__(
         self, manager: Any, *, is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
     ) -> None:
-        """No updates of `manager`, Transformer Engine's FP8GlobalStateManager, are known yet."""
         self._manager, self._is_capturing = manager, is_capturing
         self._forward: list[bool] = []
         self._backward: list[bool] = []
@@ -174,7 +173,6 @@ class Workspaces:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """The workspaces inside `module`; its forward makes them when it first runs."""
         tables = {part: getattr(part, "_fp8_workspaces", None) for part in module.modules()}
         self._tables = {part: table for part, table in tables.items() if isinstance(table, dict)}
         self._kept: list[tuple[dict[str, Any], str, Any, Mapping[str, torch.Tensor]]] = []
@@ -220,7 +218,6 @@ class QuantizedParameters:
     """The parameters of a module that are quantized themselves."""
 
     def __init__(self, module: nn.Module) -> None:
-        """The quantized ones among the parameters of `module`."""
         self._parameters: list[Any] = [p for p in module.parameters() if is_quantized(p)]
         self._kept: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
 
@@ -260,7 +257,6 @@ class FirstMicrobatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """The marks inside `module`."""
         self._marked: dict[Any, None] = {
             part: None for part in module.modules() if hasattr(part, "is_first_microbatch")
         }

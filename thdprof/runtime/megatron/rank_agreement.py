@@ -11,8 +11,7 @@ from torch import distributed
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.agreement import alone
-from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.refusals.shared_captures import averages_over_all_ranks, experts_communicate, shared_by
+from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks, experts_communicate, shared_by
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -73,7 +72,6 @@ def peers_of(config: Any, plan: Plan, timeout: timedelta | None = DEFAULT_TIMEOU
 
 
 def _communicates_with(config: Any, *, experts_captured: bool) -> list[int]:
-    """Global ranks with which this one communicates inside a captured pass, itself among them."""
     from megatron.core import parallel_state
 
     groups = [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()]
@@ -112,7 +110,7 @@ class Decisions:
         the same.
         """
         self.digests = [0] * num_chunks
-        """One digest for each chunk; equal on ranks that decided alike."""
+        """One digest for each chunk; equal on ranks that decided the same."""
         self._enabled, self._across_context, self._peers = enabled, across_context, peers
 
     def recorder(self, chunk: int) -> Callable[[Bucket | FallbackReason], None]:
@@ -137,7 +135,6 @@ class Decisions:
         if not self._enabled:
             return
         self._check_peers()
-        import torch
         from megatron.core import parallel_state
 
         group = parallel_state.get_model_parallel_group()
@@ -179,11 +176,7 @@ def agree_over_model_parallel_ranks(device: torch.device, *, dynamic: bool = Fal
     arguments, modes, `enabled` and the slots that backwards give back follow from the program, which is one for all of
     them. Three things a rank sees alone, and asks about when they come up: a capture can fail, as for too little
     memory; weights can have moved between captures and the first micro-batch; and outputs without a backward can be
-    freed late.
-
-    Args:
-        device: the GPU of this rank.
-        dynamic: whether data-parallel ranks share micro-batches, too, as under dynamic context parallelism.
+    freed late. If `dynamic`, data-parallel ranks share micro-batches, too, as under dynamic context parallelism.
     """
     from megatron.core import parallel_state
 

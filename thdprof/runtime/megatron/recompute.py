@@ -2,7 +2,7 @@
 
 megatron-core 0.19 keeps references to random states for a recomputation, not copies, where its RNG tracker is one that
 graphs can register: the recomputation then draws where the forward has ended, and masks of dropout differ between the
-two. It also recomputes nothing while a graph is being captured. Both are mended inside `mended`.
+two. It also recomputes nothing while a graph is being captured. `repeating_random_numbers` fixes both.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
 def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as `repeats` runs it; as it is inside captures of Megatron's own, which recompute nothing.
 
-    Both of its runs rotate tokens alike: the backward of a padded micro-batch runs long after its forward has ended.
+    Both of its runs rotate tokens the same way: a padded micro-batch's backward runs long after its forward.
     """
     from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 

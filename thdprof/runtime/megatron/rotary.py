@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+
+from thdprof.runtime.megatron.replacing import replaced
 
 _BUFFERS = ("cos_cached", "sin_cached")
 _STATE = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
@@ -109,17 +111,11 @@ _SPLITS = "_apply_rotary_pos_emb_thd"
 """megatron-core's function that reads boundaries on the host."""
 
 
-@contextmanager
-def on_the_device() -> Iterator[None]:
-    """Inside the block, no rotary embedding of packed tokens reads boundaries on the host."""
+def on_the_device() -> AbstractContextManager[None]:
+    """A context in which no rotary embedding of packed tokens reads boundaries on the host."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    own = getattr(rope_utils, _SPLITS)
-    setattr(rope_utils, _SPLITS, rotated)
-    try:
-        yield
-    finally:
-        setattr(rope_utils, _SPLITS, own)
+    return replaced(rope_utils, _SPLITS, rotated)
 
 
 def reads_max_seqlen() -> bool:
@@ -198,7 +194,6 @@ class Positions:
     """Where the tokens of one rank are, each an int64 tensor of shape [tokens of this rank], on the device."""
 
     def __init__(self, in_document: torch.Tensor, begins: torch.Tensor) -> None:
-        """Positions in documents that begin at `begins`, counted over all ranks."""
         self.in_document = in_document
         """Place of every token in its document."""
         self.in_microbatch = in_document + begins

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NAME = "_roll_tensor_packed_seq"
 
 Shifted = tuple[torch.Tensor, torch.Tensor | None]
-"""A tensor whose documents are shifted, and the sum of its elements where it is asked for."""
+"""A tensor whose documents are shifted, and the sum of its elements where it is needed."""
 
 
 def shifting_together() -> AbstractContextManager[None]:
@@ -103,13 +103,11 @@ def shifted_over_ranks(tensor: torch.Tensor, bounds: torch.Tensor, group: Any) -
 
 
 def _inside(bounds: torch.Tensor, found: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`found` for tokens of documents, and `tensor` for others."""
     place = torch.arange(tensor.shape[-1], device=tensor.device)
     return torch.where((place >= bounds[0]) & (place < bounds[-1]), found, tensor)
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int, group: Any) -> list[distributed.P2POp]:
-    """Send one tensor to a rank of the group, and receive another from there."""
     return [
         distributed.P2POp(distributed.isend, sent, peer, group),
         distributed.P2POp(distributed.irecv, received, peer, group),

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 from support.refusals import FACTS, complaints, config
 
-from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron import refusals
 
 
 def up_to_router(plan, **graphs):
@@ -118,11 +118,11 @@ def test_megatron_cores_own_configuration_takes_the_modules(plan):
         cuda_graph_impl="transformer_engine",
         cuda_graph_modules=["attn", "moe_router"],
     )
-    settings.check(made, up_to_router(plan), FACTS, {})
+    refusals.check(made, up_to_router(plan), FACTS, {})
 
 
 def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
-    facts = settings.Facts(num_chunks=1, replay=False)
+    facts = refusals.Facts(num_chunks=1, replay=False)
     changes = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
     assert complaints(plan, changes, facts) == []
 

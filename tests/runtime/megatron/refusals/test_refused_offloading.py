@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 from support.refusals import FACTS, complaints, config
 
-from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron import refusals
 
 OFFLOADS = [
     ("chunk", {}, {}, None),
@@ -189,5 +189,5 @@ def test_eager_twins_may_use_megatrons_own_offloading(plan):
 def test_a_decoder_is_not_measured_with_megatrons_own_offloading():
     made = config()
     made.fine_grained_activation_offloading = True
-    with pytest.raises(settings.SettingsError, match="a measured decoder keeps its activations; set it to False"):
-        settings.check_decoder(made, FACTS, {})
+    with pytest.raises(refusals.SettingsError, match="a measured decoder keeps its activations; set it to False"):
+        refusals.check_decoder(made, FACTS, {})

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 from support.refusals import config
 
 from thdprof.runtime.megatron.rank_agreement import peers_of
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 
 def of_experts(**changes):

@@ -14,7 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from support.refusals import complaints
 
 from thdprof.plan import OffloadPart
-from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron import refusals
 from thdprof.training.pipeline_slots import slots
 
 
@@ -143,7 +143,7 @@ def test_recompute_is_refused_where_graphs_cannot_do_it(plan, graphs, fields, gr
 
 
 def test_adapters_that_a_replay_cannot_serve_are_refused(plan):
-    facts = settings.Facts(num_chunks=1, fused_adapters=("a", "b"), hooked_parameters=("c",))
+    facts = refusals.Facts(num_chunks=1, fused_adapters=("a", "b"), hooked_parameters=("c",))
     assert complaints(plan, facts=facts) == [
         "- a (and 1 more) runs through Transformer Engine's operation fuser, which keeps parameters of its own past a "
         "capture; set use_transformer_engine_op_fuser to False",
@@ -156,7 +156,7 @@ def test_adapters_that_a_replay_cannot_serve_are_refused(plan):
 @pytest.mark.parametrize("impl", ["chunk", "transformer_engine"])
 def test_fused_operations_of_a_spec_of_ones_own_are_refused_in_whole_chunks(plan, impl):
     changed = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
-    facts = settings.Facts(num_chunks=1, fused_operations=("layers.0.mlp", "layers.1.mlp"))
+    facts = refusals.Facts(num_chunks=1, fused_operations=("layers.0.mlp", "layers.1.mlp"))
     line = (
         "- layers.0.mlp runs by Transformer Engine's fused operations, which keep the parameters of a capture and "
         "train no others: build the layers without them, or set graphs.impl to transformer_engine"
@@ -224,12 +224,12 @@ def test_unfused_rope_is_served_where_captures_have_a_function_in_its_place(plan
     assert complaints(layers, {**unfused, "cuda_graph_impl": "transformer_engine"}) == []
     own = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
     assert complaints(own, {**unfused, "cuda_graph_impl": "local"}) == [
-        "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
+        "- apply_rope_fusion is False: without fusion RoPE reads the boundaries on the host; set it to True"
     ]
 
 
 def pictures(**facts):
-    return settings.Facts(**{"num_chunks": 1, "model": "vision-language", "position_embedding": "mrope", **facts})
+    return refusals.Facts(**{"num_chunks": 1, "model": "vision-language", "position_embedding": "mrope", **facts})
 
 
 def test_vision_language_models_are_served_but_for_what_was_not_checked(plan):
@@ -306,7 +306,7 @@ def test_uneven_pipelines_are_served_whatever_layers_a_chunk_has(plan):
 
 def test_groups_of_micro_batches_are_served_where_the_plans_slots_hold_them(plan):
     of_run = piped(plan, virtual=2)
-    facts = settings.Facts(num_chunks=2)
+    facts = refusals.Facts(num_chunks=2)
     pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     for group in (None, 2):
         assert complaints(of_run, {**pipeline, "microbatch_group_size_per_vp_stage": group}, facts) == []
@@ -350,7 +350,7 @@ def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
         ),
         (
             {"apply_rope_fusion": False},
-            "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+            "- apply_rope_fusion is False: without fusion RoPE reads the boundaries on the host; set it to True",
         ),
         (
             {"cache_mla_latents": True},
@@ -363,7 +363,7 @@ def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
     ],
 )
 def test_multi_latent_attention_is_refused_where_its_tables_are_not_in_place(plan, changes, line):
-    facts = settings.Facts(num_chunks=1, position_embedding="none")  # of the model: its layers have their own
+    facts = refusals.Facts(num_chunks=1, position_embedding="none")  # of the model: its layers have their own
     assert complaints(plan, {**LATENT, **changes}, facts) == [line]
 
 
@@ -392,15 +392,15 @@ def test_every_complaint_is_told_at_once(plan):
     ],
 )
 def test_what_is_wrong_with_the_run_is_told(plan, facts, part):
-    (line,) = complaints(plan, facts=settings.Facts(**{"num_chunks": 1, **facts}))
+    (line,) = complaints(plan, facts=refusals.Facts(**{"num_chunks": 1, **facts}))
     assert part in line
 
 
 def test_layers_with_gated_delta_nets_run_eagerly_between_graphs_of_layers(plan):
-    facts = settings.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",))
+    facts = refusals.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",))
     layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
     assert complaints(layers, facts=facts) == []
-    assert complaints(plan, facts=settings.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",), replay=False)) == []
+    assert complaints(plan, facts=refusals.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",), replay=False)) == []
 
 
 def test_expandable_segments_need_nccls_registration_off(plan):
@@ -453,7 +453,7 @@ def test_parameters_that_hopper_does_not_have_are_accepted_where_the_user_says_s
 def test_fused_operations_are_refused_to_graphs_of_chunks_alone(plan):
     fused = {"use_transformer_engine_op_fuser": True}
     assert len(complaints(plan, fused)) == 1
-    assert complaints(plan, fused, facts=settings.Facts(num_chunks=1, replay=False)) == []
+    assert complaints(plan, fused, facts=refusals.Facts(num_chunks=1, replay=False)) == []
     in_layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
     assert complaints(in_layers, {**fused, "cuda_graph_impl": "transformer_engine"}) == []
 

@@ -15,7 +15,7 @@ from thdprof.compare.fit import Misfit
 from thdprof.errors import DataError
 from thdprof.plan import Plan
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.trainers import bridge, bridge_refusals, bridge_runs
 from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
 

@@ -200,7 +200,13 @@ def choice(report: Report, cap: int) -> Figure:
 
     def paint(canvas: Canvas) -> None:
         _paint_alternatives(canvas, every)
-        _paint_shares(canvas, shares)
+        canvas.bottom += 12
+        left = min(max(len(name) for name, _ in shares) * EM, canvas.width * 0.5) + 20
+        bars = [
+            (n, s, "f1" if n == "eager" else "f2", percent(s), f"{n}: {percent(s)} of micro-batches") for n, s in shares
+        ]
+        x = Scale(0, 1, left, canvas.width - 64)
+        _paint_bars(canvas, "Share of micro-batches, by the plan's graphs", x, bars)
 
     alt = "Bars of " + "; ".join(
         f"{a.name}: "
@@ -369,19 +375,23 @@ def _paint_alternatives(canvas: Canvas, every: list[Alternative]) -> None:
     canvas.bottom = at
 
 
-def _paint_shares(canvas: Canvas, shares: list[tuple[str, float]]) -> None:
-    """A lying bar for the share of micro-batches of each of the plan's graphs, and of the eager ones."""
-    at = canvas.bottom + 12
-    canvas.text(0, at + 14, "Share of micro-batches, by the plan's graphs", look="b")
+def _paint_bars(canvas: Canvas, title: str, x: Scale, bars: list[tuple[str, float, str, str, str]]) -> None:
+    """Lying bars below the marks of the canvas, each with its name to the left.
+
+    Args:
+        canvas: the canvas.
+        title: what the bars show.
+        x: the scale of their lengths.
+        bars: name, length, look, words behind the bar, and words on hovering.
+    """
+    at = canvas.bottom
+    canvas.text(0, at + 14, title, look="b")
     at += 24
-    widest = max(len(name) for name, _ in shares) * EM
-    left = min(widest, canvas.width * 0.5) + 20
-    x = Scale(0, 1, left, canvas.width - 64)
-    for name, value in shares:
-        canvas.text(left - 8, at + 13, name, anchor="end")
-        canvas.rect(left, at, x(value) - left, _BAR, "f1" if name == "eager" else "f2")
-        canvas.text(x(value) + 6, at + 13, percent(value))
-        canvas.rect(0, at - 2, canvas.width, _BAR + 4, "hit", tip=f"{name}: {percent(value)} of micro-batches")
+    for name, value, look, words, tip in bars:
+        canvas.text(x.start - 8, at + 13, name, anchor="end")
+        canvas.rect(x.start, at, x(value) - x.start, _BAR, look)
+        canvas.text(x(value) + 6, at + 13, words)
+        canvas.rect(0, at - 2, canvas.width, _BAR + 4, "hit", tip=tip)
         at += _BAR + 6
     canvas.bottom = at
 
@@ -408,7 +418,14 @@ def memory(report: Report, cap: int) -> Figure:
         if num_models > 1:
             _paint_slots(canvas, slots)
         if gib:
-            _paint_memory(canvas, gib, num_buckets, offloads=host is not None)
+            canvas.bottom += 16 if canvas.bottom else 0
+            title = f"Graph memory of the busiest rank{'' if host is None else ', after offloading'}"
+            bars = []
+            for number, size in enumerate(gib, start=1):
+                name, chosen = counted(number, "graph"), number == num_buckets
+                words = f"{size:.2f} GiB{', the plan' if chosen else ''}"
+                bars.append((name, size, "f2" if chosen else "f0", words, f"{name} a slot: {size:.2f} GiB"))
+            _paint_bars(canvas, title, Scale(0, max(gib) or 1, 100, canvas.width - 130), bars)
 
     alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS])
     alt += "".join(f"; {counted(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(gib, start=1))
@@ -497,23 +514,6 @@ def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
         tip = f"pipeline rank {rank}: {counted(base, 'slot')}"
         tip += f" ({' + '.join(map(str, every[rank]))})" if chunks > 1 else ""
         canvas.rect(left, 28, width, panel.y.start - 28, "hit", tip=tip)
-
-
-def _paint_memory(canvas: Canvas, gib: list[float], num_buckets: int, *, offloads: bool) -> None:
-    """A lying bar for each number of graphs a slot."""
-    at = canvas.bottom + (16 if canvas.bottom else 0)
-    after = ", after offloading" if offloads else ""
-    canvas.text(0, at + 14, f"Graph memory of the busiest rank{after}", look="b")
-    at += 24
-    x = Scale(0, max(gib) or 1, 100, canvas.width - 130)
-    for number, size in enumerate(gib, start=1):
-        plan = number == num_buckets
-        canvas.text(92, at + 13, counted(number, "graph"), anchor="end")
-        canvas.rect(100, at, x(size) - 100, _BAR, "f2" if plan else "f0")
-        canvas.text(x(size) + 6, at + 13, f"{size:.2f} GiB" + (", the plan" if plan else ""))
-        canvas.rect(0, at - 2, canvas.width, _BAR + 4, "hit", tip=f"{counted(number, 'graph')} a slot: {size:.2f} GiB")
-        at += _BAR + 6
-    canvas.bottom = at
 
 
 def observed(report: Report, cap: int) -> Figure:

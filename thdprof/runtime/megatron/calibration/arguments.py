@@ -9,11 +9,12 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thdprof.errors import UsageError
+from thdprof.runtime.megatron.replacing import replaced
 
 _OFF: dict[str, Any] = {
     **dict.fromkeys(("save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path")),
@@ -90,14 +91,14 @@ def parse(words: Sequence[str], *, where: str) -> tuple[Any, list[str]]:
     """
     from megatron.training.arguments import add_megatron_arguments, parse_args
 
-    told = io.StringIO()
+    errors = io.StringIO()
     parser = add_megatron_arguments(argparse.ArgumentParser(prog="megatron", allow_abbrev=False))
     try:
-        with contextlib.redirect_stderr(told), _as_command_line(words):
+        with contextlib.redirect_stderr(errors), replaced(sys, "argv", [*(sys.argv[:1] or ["megatron"]), *words]):
             _, unknown = parser.parse_known_args(list(words))
             args = parse_args(ignore_unknown_args=True)
     except SystemExit as error:
-        lines = told.getvalue().strip().splitlines() or ["no reason given"]
+        lines = errors.getvalue().strip().splitlines() or ["no reason given"]
         raise UsageError(f"{where}: Megatron-LM's parser refuses its flags: {lines[-1]}") from error
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
@@ -204,18 +205,18 @@ def set_layers(args: Any, layers: int) -> None:
     """Change the arguments so that the model has `layers` layers, of its kinds in about the same shares."""
     pattern = _pattern(args)
     if pattern:
-        args.hybrid_layer_pattern = "".join(alike(pattern, layers))
+        args.hybrid_layer_pattern = "".join(pick_neighbours(pattern, layers))
         args.num_layers = None
         return
     if args.recompute_num_layers is not None and args.recompute_method == "block":
         stage = stage_layers(args)
         args.recompute_num_layers = max(1, round(args.recompute_num_layers * layers / stage))
     if isinstance(getattr(args, "moe_layer_freq", None), list):
-        args.moe_layer_freq = list(alike(args.moe_layer_freq, layers))
+        args.moe_layer_freq = list(pick_neighbours(args.moe_layer_freq, layers))
     args.num_layers = layers
 
 
-def alike[T](kinds: Sequence[T], count: int) -> Sequence[T]:
+def pick_neighbours[T](kinds: Sequence[T], count: int) -> Sequence[T]:
     """The run of `count` neighbours among `kinds` whose shares of each kind are nearest to those of all."""
     if count >= len(kinds):
         return kinds
@@ -251,17 +252,6 @@ def _pattern(args: Any) -> str:
 def _main_pattern(args: Any) -> str:
     text = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
     return str(text).partition("/")[0]
-
-
-@contextlib.contextmanager
-def _as_command_line(words: Sequence[str]) -> Iterator[None]:
-    """Let Megatron's parser, which reads sys.argv, read `words` inside the block."""
-    before = sys.argv
-    sys.argv = [before[0] if before else "megatron", *words]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def world_size() -> int:

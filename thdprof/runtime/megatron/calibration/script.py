@@ -21,7 +21,7 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.errors import MachineError, UsageError
 from thdprof.runtime.calibrate import SCHEMA, slot_costs
-from thdprof.runtime.megatron import decoder_surroundings, prediction, token_shift, versions
+from thdprof.runtime.megatron import decoder_surroundings, prediction, refusals, token_shift, versions
 from thdprof.runtime.megatron.calibration import arguments
 from thdprof.runtime.megatron.calibration import steps as training_steps
 from thdprof.runtime.megatron.calibration.solve import Measured, Scale, Solved, layers_that_fit, solve
@@ -29,8 +29,7 @@ from thdprof.runtime.megatron.calibration.steps import MicroBatch, Shape, Traini
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.chunk import ChunkGraphs
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped
-from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.run_stamp import stamp_here
 from thdprof.words import install_line
 
@@ -102,7 +101,7 @@ class Replayable:
         """Refuse settings that graphs cannot serve (SettingsError), and prepare captures of `buckets`."""
         self.training = training
         config, self.model = training.config, unwrapped(training.chunks[0])
-        settings.check_decoder(config, facts_of(training.chunks, [self.model]))
+        refusals.check_decoder(config, facts_of(training.chunks, [self.model]))
         decoder_surroundings.prepare_experts(config, next(self.model.parameters()).device)
         self._shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._buckets = list(buckets)
@@ -219,7 +218,6 @@ class Replayable:
         self._predicting = []
 
     def _calls(self, batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
-        """The arguments with which the model calls its decoder for some of the micro-batches."""
         calls: list[dict[str, Any]] = []
         block = self.model.decoder
 
@@ -287,7 +285,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Figures:
     """A request that was read: the script's own figures, and those of the measurement."""
 
     given: Any
@@ -318,8 +316,8 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
         os.environ.setdefault(name, value)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     _require(versions.MEGATRON, "megatron.training.training", "megatron")
-    asked = _read(request, say)
-    if asked.ranks.tensor * asked.ranks.context > 1:  # Megatron asks for it there
+    figures = _read(request, say)
+    if figures.ranks.tensor * figures.ranks.context > 1:  # Megatron asks for it there
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _require(versions.TRANSFORMER_ENGINE, "transformer_engine.pytorch", "te")
     if not torch.cuda.is_available():
@@ -327,7 +325,7 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
     _check_gpus()
     try:
         with training_steps.quiet():
-            table = _measured(request, asked, say)
+            table = _measured(request, figures, say)
     except SettingsError as error:
         raise UsageError(str(error)) from error
     finally:
@@ -354,14 +352,14 @@ def _check_gpus() -> None:
         )
 
 
-def _read(request: Request, say: Callable[[str], None]) -> _Asked:
+def _read(request: Request, say: Callable[[str], None]) -> _Figures:
     args, unknown = arguments.parse(request.words, where=request.where)
     if unknown:
         say(f"{request.where}: Megatron-LM's own parser does not know {' '.join(unknown)}; passed over")
     ranks, world = arguments.ranks_of(args), arguments.world_size()
     arguments.check_world(ranks, world, where=request.where)
     count = request.microbatches or MOST_MICROBATCHES
-    return _Asked(
+    return _Figures(
         given=args,
         stage_layers=arguments.stage_layers(args),
         total_layers=arguments.total_layers(args),
@@ -373,63 +371,62 @@ def _read(request: Request, say: Callable[[str], None]) -> _Asked:
     )
 
 
-def _prepared(asked: _Asked, layers: int, *, where: str) -> Any:
-    """Validated arguments for a model of so many layers."""
-    args = copy.deepcopy(asked.given)
+def _prepared(figures: _Figures, layers: int, *, where: str) -> Any:
+    args = copy.deepcopy(figures.given)
     arguments.set_for_measuring(
-        args, layers=layers, vocabulary=asked.vocabulary, microbatches=asked.microbatches, world=asked.world
+        args, layers=layers, vocabulary=figures.vocabulary, microbatches=figures.microbatches, world=figures.world
     )
     return arguments.validate(args, where=where)
 
 
-def _measured(request: Request, asked: _Asked, say: Callable[[str], None]) -> dict[str, Any]:
+def _measured(request: Request, figures: _Figures, say: Callable[[str], None]) -> dict[str, Any]:
     device = int(os.environ.get("LOCAL_RANK", "0"))
     free = torch.cuda.mem_get_info(device)[0]
-    most = asked.stage_layers if request.layers is None else min(request.layers, asked.stage_layers)
+    most = figures.stage_layers if request.layers is None else min(request.layers, figures.stage_layers)
     layers = layers_that_fit(
-        asked.given,
-        vocabulary=asked.vocabulary,
+        figures.given,
+        vocabulary=figures.vocabulary,
         memory_bytes=free,
-        data_parallel=max(1, asked.world // (asked.ranks.tensor * asked.ranks.context)),
+        data_parallel=max(1, figures.world // (figures.ranks.tensor * figures.ranks.context)),
         wanted=most,
     )
-    args = _prepared(asked, layers, where=request.where)
+    args = _prepared(figures, layers, where=request.where)
     training_steps.start(args)
     while True:
-        say(f"building {layers} of {asked.stage_layers} layers of a stage, on {asked.world} GPU(s)")
+        say(f"building {layers} of {figures.stage_layers} layers of a stage, on {figures.world} GPU(s)")
         try:
-            table = _of_layers(request, asked, args, layers, say)
+            table = _of_layers(request, figures, args, layers, say)
             break
         except torch.cuda.OutOfMemoryError as error:
-            if layers == 1 or asked.world > 1:
+            if layers == 1 or figures.world > 1:
                 raise UsageError(
                     f"{request.where}: {layers} layers do not fit on the GPU; give --layers, fewer"
                 ) from error
         training_steps.release()
         layers = max(1, layers // 2)
         say(f"out of memory: trying {layers} layers")
-        args = _prepared(asked, layers, where=request.where)
+        args = _prepared(figures, layers, where=request.where)
     return table
 
 
-def _of_layers(request: Request, asked: _Asked, args: Any, layers: int, say: Callable[[str], None]) -> dict[str, Any]:
+def _of_layers(
+    request: Request, figures: _Figures, args: Any, layers: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     training = training_steps.build(args, where=request.where)
-    plan = _Plan.of(request, asked, args)
+    plan = _Plan.of(request, figures, args)
     replayable = Replayable(training, plan.buckets)
     say(f"built after {time.monotonic() - request.began:.0f} s; capturing {len(plan.buckets)} buckets")
-    scale = scale_of(training, layers, asked.stage_layers)  # before half of the layers are taken away
-    measured, rounds, slot = _run(request, plan, replayable, layers, asked.stage_layers, say)
+    scale = scale_of(training, layers, figures.stage_layers)  # before half of the layers are taken away
+    measured, rounds, slot = _run(request, plan, replayable, layers, figures.stage_layers, say)
     solved = solve(measured, scale)
     if rounds < LEAST_ROUNDS:
         say(f"only {rounds} rounds fit into {request.seconds:.0f} s: times are less sure; give --seconds, more")
     say(_told(measured, solved))
-    return _table(asked, args, layers, solved, slot)
+    return _table(figures, args, layers, solved, slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """The micro-batches and buckets of a measurement."""
-
     microbatches: int
     few: int
     eager: dict[int, list[MicroBatch]]
@@ -440,19 +437,19 @@ class _Plan:
     typical: Bucket
 
     @classmethod
-    def of(cls, request: Request, asked: _Asked, args: Any) -> _Plan:
-        rng = np.random.default_rng(0)  # alike on all ranks, which decide alike
+    def of(cls, request: Request, figures: _Figures, args: Any) -> _Plan:
+        rng = np.random.default_rng(0)  # the same on all ranks, which decide together
         cp, rows = args.context_parallel_size, args.micro_batch_size
         shape = Shape(
             rows=rows,
             tokens=args.seq_length,
             multiple=2 * cp if cp > 1 else 1,
-            vocabulary=min(asked.vocabulary, 32_000),
+            vocabulary=min(figures.vocabulary, 32_000),
             padded=cp > 1,
         )
         most = rows * shape.tokens // shape.multiple
         caps = sorted({max(rows, min(n, most)) for n in request.max_seqs})
-        count = asked.microbatches
+        count = figures.microbatches
 
         def of(documents: int) -> list[MicroBatch]:
             return [training_steps.of_documents(rng, shape, documents) for _ in range(count)]
@@ -477,8 +474,6 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What a slot takes, in bytes."""
-
     decoder: int
     """Of the layers that were built, with one bucket."""
     overhead: float
@@ -594,12 +589,12 @@ def _told(measured: Measured, solved: Solved) -> str:
     )
 
 
-def _table(asked: _Asked, args: Any, layers: int, solved: Solved, slot: _Slot) -> dict[str, Any]:
+def _table(figures: _Figures, args: Any, layers: int, solved: Solved, slot: _Slot) -> dict[str, Any]:
     stamp = stamp_here()
-    whole = asked.total_layers / layers
+    whole = figures.total_layers / layers
     return {
         "schema": SCHEMA,
-        "name": _name(asked, args, layers),
+        "name": _name(figures, args, layers),
         "calibrated": True,
         "hardware": stamp["gpu"],
         "attention": f"Transformer Engine {stamp['transformer_engine']} (cuDNN {stamp['cudnn']})",
@@ -616,16 +611,16 @@ def _table(asked: _Asked, args: Any, layers: int, solved: Solved, slot: _Slot) -
     }
 
 
-def _name(asked: _Asked, args: Any, layers: int) -> str:
+def _name(figures: _Figures, args: Any, layers: int) -> str:
     kind = f"hybrid {args.hybrid_layer_pattern}, " if args.hybrid_layer_pattern else ""
-    text = f"{kind}{asked.stage_layers} layers, hidden {args.hidden_size}, {args.seq_length} tokens"
+    text = f"{kind}{figures.stage_layers} layers, hidden {args.hidden_size}, {args.seq_length} tokens"
     text += f" x {args.micro_batch_size}" if args.micro_batch_size > 1 else ""
-    if asked.stages > 1:
-        text += f", one of {asked.stages} pipeline stages"
-    sizes = {"TP": asked.ranks.tensor, "CP": asked.ranks.context, "EP": asked.ranks.expert}
+    if figures.stages > 1:
+        text += f", one of {figures.stages} pipeline stages"
+    sizes = {"TP": figures.ranks.tensor, "CP": figures.ranks.context, "EP": figures.ranks.expert}
     text += "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     if args.fp8:
         text += f", FP8 {args.fp8_recipe}"
-    if layers < asked.stage_layers:
+    if layers < figures.stage_layers:
         text += f"; measured with {layers} layers, the others scaled from them"
     return text

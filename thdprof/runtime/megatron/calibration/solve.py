@@ -186,9 +186,9 @@ def solve(measured: Measured, scale: Scale) -> Solved:
     }
     eager = {n: decoder(ms) for n, ms in measured.eager_step_ms.items()}
     for n, ms in eager.items():
-        alike = ms - squared * (measured.eager_squared_tokens[n] - typical)
-        if alike + outside <= _BOUND_BY_GPU * (replay[cap] + outside):
-            eager[n] = alike
+        as_typical = ms - squared * (measured.eager_squared_tokens[n] - typical)
+        if as_typical + outside <= _BOUND_BY_GPU * (replay[cap] + outside):
+            eager[n] = as_typical
     fixed_replay, fixed_eager = _fixed(measured, scale)
     factor = scale.layers / scale.measured_layers
     return Solved(

@@ -142,7 +142,6 @@ def forward_step_of(args: Any, *, hybrid: bool) -> ForwardStep:
 
 
 def _batch_of_this_rank(args: Any, batches: Iterator[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """The next micro-batch on the GPU, with this context-parallel rank's share of the tokens."""
     from megatron.core import parallel_state
     from megatron.core.utils import (
         flatten_batch_for_packed_sequences,
@@ -209,13 +208,13 @@ def _loss(args: Any, mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Te
     counted = mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * counted)
     num_tokens = counted.sum().clone().detach().to(torch.int)
-    told = {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
+    logged = {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
     if args.check_for_nan_in_loss_and_grad:
         for wrong, message in ((torch.isnan, "NaN"), (torch.isinf, "infinite")):
             get_rerun_state_machine().validate_result(
                 result=loss, rejection_func=wrong, message=f"the loss is {message}", tolerance=0.0, fatal=True
             )
-    return loss, num_tokens, told
+    return loss, num_tokens, logged
 
 
 _SEED = 1234

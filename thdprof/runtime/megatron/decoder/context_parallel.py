@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from thdprof.runtime.megatron.refusals.dynamic_cp import group_sizes, is_dynamic
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError, group_sizes, is_dynamic
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import rotary
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
+from thdprof.runtime.megatron.replacing import attributes, replaced
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 from thdprof.runtime.padding import PackedSequence
 from thdprof.training import TailPolicy
@@ -363,7 +365,7 @@ class Decoder(nn.Module):
         """
         rope = self._sampled(hidden)
         if self._rope is not None:
-            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
+            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only its presence counts
         with input_given(self.block, hidden):
             self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
 
@@ -416,17 +418,7 @@ class Decoder(nn.Module):
         """Returns a function that returns a context, in which the decoder runs the micro-batch that it runs now: later
         ones may have set other fields of PackedSeqParams.
         """
-        like = self._like
-
-        @contextmanager
-        def as_then() -> Iterator[None]:
-            now, self._like = self._like, like
-            try:
-                yield
-            finally:
-                self._like = now
-
-        return as_then
+        return partial(attributes, self, _like=self._like)
 
     def renew_tables(self) -> None:
         """Copy the kept rotary embeddings, for callers that tell micro-batches apart by the identity of their
@@ -435,20 +427,11 @@ class Decoder(nn.Module):
         self._kept = {length: table.clone() for length, table in self._kept.items()}
 
 
-@contextmanager
-def input_given(block: Any, hidden: torch.Tensor) -> Iterator[None]:
-    """Let the decoder of a later pipeline stage, which reads its input from an attribute, read `hidden` inside the
-    block.
+def input_given(block: Any, hidden: torch.Tensor) -> AbstractContextManager[None]:
+    """A context in which the decoder of a later pipeline stage, which reads its input from an attribute, reads
+    `hidden`.
     """
-    if block.pre_process:
-        yield
-        return
-    before = block.input_tensor
-    block.input_tensor = hidden
-    try:
-        yield
-    finally:
-        block.input_tensor = before
+    return nullcontext() if block.pre_process else replaced(block, "input_tensor", hidden)
 
 
 def is_unfused(block: nn.Module) -> bool:

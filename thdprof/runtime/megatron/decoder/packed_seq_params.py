@@ -111,7 +111,7 @@ def keep_on_host(
     """Remember the host's boundaries of the micro-batch that is about to run, whose PackedSeqParams others will make.
 
     Args:
-        cu_seqlens: the boundaries on the device, int32, of which `cu_seqlens_q` will be a view that begins alike.
+        cu_seqlens: the boundaries on the device, int32, of which `cu_seqlens_q` will be a view with the same beginning.
         host: the same values on the host, int32, shape [documents + 1].
         host_padded: positions in memory at which documents begin, if they are padded.
     """
@@ -284,7 +284,6 @@ def _check_padding(packed: PackedSequence, memory: PackedSequence, *, pad_betwee
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether both are views of the same memory, or both None."""
     if one is None or other is None:
         return one is other
     return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from thdprof.dispatch import Bucket
-from thdprof.runtime.dispatched_module import Call
+from thdprof.dispatch import Bucket, Shape
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import GraphedModule
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, generators, run_gathering_hooks
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,3 +109,32 @@ class ChunkGraphs(GraphedModule):
         super().close()
         for parameter in self.module.parameters():
             vars(parameter).pop("_cudagraph_wgrad_ready_event", None)
+
+
+class SizedGraphs(DispatchedModule):
+    """What graphs of several context-parallel sizes have in common, of chunks or of single layers.
+
+    At the first micro-batch in training, whatever its shape, every rank captures all sizes in the same order: ranks of
+    a group communicate in a capture, and the ranks' first micro-batches are of different sizes.
+    """
+
+    decides_jointly = False  # ranks that capture together run micro-batches of several sizes
+
+    def _opens_at(self, shape: Shape) -> bool:
+        return bool(self._buckets) and self._options.capture == "startup"
+
+    def _opening(self, call: Call) -> Call:
+        """The call that shows shapes to the captures: `call`, with hidden states of the buckets' size."""
+        hidden, rest = call.tensors[0], call.tensors[1:]
+        tokens = self._buckets[0].n_tokens // self._options.token_shards
+        if hidden.shape[self._options.token_dim] == tokens:
+            return call
+        shape = [*hidden.shape]
+        shape[self._options.token_dim] = tokens
+        zeros = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
+        args, kwargs = call.substitute((zeros, *rest), call.packed)
+        return replace(call, args=tuple(args), kwargs=kwargs, tensors=(zeros, *rest))
+
+
+class SizedChunkGraphs(SizedGraphs, ChunkGraphs):
+    """Chunk graphs of several context-parallel sizes."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, marked_as_capturing
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes
 
 AFTER_PREPROCESS = "before_ep_alltoall"
@@ -172,7 +172,7 @@ class UpToRouter:
         """Split `layer`, a TransformerLayer with experts, by the plan's `graphs.modules`.
 
         Raises:
-            SettingsError: the layer's forward has been replaced, which graphs of a part of it would leave out.
+            SettingsError: the layer's forward has been replaced, and graphs of a part of it would leave that out.
         """
         from megatron.core.transformer.enums import CudaGraphModule
 
@@ -314,7 +314,6 @@ class UpToRouter:
             yield
 
     def _count(self, maps: Sequence[torch.Tensor]) -> None:
-        """Count the tokens of a replay for the experts' bias."""
         for routing_map in maps:
             assert self._counts is not None  # or there was no map
             self._counts.count(routing_map)
@@ -357,34 +356,6 @@ Graph = Callable[[torch.Tensor], Any]
 """The type of a function that replays a layer's graph: it takes the hidden states and returns the captured outputs."""
 
 
-class Split(Protocol):
-    """How one layer runs around its graph."""
-
-    layer: nn.Module
-    """The layer."""
-
-    def captured(self, hidden_states: torch.Tensor, **constants: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run the part of the layer that becomes the graph; returns its outputs."""
-
-    def rehearse(self, hidden: torch.Tensor, constants: dict[str, Any], heads: list[torch.Tensor]) -> Any:
-        """Run the same part in place of the layer's whole forward, and return what the layer returns.
-
-        Args:
-            hidden: the layer's hidden states.
-            constants: the layer's other arguments.
-            heads: outputs that take a gradient and that no other layer reads are appended to this list.
-        """
-
-    def gather(self) -> None:
-        """Wait until Megatron has gathered the parameters that the graph reads."""
-
-    def parts(self) -> Sequence[nn.Module]:
-        """The modules whose passes are captured."""
-
-    def replay(self, graph: Graph, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the layer with `graph` in place of its captured part; returns the hidden states after the layer."""
-
-
 class WholeLayer:
     """A layer that is captured whole."""
 
@@ -393,27 +364,33 @@ class WholeLayer:
         self._own: Callable[..., Any] = layer.forward
 
     def captured(self, hidden_states: torch.Tensor, **constants: Any) -> torch.Tensor:
-        """Hidden states after the layer; a context that the layer may return is dropped."""
+        """Hidden states after the layer, which becomes the graph; a context that it may return is dropped."""
         result = self._own(hidden_states=hidden_states, **constants)
         hidden: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return hidden
 
     def rehearse(self, hidden: torch.Tensor, constants: dict[str, Any], heads: list[torch.Tensor]) -> Any:
-        """Run the layer's own forward."""
+        """Run the captured part in place of the layer's whole forward, and return what the layer returns; `heads` gets
+        outputs that take a gradient and that no other layer reads.
+        """
         return self._own(hidden_states=hidden, **constants)
 
     def gather(self) -> None:
-        """Wait until Megatron has gathered all parameters of the layer."""
+        """Wait until Megatron has gathered the parameters that the graph reads."""
         gather_parameters(self.layer)
 
     def parts(self) -> Sequence[nn.Module]:
-        """The layer itself."""
+        """The modules whose passes are captured."""
         return (self.layer,)
 
     def replay(self, graph: Graph, hidden: torch.Tensor) -> torch.Tensor:
-        """Replay the graph."""
+        """Hidden states after the layer, with `graph` in place of its captured part."""
         output: torch.Tensor = graph(hidden)
         return output
+
+
+Split = WholeLayer | UpToRouter
+"""How one layer runs around its graph."""
 
 
 def find_splits(layers: Iterable[nn.Module], modules: Sequence[str]) -> tuple[Split, ...]:

@@ -37,17 +37,20 @@ from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.parts import has_fused_operations, has_gated_delta_net, is_mamba
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, without_gathering
+from thdprof.runtime.megatron.kinds.chunk import SizedGraphs
 from thdprof.runtime.megatron.kinds.expert_layers import find_splits
 from thdprof.runtime.megatron.kinds.layer_capture import (
     LayerCapture,
+    LayerLease,
+    LayerReplays,
+    LayerSlot,
     Make,
     layers_run,
     tidy_after_failure,
     transformer_engines_own,
 )
-from thdprof.runtime.megatron.kinds.layer_slots import LayerLease, LayerReplays, LayerSlot
 from thdprof.runtime.megatron.layer_offload import Offloading
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.padding import Boundaries, PackedSequence, to_device
 from thdprof.runtime.random_states import RegisteredStates, with_default
 from thdprof.runtime.stats import Captured
@@ -56,8 +59,8 @@ from thdprof.runtime.stats import Captured
 class EagerLayers:
     """The layers outside of graphs that the model recomputes whole.
 
-    megatron-core's full recompute runs whole layers again in the backward, several of them together where it is told
-    so. Layers that are graphs keep their activations and are called once each (`recompute.layer_by_layer`); those
+    megatron-core's full recompute runs whole layers again in the backward, several of them together if it is
+    set so. Layers that are graphs keep their activations and are called once each (`recompute.layer_by_layer`); those
     between them are recomputed here.
     """
 
@@ -286,7 +289,6 @@ class LayerGraphs(WatchedModule):
         self._layer_capture: LayerCapture | None = None
 
     def _graphed(self, layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-        """Those of the decoder's layers that are captured."""
         return _graphed_layers(layers)
 
     def pool_bytes(self) -> int:
@@ -468,7 +470,7 @@ class LayerGraphs(WatchedModule):
         """Captures of which the first `together` are made one after the other."""
         numbers = itertools.count(1)
 
-        def told(captured: Captured) -> None:
+        def report(captured: Captured) -> None:
             self._placement = self._placement or Placement(self.module, self._surroundings.runs_hook)
             number = next(numbers)
             self._count_capture(captured, number=number if number <= together else 0, of=together)
@@ -477,7 +479,7 @@ class LayerGraphs(WatchedModule):
             self._make_graphs,
             agreed=self._options.agreed,
             surroundings=self._surroundings,
-            on_capture=told,
+            on_capture=report,
             judged=lambda error: WarmupError(f"{type(error).__name__}: {error}"),  # it is not known how far it came
         )
 
@@ -531,6 +533,10 @@ class LayerGraphs(WatchedModule):
         super().close()
         if self._offload is not None:
             self._offload.close()
+
+
+class SizedLayerGraphs(SizedGraphs, LayerGraphs):
+    """Graphs of single layers for several context-parallel sizes."""
 
 
 def between_layers(call: Call, decoder: Decoder) -> list[bool]:

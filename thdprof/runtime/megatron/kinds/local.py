@@ -20,7 +20,7 @@ from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.capture import pool_bytes
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.random_states import RegisteredStates, with_default
 from thdprof.runtime.stats import Stats
 
@@ -127,7 +127,6 @@ class LocalGraphs(DispatchedModule):
 
     @contextmanager
     def _past_managers(self) -> Iterator[None]:
-        """Let the layers run, inside the block, as if they had no graph manager."""
         for layer in self._layers:
             layer.__dict__[ASKED] = _no
         try:
@@ -146,7 +145,6 @@ class LocalGraphs(DispatchedModule):
         return bool(_CudagraphGlobalRecord.cudagraph_created)
 
     def _in_flight(self) -> bool:
-        """Whether any layer waits for a backward."""
         from megatron.core.transformer.cuda_graphs import _GraphStatus
 
         return any(r.status is not _GraphStatus.FWD_READY for m in self._managers for r in m.cudagraph_runners)
@@ -236,12 +234,10 @@ def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) 
 
 
 def _holds(bucket: Bucket, shape: Shape) -> bool:
-    """Whether `bucket` holds a micro-batch of `shape`."""
     return Dispatcher([bucket]).decide(shape) == bucket
 
 
 def _largest(bucket: Bucket) -> Shape:
-    """The shape of the largest micro-batch that `bucket` holds."""
     return Shape(bucket.max_seqs, bucket.max_seqlen, bucket.n_tokens, bucket.cp_size)
 
 

@@ -23,9 +23,10 @@ from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import Call
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.expert_layers import UpToRouter
+from thdprof.runtime.megatron.kinds.layer_capture import LayerLease, LayerSlot
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.kinds.layer_slots import LayerLease, LayerSlot
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
+from thdprof.runtime.megatron.replacing import attributes
 
 
 def predicts(layer: Any) -> bool:
@@ -53,13 +54,11 @@ def taking_packed_input(layer: Any, own: Callable[..., Any]) -> Callable[..., An
             state.packed_seq_params = params
             return concat_embeddings(*args, **kwargs)
 
-        vars(layer).update(_get_embeddings=then_without, _concat_embeddings=then_with)
-        try:
-            return own(node, hidden)
-        finally:
-            state.packed_seq_params = params
-            for name in ("_get_embeddings", "_concat_embeddings"):
-                vars(layer).pop(name)
+        with attributes(layer, _get_embeddings=then_without, _concat_embeddings=then_with):
+            try:
+                return own(node, hidden)
+            finally:
+                state.packed_seq_params = params
 
     return submodule
 
@@ -139,7 +138,6 @@ class OverlappedLayerGraphs(LayerGraphs):
     in_block = False
 
     def __init__(self, decoder: Decoder, *args: Any, **options: Any) -> None:
-        """As `LayerGraphs`."""
         super().__init__(decoder, *args, **options)
         self.holds_preprocessing = "moe_preprocess" in options.get("modules", ())
         """Whether the dispatcher's preprocessing is captured, so that what it sends is memory of the graph."""
@@ -199,8 +197,6 @@ class OverlappedLayerGraphs(LayerGraphs):
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """One micro-batch of the schedule."""
-
     lease: LayerLease | None = None
     """Its slot; None where it runs eagerly, and before its first layer."""
 
@@ -279,10 +275,7 @@ def _of_experts(micro_batch: _MicroBatch, layer: Any, own: Callable[..., Any]) -
         recomputes = getattr(layer, "recompute_pre_mlp_layernorm", False)
         if micro_batch.lease is None or not recomputes:
             return own(node, hidden)
-        layer.recompute_pre_mlp_layernorm = False
-        try:
+        with attributes(layer, recompute_pre_mlp_layernorm=False):
             return own(node, hidden)
-        finally:
-            layer.recompute_pre_mlp_layernorm = True
 
     return submodule

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_runs
 from thdprof.runtime.megatron.trainers.bridge_runs import host_boundaries_of_bridge
@@ -134,9 +134,9 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         config = context.state.cfg
         lines = bridge_refusals.refusals(config, self._plan, replay=self._replay)
         found = bridge_runs.misfits_of(config, self._plan)
-        told = [(misfit.changes, misfit.told(bridge_runs.FIELDS)) for misfit in found]
-        lines += [f"{line}; analyse for this run" for changes, line in told if changes == "graphs"]
-        for line in (line for changes, line in told if changes == "prediction"):
+        described = [(misfit.changes, misfit.told(bridge_runs.FIELDS)) for misfit in found]
+        lines += [f"{line}; analyse for this run" for changes, line in described if changes == "graphs"]
+        for line in (line for changes, line in described if changes == "prediction"):
             _say(f"WARNING: thdprof: {line}")
         try:
             installation = install(
@@ -192,7 +192,6 @@ def _say(message: str) -> None:
 
 
 def _write(state: Any, scalars: dict[str, float], step: int) -> None:
-    """Write scalars with each of Bridge's loggers that this rank has."""
     if state.tensorboard_logger:
         for name, value in scalars.items():
             state.tensorboard_logger.add_scalar(name, value, step)

@@ -198,8 +198,6 @@ def _remembering(own: Callable[..., dict[str, Any]], *, constant_length: bool) -
 
 
 class _LastOf:
-    """An iterator over the same batches that holds the last one."""
-
     def __init__(self, data_iterator: Any) -> None:
         self._of = data_iterator
         self.last: dict[str, Any] = {}
@@ -257,7 +255,6 @@ def num_filled(in_memory: NDArray[np.integer]) -> int:
 
 
 def _is_row(value: Any) -> bool:
-    """Whether `value` holds the boundaries of one micro-batch on the host."""
     return (
         isinstance(value, torch.Tensor)
         and value.device.type == "cpu"

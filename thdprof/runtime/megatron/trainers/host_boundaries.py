@@ -205,7 +205,6 @@ def _shortened(matrix: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
 
 
 def _filled(message: NDArray[np.int32], start: int, rows: int, columns: int) -> tuple[torch.Tensor, int]:
-    """The matrix that begins at `start`, and where the message goes on."""
     matrix = np.empty((rows, columns), dtype=np.int32)
     for row in matrix:
         kept = int(message[start])
@@ -361,7 +360,6 @@ def _of_batch(batch: Any, values: Callable[[Any], torch.Tensor | None]) -> RowBo
 
 
 def _forget(batch: Any) -> None:
-    """Leave ordinary tensors in `batch`."""
     if isinstance(batch, dict):
         for name in _BOUNDARIES:
             if name in batch:

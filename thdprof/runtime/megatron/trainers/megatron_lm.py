@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,23 +26,16 @@ if TYPE_CHECKING:
     from thdprof.plan import Plan
 
 
-@contextmanager
-def left_to_the_plan(args: Any) -> Iterator[None]:
-    """Inside the block, Megatron's loop finds no graphs to capture among its arguments.
+def left_to_the_plan(args: Any) -> AbstractContextManager[None]:
+    """A context in which Megatron's loop finds no graphs to capture among its arguments.
 
     With `--cuda-graph-impl transformer_engine` the model is built for graphs of layers, which the plan captures. The
     loop would capture them again, of whichever boundaries it meets, after its own warm-up steps. The model's
     TransformerConfig keeps its value.
     """
-    asked = getattr(args, "cuda_graph_impl", "none")
-    if asked != "transformer_engine":
-        yield
-        return
-    args.cuda_graph_impl = "none"
-    try:
-        yield
-    finally:
-        args.cuda_graph_impl = asked
+    if getattr(args, "cuda_graph_impl", "none") != "transformer_engine":
+        return nullcontext()
+    return replaced(args, "cuda_graph_impl", "none")
 
 
 READ_BY_ALL = (
@@ -180,13 +173,12 @@ class _Loop:
             own_print(message + observer.log_text() if is_line else message)
 
         with replaced(self._training, "print_rank_last", with_counters):
-            told = self._own_log(*args, **kwargs)
+            result = self._own_log(*args, **kwargs)
         self._write(observer, iteration)
         observer.after_step(iteration)
-        return told
+        return result
 
     def _write(self, observer: Observer, iteration: int) -> None:
-        """Write the counters where Megatron's TensorBoard and W&B writers are, as often as they write."""
         training = self._training
         writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
         if writer is None or iteration % training.get_args().tensorboard_log_interval:

@@ -13,7 +13,7 @@ import torch
 
 from thdprof.compare.drift import DriftTest, bucket_name
 from thdprof.dispatch import BY_SHAPE, FallbackReason
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class RankTotals:
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Totals of a run by `plan`."""
         self._prediction = Prediction.of(plan)
         self._buckets = sorted({*plan.captured})
         self._dynamic = is_dynamic(plan)
@@ -230,7 +229,7 @@ class Observer:
             together: whether all ranks end here, so that their counters can be added up; after an error on this rank
                 alone nothing is sent to others, and rank 0 writes its own counters.
 
-        A file that cannot be written is told in the log; it ends no run.
+        A file that cannot be written is reported in the log; it ends no run.
         """
         stages, pool_bytes = self._chunks_here(), self._installation.pool_bytes()
         own = Stats.of_stages(stages)
@@ -321,7 +320,6 @@ class Observer:
         return [*others, last]
 
     def _stats_here(self) -> Stats:
-        """The counters of this rank: those of its model chunks as one."""
         return Stats.of_stages(self._chunks_here())
 
     def _pool_bytes(self) -> int:
@@ -347,17 +345,17 @@ class Observer:
 
 def compared(totals: Stats, plan: Plan) -> str:
     """Observed shares of all ranks, each micro-batch counted once, beside the plan's, in one line."""
-    prediction, asked = Prediction.of(plan), totals.dispatched
+    prediction, dispatched = Prediction.of(plan), totals.dispatched
     evaluated = totals.fallbacks.get(FallbackReason.not_training, 0)
     trained = f"{totals.microbatches - evaluated:,} micro-batches"
     others = _other_reasons(totals)
     if not plan.captured:
         return f"{trained}, all eager, as the plan captures nothing"
-    if not asked:
+    if not dispatched:
         return f"{trained}, none looked at by shape ({others or 'none ran'})"
-    shares = [f"eager by shape {totals.shape_fallbacks / asked:.2%} (plan {prediction.fallback_rate:.2%})"]
+    shares = [f"eager by shape {totals.shape_fallbacks / dispatched:.2%} (plan {prediction.fallback_rate:.2%})"]
     shares += [
-        f"{bucket_name(bucket)} {totals.replays.get(bucket, 0) / asked:.2%} (plan {share:.2%})"
+        f"{bucket_name(bucket)} {totals.replays.get(bucket, 0) / dispatched:.2%} (plan {share:.2%})"
         for bucket, share in sorted(prediction.shares.items())
     ]
     shares += [f"{name} {n:,}" for name, n in totals.findings.items()]
@@ -366,7 +364,6 @@ def compared(totals: Stats, plan: Plan) -> str:
 
 
 def _count_chunks(installation: Installation) -> int:
-    """Number of model chunks of this rank."""
     for number in count(1):
         try:
             installation.stats(number)

@@ -62,7 +62,7 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
 
     Each check alone waits for the GPU: after every micro-batch the host could begin the next one only when the GPU has
     nothing left to do. Inside the block, checks of one number by isnan, isinf or `is_unexpectedly_large` are noted
-    while a step's passes run. They are made in their order, by the machine's own method, when the machine is asked
+    while a step's passes run. They are made in their order, by the machine's own method, when the machine has to say
     whether the passes run again. All else is checked at once: other results or rejection functions, any check outside a
     step, such as one of an evaluation, and all checks of a machine that injects errors.
 
@@ -128,7 +128,7 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
 
 
 class _Values:
-    """Numbers on a GPU that are read by the host together, when the first of them is asked for."""
+    """Numbers on a GPU that are read by the host together, when the first of them is needed."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -143,11 +143,11 @@ class _Values:
 
 def _read(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of single numbers on the host; one wait for each device and dtype among them."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
-        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(number)
     read: dict[int, torch.Tensor] = {}
-    for numbers in alike.values():
+    for numbers in by_kind.values():
         together = torch.stack([tensors[number].reshape(()) for number in numbers]).cpu()
         read.update(zip(numbers, together.unbind(), strict=True))
     return [read[number] for number in range(len(tensors))]
@@ -176,7 +176,6 @@ def _is_of_values(rejection_func: Any, machine: Any) -> bool:
 
 
 def _of_host(rejection_func: Callable[[Any], Any], values: _Values, number: int, result: Any) -> bool:
-    """Whether `rejection_func` rejects the value at the position `number`, which is that of `result`."""
     del result
     return bool(rejection_func(values[number]))
 
@@ -206,13 +205,13 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
     documents of a row attend to each other then, and there is nothing that a graph could be replayed for.
 
     Args:
-        say: told once that it happens.
+        say: called once, when it happens.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
 
     made: list[Any] = []
-    told: list[str] = []
+    reported: list[str] = []
     own_post_init = PackedSeqParams.__post_init__
     own_build, own_forward = GPTModel.build_schedule_plan, GPTModel.forward
     signature = inspect.signature(own_build)
@@ -233,8 +232,8 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
         call = signature.bind(model, *args, **kwargs)
         if of_script and call.arguments.get(_METADATA) is None:
             call.arguments[_METADATA] = of_script[0]
-            if not told:
-                told.append(GIVEN)
+            if not reported:
+                reported.append(GIVEN)
                 say(GIVEN)
         return own_build(*call.args, **call.kwargs)
 

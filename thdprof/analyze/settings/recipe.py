@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, read_frequency
-from thdprof.analyze.settings.model.reading import (
+from thdprof.analyze.settings.model_reading import (
+    FP8_FORMATS,
     OF_COMMUNICATION,
     OF_THE_RUN,
     VOCAB_MULTIPLE,
     ModelReading,
     Vocabulary,
+    expert_layers,
+    hybrid_layers,
+    read_frequency,
 )
-from thdprof.analyze.settings.model.recipe_ddp import read_ddp
-from thdprof.analyze.settings.model.recipe_precision import read_precision
 from thdprof.errors import DataError, UsageError
 from thdprof.training import definitions, model_definitions
 from thdprof.training.model import read_field
@@ -313,3 +314,188 @@ def _beside(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             place = place.get(key) if isinstance(place, dict) else None
         if isinstance(place, dict):
             yield place
+
+
+# --- how gradients are reduced and parameters gathered ----------------------------------------------------------------
+
+
+_SWITCHES = {
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "overlap_param_gather": "overlap_param_gather",
+    "overlap_param_gather_with_optimizer_step": "overlap_param_gather_with_optimizer_step",
+    "align_param_gather": "align_param_gather",
+    "average_in_collective": "ddp_average_in_collective",
+    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+    "check_for_nan_in_grad": "check_for_nan_in_grad",
+    "grad_reduce_in_fp32": "grad_reduce_in_fp32",
+    "fp8_param_gather": "fp8_param_gather",
+}
+"""Keys that are true or false, with the fields of `Model` that they give."""
+_SIZES = {
+    "bucket_size": "ddp_bucket_size",
+    "num_buckets": "ddp_num_buckets",
+    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
+}
+"""Keys that are whole numbers, with the fields of `Model` that they give."""
+_OF_MIXED_PRECISION = ("grad_reduce_in_fp32", "fp8_param_gather")
+_OF_COMM_OVERLAP = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "overlap_param_gather_with_optimizer_step",
+    "align_param_gather",
+    "bucket_size",
+)
+_BUCKET_OF_COMM_OVERLAP = 128 * 1024 * 1024
+"""Parameters of a bucket that Megatron-Bridge's CommOverlapConfig asks for."""
+
+
+def read_ddp(content: Mapping[str, Any], *, interleaved: bool) -> dict[str, tuple[Any, str]]:
+    """Fields of `Model` that say how the run communicates over data-parallel ranks, as far as the recipe says them:
+    their values, and the keys that give them.
+
+    `comm_overlap` and `mixed_precision` win over `ddp`, as in Megatron-Bridge. Several data-parallel ranks are taken,
+    without which nothing is communicated.
+
+    Args:
+        content: the whole recipe.
+        interleaved: whether a pipeline rank has several model chunks.
+    """
+    given: dict[str, tuple[Any, str]] = {}
+    for part in ("optim", "optimizer", "ddp"):
+        place = _mapping(content, part)
+        given |= {key: (place[key], f"{part}.{key}") for key in (*_SWITCHES, *_SIZES) if place.get(key) is not None}
+    if "align_param_gather" not in given and _mapping(content, "ddp"):
+        given["align_param_gather"] = (False, "ddp.align_param_gather")
+    precision = _named_precision(content)
+    given |= {
+        key: (precision[key], f"mixed_precision.{key}") for key in _OF_MIXED_PRECISION if precision.get(key) is not None
+    }
+    if isinstance(content.get("comm_overlap"), dict) and _mapping(content, "ddp").get("use_distributed_optimizer"):
+        given |= _overlapped(_mapping(content, "comm_overlap"), interleaved=interleaved)
+    if "num_buckets" in given:
+        given.pop("bucket_size", None)  # which Megatron derives from it
+    found = {field: given[key] for key, field in (*_SWITCHES.items(), *_SIZES.items()) if key in given}
+    aligned = _mapping(content, "dist").get("align_grad_reduce")
+    if aligned is not None:
+        found["align_grad_reduce"] = (aligned, "dist.align_grad_reduce")
+    return found
+
+
+def _overlapped(place: Mapping[str, Any], *, interleaved: bool) -> dict[str, tuple[Any, str]]:
+    """What Megatron-Bridge's CommOverlapConfig writes over the keys of `ddp`."""
+    taken = {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "overlap_param_gather_with_optimizer_step": False,
+        "align_param_gather": interleaved,
+        "bucket_size": _BUCKET_OF_COMM_OVERLAP,
+    }
+    taken |= {key: place[key] for key in _OF_COMM_OVERLAP if place.get(key) is not None}
+    return {key: (value, f"comm_overlap.{key}") for key, value in taken.items()}
+
+
+def _named_precision(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the recipe of mixed precision says, which may be a name such as bf16_with_fp8_current_scaling_mixed."""
+    name = content.get("mixed_precision")
+    if not isinstance(name, str):
+        return _mapping(content, "mixed_precision")
+    name = name.lower()
+    return {
+        "grad_reduce_in_fp32": name.startswith(("bf16", "nano", "nemotron")),
+        "fp8_param_gather": "fp8" in name and "subchannel" not in name,
+    }
+
+
+def _mapping(content: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    place = content.get(part)
+    return place if isinstance(place, dict) else {}
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+_SCALINGS = {
+    "delayed": "delayed",
+    "tensorwise": "tensorwise",
+    "blockwise": "blockwise",
+    "mxfp8": "mxfp8",
+}
+"""megatron-core's fp8_recipe."""
+_IN_NAMES = (
+    ("nanov2_bf16_with_fp8_current_scaling", "blockwise"),
+    ("fp8_delayed_scaling", "delayed"),
+    ("fp8_current_scaling", "tensorwise"),
+    ("fp8_subchannel_scaling", "blockwise"),
+    ("mxfp8", "mxfp8"),
+    ("with_fp8", "delayed"),
+)
+"""Parts of the names of Megatron-Bridge's recipes, the first that fits, with the scaling that they set."""
+_WORDS = {"bf16": "bf16", "bfloat16": "bf16", "16": "fp16", "fp16": "fp16", "32": "fp32", "fp32": "fp32"}
+"""First words of the names of precisions."""
+
+
+def read_precision(
+    content: Mapping[str, Any], places: Sequence[Mapping[str, Any]], shown: str, unsettled: dict[str, str]
+) -> dict[str, Any]:
+    """The fields precision and fp8_recipe, as far as the recipe says them.
+
+    Args:
+        content: the whole recipe.
+        places: mappings in which TransformerConfig's own keys are looked up, the first that has one.
+        shown: the file's name in messages.
+        unsettled: takes the reason where the precision is one that is not known.
+
+    Raises:
+        ValueError: a name is no precision, or no format of FP8; the message names key and value.
+    """
+    mixed = content.get("mixed_precision")
+    if isinstance(mixed, str):
+        return _named("mixed_precision", mixed, shown, unsettled)
+    if isinstance(mixed, dict):
+        places = [mixed, *places]
+
+    def get(name: str) -> Any:
+        return next((place[name] for place in places if place.get(name) is not None), None)
+
+    found: dict[str, Any] = {}
+    if get("bf16") is True:
+        found["precision"] = "bf16"
+    elif get("fp16") is True:
+        found["precision"] = "fp16"
+    elif get("precision") is not None:
+        found |= _named("precision", str(get("precision")), shown, unsettled)
+    elif get("bf16") is False and get("fp16") is False:
+        found["precision"] = "fp32"
+    if get("fp4"):
+        unsettled["fp8_recipe"] = f"{shown}: fp4 {get('fp4')!s:.40}: matrix products in FP4 are not known"
+    fp8 = get("fp8")
+    if isinstance(fp8, str) and fp8.lower() not in ("none", *FP8_FORMATS):
+        raise ValueError(f"fp8 {fp8!r:.60}: not one of {', '.join(FP8_FORMATS)}, none")
+    if fp8 and str(fp8).lower() != "none":
+        recipe = str(_plain(get("fp8_recipe")) or "delayed")
+        if recipe not in _SCALINGS:
+            unsettled["fp8_recipe"] = f"{shown}: fp8_recipe {recipe:.40}: this recipe is not known"
+        else:
+            found["fp8_recipe"] = _SCALINGS[recipe]
+    return found
+
+
+def _named(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[str, Any]:
+    """The fields that a name such as bf16_with_fp8_current_scaling_mixed says."""
+    name = text.lower().replace("-", "_")
+    word = next((part for part in name.split("_") if part in _WORDS), None)
+    if word is None:
+        raise ValueError(f"{key} {text!r:.60}: names no precision, such as bf16_mixed")
+    if "fp4" in name:
+        unsettled["fp8_recipe"] = f"{shown}: {key} {text:.60}: matrix products in FP4 are not known"
+    found = {"precision": _WORDS[word]}
+    recipe = next((recipe for part, recipe in _IN_NAMES if part in name), None)
+    return {**found, **({} if recipe is None else {"fp8_recipe": recipe})}
+
+
+def _plain(value: Any) -> Any:
+    """The value of an enumeration, which a dumped config writes as a mapping with its arguments."""
+    if isinstance(value, dict):
+        arguments = value.get("_args_")
+        return arguments[0] if isinstance(arguments, list) and arguments else value.get("_name_")
+    return value

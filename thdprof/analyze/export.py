@@ -1,0 +1,392 @@
+"""Turns a plan into flags and files of other training systems.
+
+- `megatron-lm`: Megatron-LM with packed-sequence CUDA graphs (pull requests 3869 and 5046). Both take
+  `--cuda-graph-max-packed-seqs N`, pad `cu_seqlens` to N + 1 entries and run a micro-batch with more than N documents
+  eagerly, so every cap is safe. The other flags are in the released megatron-core 0.19.2.
+- `megatron-lm-dev`: its dev branch, which has a capacity in documents and no eager fallback. The packer keeps to the
+  capacity, `--thd-max-packed-sequences`, and training stops above it. The capacity counts the dummy document.
+  `--pad-packed-seq-alignment max` makes every micro-batch as long as `--max-seqlen-per-dp-cp-rank` tokens a rank: its
+  unused tail becomes a document of its own, the dummy (`append_dummy_seq`, the default), or part of the last document
+  (`extend_last`). Under `append_dummy_seq` the packer keeps one document of the capacity for the dummy, even in a row
+  without a tail.
+- `megatron-bridge`: Megatron-Bridge 0.6 with offline packing. With `pad_cu_seqlens`, Bridge's collate_fn takes the
+  largest max_samples_per_bin of the metadata's list and pads `cu_seqlens` of every row to max_samples_per_bin + 2
+  entries. So a row has room for max_samples_per_bin stored documents and one tail. Bridge leaves a row with more
+  documents unpadded, without a warning; therefore the cap is never below the documents of the fullest row.
+- `json`: the plan itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from thdprof.errors import UsageError
+from thdprof.files import json_text
+from thdprof.plan import Plan
+from thdprof.training import to_give
+
+Flag = tuple[str, ...]
+"""A flag and its values; each string is one word of a shell command."""
+Value = bool | int | str | list[str] | dict[str, "Value"]
+"""A value of Bridge's overrides."""
+_LM_FILE = "megatron_lm_args.txt"
+_DEV_FILE = "megatron_lm_dev_args.txt"
+_BRIDGE_LINES = "megatron_bridge_overrides.txt"
+_BRIDGE_METADATA = "megatron_bridge_metadata.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A plan as flags or files of another system."""
+
+    text: str
+    """The export itself, ending in a newline."""
+    extra_files: Mapping[str, str] = field(default_factory=dict)
+    """Contents of further files by name: files that the text refers to, and other forms of the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A system that a plan can be exported to."""
+
+    name: str
+    """Name that `thdprof export --to` takes."""
+    main_file: str
+    """File name under which the export's text is written."""
+    one_cap: bool
+    """Whether the system takes one cap in place of a list of buckets."""
+    render: Callable[[Plan, int | None], Exported]
+    """Makes the export for a cap in documents, a dummy tail included; with None, training runs without graphs."""
+    least_cap: Callable[[Plan], int] | None = None
+    """Documents of the fullest micro-batch as this system forms it, where a micro-batch over the cap stops training or
+    gives wrong results; None where it runs eagerly."""
+
+
+def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
+    """The flags or files that make the system `target`, a key of TARGETS, train by `plan`.
+
+    `max_seqs` takes the place of the plan's cap: documents of one micro-batch, a dummy tail included.
+
+    Raises:
+        UsageError: the target is unknown, or training in that system would fail under the cap.
+    """
+    if target not in TARGETS:
+        raise UsageError(f"--to {target}: unknown; choose one of {', '.join(TARGETS)}")
+    chosen = TARGETS[target]
+    return chosen.render(plan, _choose_cap(chosen, plan, max_seqs))
+
+
+def _choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
+    """The cap in documents for `target`: `max_seqs` if the user gave it, else the plan's; None: run without graphs.
+
+    Raises:
+        UsageError: `max_seqs` is out of range, or so small that training would fail; or the plan is for dynamic
+            context parallelism, under which the target has no graphs.
+    """
+    if max_seqs is not None and not target.one_cap:
+        raise UsageError(
+            f"--max-seqs {max_seqs}: target {target.name} gives the plan as it is and takes no cap; leave it out"
+        )
+    if max_seqs is not None and not 1 <= max_seqs < 2**31:
+        raise UsageError(f"--max-seqs {max_seqs}: must be at least 1 and less than 2**31")
+    if target.one_cap and plan.training.max_seqlen_per_dp_cp_rank is not None:
+        raise UsageError(
+            f"--to {target.name}: no graphs under dynamic context parallelism there, and a plan of --packer "
+            f"{plan.training.packer} has buckets for each size; --to json gives it as it is"
+        )
+    eager = plan.graphs.one_cap is None or plan.graphs.impl == "none"
+    if max_seqs is None and eager:
+        return None
+    if target.least_cap is None:
+        return max_seqs if max_seqs is not None or plan.graphs.one_cap is None else plan.graphs.one_cap.max_seqs
+    least = target.least_cap(plan)
+    if max_seqs is not None and max_seqs < least:
+        raise UsageError(
+            f"--max-seqs {max_seqs}: target {target.name} has no eager fallback, and the fullest micro-batch "
+            f"has {least} documents there: use --max-seqs {least}, or the megatron-lm target, which runs "
+            f"longer micro-batches eagerly, or repack with {to_give('max_docs_per_pack', max_seqs)}"
+        )
+    return least if max_seqs is None else max_seqs
+
+
+def _one_line(text: str) -> str:
+    """`text` as one line of printable characters, which can stand behind a comment sign."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _header(plan: Plan, name: str) -> list[str]:
+    """Comment lines that say from which plan an export comes, and for which run its cap holds."""
+    training = plan.training
+    exact = "exact" if plan.microbatches.exact else "not exact"
+    offload = ["graphs.offload is left out, and its memory figures do not hold"]
+    return [
+        f"{name}, exported by thdprof from a plan of thdprof {_one_line(plan.written_by)}",
+        f"dataset {_one_line(plan.dataset.fingerprint)} ({_one_line(plan.dataset.format)}); micro-batches {exact}",
+        f"holds for sequence length {training.seq_length}, micro-batch size {training.micro_batch_size}, "
+        f"global batch size {training.global_batch_size}, data-parallel size {training.data_parallel_size}, "
+        f"context-parallel size {training.context_parallel_size}",
+        *(offload if plan.graphs.offload is not None else []),
+    ]
+
+
+def _eager_reason(plan: Plan) -> str:
+    """The reason why a plan has no cap, for a comment of an export."""
+    if plan.graphs.impl == "none" and plan.graphs.one_cap is not None:
+        return "the plan asks for no graphs (graphs.impl: none)"
+    return "no cap makes a step faster than running eagerly, by the plan's cost table"
+
+
+def _shell_export(flags: Sequence[Flag], comments: Sequence[str], file: str) -> Exported:
+    """An export of `flags` as a bash array below `comments`; its extra file `file` has them on one line."""
+    lines = [" ".join(shlex.quote(word) for word in flag) for flag in flags]
+    text = "".join(f"# {_one_line(comment)}\n" for comment in comments)
+    text += "THDPROF_ARGS=(\n" + "".join(f"    {line}\n" for line in lines) + ")\n"
+    return Exported(text=text, extra_files={file: " ".join(lines) + "\n"})
+
+
+def _render_lm(plan: Plan, cap: int | None) -> Exported:
+    """The flags for a cap of `cap` documents; without a cap, `--cuda-graph-impl none`."""
+    comments = _header(plan, "Megatron-LM flags")
+    flags: list[Flag] = []
+    if plan.dataset.format == "megatron":
+        # Without this flag GPTDataset gives no cu_seqlens: each row is one document.
+        flags.append(("--dataloader-inter-document-masking",))
+    if cap is None:
+        comments.append(f"no graphs: {_eager_reason(plan)}")
+        flags.append(("--cuda-graph-impl", "none"))
+        return _shell_export(flags, comments, _LM_FILE)
+    if plan.graphs.impl == "local":
+        comments.append("needs a Megatron-LM with pull request 5046; no release has --cuda-graph-max-packed-seqs")
+        flags.append(("--cuda-graph-impl", "local"))
+    else:
+        comments.append("needs a Megatron-LM with pull request 3869; no release has --cuda-graph-max-packed-seqs")
+        comments.append(
+            "releases since 0.19 call --cuda-graph-scope --cuda-graph-modules, and still take the name below"
+        )
+        comments.append("if PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, also set NCCL_GRAPH_REGISTER=0")
+        flags += [
+            ("--cuda-graph-impl", "transformer_engine"),
+            ("--cuda-graph-scope", *(plan.graphs.modules or ("mamba", "attn"))),
+            ("--te-rng-tracker",),
+        ]
+    comments += _cap_comments(plan, cap)
+    flags.append(("--cuda-graph-max-packed-seqs", str(cap)))
+    return _shell_export(flags, comments, _LM_FILE)
+
+
+def _cap_comments(plan: Plan, cap: int) -> list[str]:
+    """Comments on how the cap was chosen, what runs eagerly under it, and when graphs need padded rows."""
+    comments = []
+    best = plan.graphs.one_cap
+    if best is not None and best.max_seqs == cap:
+        rate = best.fallback_rate
+        comments.append(
+            f"predicted to run eagerly: {rate.microbatch:.3%} of micro-batches, in {rate.step:.3%} of steps"
+        )
+    elif best is not None:
+        comments.append(f"the cap was given; the plan's own is {best.max_seqs}")
+    else:
+        comments.append(f"the cap was given; the plan advises against graphs: {_eager_reason(plan)}")
+    if not plan.microbatches.n_tokens_constant:
+        comments.append(
+            "micro-batches differ in tokens, and a graph replays one token count: pad every row to the sequence length"
+        )
+    return comments
+
+
+def _least_dev_cap(plan: Plan) -> int:
+    """Documents of the fullest micro-batch after the dev branch has padded it, by the plan's tail policy.
+
+    - `append_dummy_seq`: the plan's counts include the dummy of each row with a tail. Where the plan's packer had a
+      limit of documents, the fullest rows may have no tail, and the packer needs room for one more to form them.
+    - `extend_last`: there is no dummy.
+    - `none`: the plan's rows have no dummy, and the dev branch appends one to every row that is not full.
+    """
+    most = plan.microbatches.n_seqs.max
+    if plan.graphs.tail_policy == "extend_last":
+        return most
+    if plan.graphs.tail_policy == "none":
+        return most + 1
+    limit = plan.training.max_docs_per_pack
+    if plan.training.packer == "dp_balanced" and limit is not None:
+        most = max(most, min(limit, most + 1))
+    return max(most, 2)  # one real document and the dummy: the scheduler refuses a smaller capacity
+
+
+def _render_dev(plan: Plan, cap: int | None) -> Exported:
+    """The flags for a cap of `cap` documents, a dummy included; without a cap, `--cuda-graph-impl none`."""
+    training = plan.training
+    comments = _header(plan, "Megatron-LM flags (dev branch)")
+    packed_tokens = training.seq_length * training.micro_batch_size
+    flags: list[Flag] = []
+    if training.packer == "dp_balanced":
+        flags.append(("--sequence-packing-scheduler", "dp_balanced"))
+    flags.append(("--max-seqlen-per-dp-cp-rank", str(packed_tokens // training.context_parallel_size)))
+    if cap is None:
+        comments.append(f"no graphs: {_eager_reason(plan)}")
+        return _shell_export([*flags, ("--cuda-graph-impl", "none")], comments, _DEV_FILE)
+    tail = "extend_last" if plan.graphs.tail_policy == "extend_last" else "append_dummy_seq"
+    comments.append("no eager fallback: training stops on a micro-batch with more documents than the capacity")
+    if tail == "append_dummy_seq":
+        comments.append(f"the capacity counts the dummy document: {cap - 1} real documents and one dummy")
+    flags += [
+        ("--pad-packed-seq-alignment", "max"),
+        ("--thd-tail-padding-policy", tail),
+        ("--thd-max-packed-sequences", str(cap)),
+        ("--cuda-graph-impl", "local" if plan.graphs.impl == "local" else "transformer_engine"),
+        ("--cuda-graph-modules", *(plan.graphs.modules or ("attn",))),
+        ("--te-rng-tracker",),
+    ]
+    return _shell_export(flags, comments, _DEV_FILE)
+
+
+def _least_bridge_cap(plan: Plan) -> int:
+    """Documents of the fullest row, its tail included; pad_cu_seqlens requires pad_to_max_length, which adds tails."""
+    return plan.microbatches.n_seqs.max + (0 if _tails_counted(plan) else 1)
+
+
+def _tails_counted(plan: Plan) -> bool:
+    """Whether the plan's counts and lengths include the tail that fills a row up to the pack size."""
+    if plan.dataset.format.startswith("bridge"):
+        return plan.training.pad_to_max_length
+    return plan.training.tail_policy == "append_dummy_seq"
+
+
+def _metadata(plan: Plan, cap: int) -> dict[str, int | float]:
+    """One object of the metadata list, with every key that Bridge writes; Bridge reads only the first three.
+
+    Bridge captures max(dataset_max_seqlen, pack size - min_packed_seqlen) as the longest document; the difference
+    is the longest tail. Where the plan counted tails, its longest document covers them, and min_packed_seqlen is the
+    smallest value that does not prolong it: a lower bound of the true value. Where the plan did not count tails,
+    min_packed_seqlen is 0, so that Bridge captures the pack size, and no document is longer.
+    """
+    pack = plan.training.seq_length
+    longest = min(plan.microbatches.max_seqlen.max, pack)
+    dataset = plan.dataset
+    packed_rows = 0 < dataset.rows < dataset.documents
+    documents_a_row = dataset.documents / dataset.rows if packed_rows else plan.microbatches.n_seqs.mean
+    rows = max(1.0, dataset.documents / documents_a_row)
+    return {
+        "max_samples_per_bin": cap - 1,
+        "dataset_max_seqlen": longest,
+        "min_packed_seqlen": pack - longest if _tails_counted(plan) else 0,
+        "pack_size": pack,
+        "packing_factor": round(documents_a_row, 2),
+        "packing_efficiency": round(min(100.0, 100 * dataset.tokens / rows / pack), 2),
+    }
+
+
+def _render_bridge(plan: Plan, cap: int | None) -> Exported:
+    """Overrides and metadata for a cap of `cap` documents, the tail included; None: an override to no graphs."""
+    comments = _header(plan, "Megatron-Bridge overrides")
+    if cap is None:
+        comments.append(f"no graphs: {_eager_reason(plan)}")
+        return _bridge_export({"model": {"cuda_graph_impl": "none"}}, comments, {})
+    specs: dict[str, Value] = {
+        "packed_sequence_size": plan.training.seq_length,
+        "pad_cu_seqlens": True,
+        "packed_metadata_path": _BRIDGE_METADATA,
+    }
+    uris = plan.dataset.uris
+    if plan.dataset.format.startswith("bridge") and len(uris) == 1 and _is_text(uris[0]):
+        specs["packed_train_data_path"] = uris[0].replace("${", "\\${")  # else OmegaConf interpolates it
+    else:
+        comments.append("also set dataset.offline_packing_specs.packed_train_data_path to the packs analysed")
+    comments += [
+        "Bridge names its own pack directory by a hash over dataset_kwargs: without packed_train_data_path, "
+        "these settings would make it pack again",
+        f"{_BRIDGE_METADATA}: give its full path; Bridge takes the maxima over its list, so append the objects "
+        "of other splits (validation) if those have fuller or longer rows",
+        "on the command line, put ++ before a key that the recipe does not have yet",
+    ]
+    overrides: dict[str, Value] = {
+        "dataset": {
+            "enable_offline_packing": True,
+            "dataset_kwargs": {"pad_to_max_length": True},
+            "offline_packing_specs": specs,
+        },
+        "model": {
+            "cuda_graph_impl": "local" if plan.graphs.impl == "local" else "transformer_engine",
+            "cuda_graph_modules": list(plan.graphs.modules) or ["attn"],
+            "use_te_rng_tracker": True,
+        },
+    }
+    extra = {_BRIDGE_METADATA: json_text([_metadata(plan, cap)], indent=None) + "\n"}
+    return _bridge_export(overrides, comments, extra)
+
+
+def _is_text(path: str) -> bool:
+    """Whether `path` can be written into a file of overrides, which is UTF-8."""
+    return not any("\ud800" <= c <= "\udfff" for c in path)
+
+
+def _bridge_export(overrides: dict[str, Value], comments: list[str], extra: dict[str, str]) -> Exported:
+    import yaml
+
+    text = "".join(f"# {_one_line(comment)}\n" for comment in comments)
+    text += yaml.safe_dump(overrides, sort_keys=False, width=10_000, allow_unicode=True)
+    lines = "".join(f"{line}\n" for line in _key_value_lines(overrides))
+    return Exported(text=text, extra_files={_BRIDGE_LINES: lines, **extra})
+
+
+def _key_value_lines(tree: dict[str, Value], prefix: str = "") -> list[str]:
+    """The leaves of `tree` as dotted KEY=VALUE, in the grammar that OmegaConf and Hydra share."""
+    lines = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += _key_value_lines(value, f"{prefix}{key}.")
+        else:
+            lines.append(f"{prefix}{key}={_value(value)}")
+    return lines
+
+
+def _value(value: bool | int | str | list[str]) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    if isinstance(value, str):
+        plain = value and all(c.isalnum() or c in "_./-" for c in value) and not value[0].isdigit()
+        return value if plain else json.dumps(value, ensure_ascii=False)
+    return json_text(value, indent=None)
+
+
+def _render_json(plan: Plan, cap: int | None) -> Exported:
+    """The whole plan, with the keys of the plan file; `cap` is ignored."""
+    del cap
+    return Exported(text=json_text(plan.model_dump(mode="json", by_alias=True)) + "\n")
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            name="megatron-lm",
+            main_file="megatron_lm_args.sh",
+            one_cap=True,
+            render=_render_lm,
+        ),
+        Target(
+            name="megatron-lm-dev",
+            main_file="megatron_lm_dev_args.sh",
+            one_cap=True,
+            render=_render_dev,
+            least_cap=_least_dev_cap,
+        ),
+        Target(
+            name="megatron-bridge",
+            main_file="megatron_bridge_overrides.yaml",
+            one_cap=True,
+            render=_render_bridge,
+            least_cap=_least_bridge_cap,
+        ),
+        Target(
+            name="json",
+            main_file="plan.json",
+            one_cap=False,
+            render=_render_json,
+        ),
+    )
+}
+"""The systems that a plan can be exported to, by the name that `thdprof export --to` takes."""
