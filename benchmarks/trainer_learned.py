@@ -289,7 +289,7 @@ def _run_with_fault() -> int:
     from dataclasses import replace
 
     from thdprof import run
-    from thdprof.runtime.graphs.static_metadata import Metadata
+    from thdprof.runtime.graphs.slots import Metadata
 
     own, count = Metadata.stage, itertools.count()
 

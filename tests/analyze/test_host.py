@@ -44,7 +44,7 @@ def test_a_host_is_measured_once_by_another_process_and_is_a_range_around_what_i
     assert found is not None
     assert found.low_us < 20.0 * 5 < found.high_us  # a launch of Megatron's modules takes about five of torch's own
     assert measured_host() is found
-    assert asked == [[sys.executable, "-m", "thdprof.runtime.host_rate"]]
+    assert asked == [[sys.executable, "-m", "thdprof.runtime.timing"]]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from support.trl_plans import plan_for
 from thdprof.plan import Plan
 from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
-from thdprof.transformers.checkpointing import without_random_states
-from thdprof.transformers.decoder import GraphedDecoder
+from thdprof.transformers.decoder import GraphedDecoder, without_random_states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 512 if DEVICE == "cuda" else 96  # without a GPU the cases only show that they run

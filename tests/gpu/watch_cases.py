@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack
-from thdprof.runtime.graphs import bank, slots, static_metadata
+from thdprof.runtime.graphs import bank, slots
 from thdprof.runtime.stack import PackedStack
 
 TOKENS, HIDDEN, HEADS = 512, 256, 4
@@ -194,7 +194,7 @@ def found(model: GraphedModule, text: str, *, not_text: str = "nothing else") ->
 def stale_boundaries() -> None:
     """A slot's boundaries are those of an earlier micro-batch."""
 
-    class OfSlots(static_metadata.Metadata):
+    class OfSlots(slots.Metadata):
         stale = False
 
         def stage(self, boundaries, bucket):

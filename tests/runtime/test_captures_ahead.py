@@ -10,8 +10,8 @@ from torch import nn  # noqa: E402
 
 from thdprof.dispatch import FallbackReason  # noqa: E402
 from thdprof.runtime import Bucket, pack  # noqa: E402
-from thdprof.runtime.captured import Captured  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
+from thdprof.runtime.stats import Captured  # noqa: E402
 
 TOKENS = 8
 BUCKETS = [Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)]

@@ -9,10 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from thdprof.runtime import Bucket  # noqa: E402
-from thdprof.runtime.graphs.agreed_captures import ELSEWHERE, AgreedCaptures  # noqa: E402
-from thdprof.runtime.graphs.capture import WarmupError  # noqa: E402
-from thdprof.runtime.graphs.failed_captures import StateLostError, undone_if_failed  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings, is_programming_error  # noqa: E402
+from thdprof.runtime.graphs.bank import ELSEWHERE, AgreedCaptures  # noqa: E402
+from thdprof.runtime.graphs.failed_captures import (  # noqa: E402
+    StateLostError,
+    WarmupError,
+    is_programming_error,
+    undone_if_failed,
+)
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 SMALL, MIDDLE, LARGE = (Bucket(n, 16, 16) for n in (2, 4, 8))

@@ -15,20 +15,9 @@ from support.late_mover import LateMover
 from torch import nn
 from torch.nn import functional
 
-from thdprof.offload.plan import (
-    NOT_MOVED,
-    SLAB_BYTES,
-    Choice,
-    SavedStorage,
-    freed_in_turn,
-    plan_in_turn,
-    plan_offload,
-)
-from thdprof.runtime.offload import passes as offload_passes
-from thdprof.runtime.offload.copies import HostBuffers
-from thdprof.runtime.offload.discovery import Discovery
-from thdprof.runtime.offload.passes import EagerOffload, EagerPass, PassOffload
-from thdprof.runtime.offload.saved_tensors import OffloadError
+from thdprof.offload.plan import NOT_MOVED, SLAB_BYTES, Choice, SavedStorage, freed_in_turn, plan_in_turn, plan_offload
+from thdprof.runtime import offload as offload_passes
+from thdprof.runtime.offload import Discovery, EagerOffload, EagerPass, HostBuffers, OffloadError, PassOffload
 
 KIB, MIB = 2**10, 2**20
 

@@ -14,8 +14,8 @@ from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs.pieces import completed  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.graphs.capture import completed  # noqa: E402
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 12, 4, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from support.random_states import FakeGenerator  # noqa: E402
 
-from thdprof.runtime.graphs.random_states import RegisteredStates, share_state  # noqa: E402
+from thdprof.runtime.random_states import RegisteredStates, share_state  # noqa: E402
 
 MESSAGE = "random state 1 of 2 was replaced after the graphs were captured, .*call recapture"
 

@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack  # noqa: E402
 from thdprof.runtime.graphs.module_state import unchanged_state  # noqa: E402
 from thdprof.runtime.graphs.slots import Slot  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)

@@ -384,7 +384,7 @@ def test_what_was_captured_from_does_not_stay_in_memory(monkeypatch):
     ran = []
 
     class FakeBank:
-        def __init__(self, module, run, tensors, options):
+        def __init__(self, module, run, *args, **options):
             ran.append(run)
 
         def capture_all(self, progress):

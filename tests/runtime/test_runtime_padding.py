@@ -19,8 +19,8 @@ from support.strategies import documents
 from support.unpinned_staging import UnpinnedStaging
 
 from thdprof.dispatch import Bucket, Shape
-from thdprof.runtime.graphs import static_metadata
-from thdprof.runtime.graphs.static_metadata import Metadata, sample_boundaries
+from thdprof.runtime.graphs import slots
+from thdprof.runtime.graphs.slots import Metadata, sample_boundaries
 from thdprof.runtime.padding import (
     Boundaries,
     PackedSequence,
@@ -352,7 +352,7 @@ class Staging(UnpinnedStaging):
 def staged(monkeypatch):
     """The staging buffers that are made."""
     made = []
-    monkeypatch.setattr(static_metadata, "StagingBuffer", lambda size: made.append(Staging(size)) or made[-1])
+    monkeypatch.setattr(slots, "StagingBuffer", lambda size: made.append(Staging(size)) or made[-1])
     return made
 
 
@@ -366,7 +366,7 @@ def test_staging_buffers_are_pinned_integers(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
-    found = static_metadata.StagingBuffer(5)
+    found = slots.StagingBuffer(5)
     found.array[:] = range(5)
     assert (found.pinned.dtype, found.pinned.tolist()) == (torch.int32, [0, 1, 2, 3, 4])
     assert made == [True]

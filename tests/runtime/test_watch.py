@@ -17,13 +17,19 @@ from support.cpu_graphs import as_if_on_a_gpu  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackError, FallbackReason, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs import bank, slots, static_metadata  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.graphs import bank, slots  # noqa: E402
 from thdprof.runtime.graphs.watch import twin  # noqa: E402
-from thdprof.runtime.graphs.watch.distances import Distance, find_unequal, measure_distances  # noqa: E402
-from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding  # noqa: E402
-from thdprof.runtime.graphs.watch.sampling import EARLY, Rotation, is_sampled  # noqa: E402
-from thdprof.runtime.graphs.watch.twin import Twin  # noqa: E402
+from thdprof.runtime.graphs.watch.findings import (  # noqa: E402
+    ROUNDS,
+    Distance,
+    Evidence,
+    Finding,
+    find_unequal,
+    measure_distances,
+)
+from thdprof.runtime.graphs.watch.twin import Rotation, Twin  # noqa: E402
+from thdprof.runtime.graphs.watch.watch import EARLY, is_sampled  # noqa: E402
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -131,7 +137,7 @@ def mismatches(model, caplog):
 
 
 def test_a_stale_boundary_buffer_is_found(plain, caplog, monkeypatch):
-    class OfSlots(static_metadata.Metadata):
+    class OfSlots(slots.Metadata):
         stale = False
 
         def stage(self, boundaries, bucket):

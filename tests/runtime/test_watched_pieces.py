@@ -15,9 +15,9 @@ from torch import nn  # noqa: E402
 
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES  # noqa: E402
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs import bank, slots, static_metadata  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.graphs import bank, slots  # noqa: E402
 from thdprof.runtime.graphs.watch.twin import Twin  # noqa: E402
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 12, 4, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -212,7 +212,7 @@ def test_a_piece_whose_backward_is_not_replayed_is_found(caplog):
 
 
 def test_a_stale_boundary_buffer_is_found_and_its_bucket_alone_put_into_quarantine(caplog, monkeypatch):
-    class OfSlots(static_metadata.Metadata):
+    class OfSlots(slots.Metadata):
         stale = False
 
         def stage(self, boundaries, bucket):

@@ -21,8 +21,8 @@ from support import replayed_passes
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.runtime import GraphedModule, pack
 from thdprof.runtime.graphs import bank
-from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron.rank_agreement import Peers
+from thdprof.runtime.options import Surroundings
 
 SCENARIOS = ("alone", "shapes", "reasons", "late", "failed", "crowded", "watched")
 TOKENS, HIDDEN, SLOTS, MICROBATCHES = 24, 2, 2, 30

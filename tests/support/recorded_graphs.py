@@ -88,7 +88,7 @@ class _Capture:
 def put_in_place(monkeypatch):
     """Let captures and replays run on a CPU."""
     from support.unpinned_staging import UnpinnedStaging
-    from thdprof.runtime.graphs import capture, static_metadata
+    from thdprof.runtime.graphs import capture, slots
 
     RecordedGraph.made.clear()
     stream = SimpleNamespace(device=torch.device("cuda", 0), wait_stream=lambda other: None)
@@ -108,4 +108,4 @@ def put_in_place(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(capture, "pool_bytes", lambda *_: 0)
-    monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
+    monkeypatch.setattr(slots, "StagingBuffer", UnpinnedStaging)

@@ -9,7 +9,7 @@ import torch
 
 from support.random_states import FakeDefault
 from support.unpinned_staging import UnpinnedStaging
-from thdprof.runtime.graphs import bank, static_metadata
+from thdprof.runtime.graphs import bank, slots
 from thdprof.runtime.graphs.capture import CapturedPass
 
 ONE_STREAM = SimpleNamespace(cuda_stream=0)
@@ -67,6 +67,6 @@ def stand_ins(capture=capture_pass):
         (torch.cuda, "Stream", lambda *_: SimpleNamespace()),
         (torch.cuda, "current_stream", lambda *_: ONE_STREAM),
         (torch.cuda, "Event", DoneEvent),
-        (static_metadata, "StagingBuffer", UnpinnedStaging),
+        (slots, "StagingBuffer", UnpinnedStaging),
         (bank, "capture_pass", capture),
     ]

@@ -8,7 +8,7 @@ import torch
 
 
 class UnpinnedStaging:
-    """Stands for `thdprof.runtime.graphs.static_metadata.StagingBuffer`: not pinned, and never being copied."""
+    """Stands for `thdprof.runtime.graphs.slots.StagingBuffer`: not pinned, and never being copied."""
 
     def __init__(self, size: int) -> None:
         self.pinned = torch.empty(size, dtype=torch.int32)

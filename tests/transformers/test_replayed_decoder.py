@@ -18,8 +18,7 @@ from support.trl_training import small_model
 from thdprof.errors import UsageError
 from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
-from thdprof.transformers.checkpointing import without_random_states
-from thdprof.transformers.decoder import GraphedDecoder
+from thdprof.transformers.decoder import GraphedDecoder, without_random_states
 
 TOKENS = 48
 PLAN = plan_for(tokens=TOKENS, caps=[3, 6], rows=8)

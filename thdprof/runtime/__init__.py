@@ -10,10 +10,10 @@ except ModuleNotFoundError as error:  # pragma: no cover - tested in an environm
     raise ModuleNotFoundError(f"thdprof.runtime needs torch: {install_line('runtime')}") from error
 
 from thdprof.dispatch import Bucket, FallbackReason
-from thdprof.runtime.graphs.graphed_module import FallbackError, GraphedModule
-from thdprof.runtime.graphs.of_plan import graphed
+from thdprof.runtime.graphs.graphed_module import FallbackError, GraphedModule, graphed
 from thdprof.runtime.isolation.result import Isolation, Leak
 from thdprof.runtime.isolation.verify import verify_isolation
+from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import PackedSequence, pack
 from thdprof.runtime.stats import Stats
 
@@ -21,6 +21,7 @@ __all__ = [
     "Bucket",
     "FallbackError",
     "FallbackReason",
+    "GraphOptions",
     "GraphedModule",
     "Isolation",
     "Leak",

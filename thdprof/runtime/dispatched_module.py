@@ -10,8 +10,9 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -19,15 +20,103 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import BY_SHAPE, WRONG_GRAPHS, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime import teardown
-from thdprof.runtime.agreement import Agreed, Largest, Proposal, agree
-from thdprof.runtime.call import Call, FallbackError, describe_argument, difference
-from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.padding import PackedSequence, boundaries_of, shape_of, to_device
-from thdprof.runtime.stats import Stats
+from thdprof.runtime.agreement import Agreed, Proposal, agree
+from thdprof.runtime.options import GraphOptions, Surroundings
+from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, shape_of, to_device
+from thdprof.runtime.stats import Captured, Stats
 from thdprof.runtime.timing import PassTimer, when_gradient_arrives
 from thdprof.training import TailPolicy
 
 logger = logging.getLogger(__name__)
+
+
+class FallbackError(RuntimeError):
+    """A micro-batch would run eagerly although the plan forbids it (`overflow: error`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a dispatched module: its arguments, and the micro-batch that they describe."""
+
+    args: tuple[Any, ...]
+    """The positional arguments."""
+    kwargs: dict[str, Any]
+    """The keyword arguments."""
+    packed: PackedSequence
+    """The PackedSequence among the arguments."""
+    boundaries: Boundaries
+    """The micro-batch's boundaries after the tail policy."""
+    shape: Shape
+    """The host-side integers by which a bucket is chosen."""
+    tensors: tuple[torch.Tensor, ...]
+    """The tensors among the arguments, in order."""
+    slot: int | None = None
+    """Index of the slot that all ranks which share collectives use; None: the first free one."""
+
+    def substitute(self, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with `tensors` in place of their tensors, in order, and `packed` in place of their metadata."""
+        replacements = iter(tensors)
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return next(replacements)
+            return packed if isinstance(value, PackedSequence) else value
+
+        return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
+
+    def without_values(self) -> Call:
+        """The call with meta tensors, which hold no memory, in place of its tensors: it can be kept as a sample."""
+        tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
+        args, kwargs = self.substitute(tensors, self.packed)
+        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
+
+
+def describe_argument(value: Any) -> Any:
+    """The part of an argument that a capture fixes.
+
+    Raises:
+        TypeError: the argument is neither a tensor nor a constant; a change inside it would go unnoticed.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, PackedSequence):
+        return value.seq_idx is not None, value.cu_seqlens_padded is not None
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return type(value), value
+    raise TypeError(
+        f"an argument of a graphed module is a {type(value).__name__}: give tensors, one PackedSequence and constants "
+        "at the top level"
+    )
+
+
+def difference(captured: tuple[Any, ...], given: tuple[Any, ...], num_positional: int) -> str:
+    """How a micro-batch differs from the one that graphs were captured for, in one clause; "" if it does not.
+
+    Args:
+        captured: the signature of the call that graphs were captured for, and which of its tensors take a gradient.
+        given: the same of the micro-batch.
+        num_positional: number of the micro-batch's positional arguments.
+    """
+    (then, took), (now, takes) = captured, given
+    if then == now:
+        return "" if took == takes else f"its tensors take a gradient: {takes}, and in the capture: {took}"
+    if then[1] != now[1]:
+        return f"it gives the arguments {', '.join(now[1])}, and the capture had {', '.join(then[1])}"
+    if len(then[0]) == len(now[0]):
+        names = [*(f"argument {n}" for n in range(num_positional)), *now[1]]
+        for name, old, new in zip(names, then[0], now[0], strict=False):
+            if old != new:
+                return f"{name} is {_show(new)}, and in the capture {_show(old)}"
+    return (
+        "it runs under another autocast, or with other modules in training mode"
+        if then[0] == now[0]
+        else ("it gives other arguments")
+    )
+
+
+def _show(description: Any) -> str:
+    return " ".join(str(part) for part in description) if isinstance(description, tuple) else str(description)
+
 
 _TIMERS_KEPT = 1000
 """Most timers that wait for the GPU to end their pass; older ones are dropped unread."""
@@ -43,33 +132,23 @@ class DispatchedModule(nn.Module):
     """Whether ranks that `agreed` asks run every micro-batch together, and so find the same slots free."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        buckets: Sequence[Bucket],
-        *,
-        tail_policy: TailPolicy = "none",
-        overflow: Literal["eager", "error"] = "eager",
-        capture: Literal["startup", "first_use"] = "startup",
-        no_grad: Literal["eager", "replay"] = "eager",
-        token_dim: int = 0,
-        token_shards: int = 1,
-        sample_every: int = 16,
-        on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
-        agreed: Callable[[bool], bool] = alone,
-        say: Callable[[str], None] = logger.info,
-        agree_on: Largest | None = None,
+        self, module: nn.Module, buckets: Sequence[Bucket], options: GraphOptions | None = None, **changes: Any
     ) -> None:
-        """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`."""
+        """A module that will be captured for `buckets`.
+
+        Args:
+            module: a module that takes tensors and one PackedSequence.
+            buckets: the shapes to capture.
+            options: how it is run; None: the defaults.
+            changes: fields of GraphOptions that differ from `options`.
+        """
         super().__init__()
         self.module = module
         self.enabled = True
         """Set to False to run every micro-batch eagerly, with reason `disabled_by_user`."""
+        self._options = replace(options or GraphOptions(), **changes)
         self._dispatcher = Dispatcher(buckets)
         self._buckets = self._dispatcher.buckets
-        self._policy, self._overflow, self._capture, self._no_grad = tail_policy, overflow, capture, no_grad
-        self._token_dim, self._token_shards, self._sample_every = token_dim, token_shards, sample_every
-        self._on_decision, self._succeeded_everywhere, self._say = on_decision, agreed, say
-        self._agree_on = agree_on
         self._opening_ahead = self._presumed = False
         self._signature: tuple[Any, ...] | None = None
         self._takes_grad: tuple[bool, ...] = ()
@@ -77,7 +156,7 @@ class DispatchedModule(nn.Module):
         self._stats = Stats()
         self._explained: set[FallbackReason] = set()
         self._timers: list[PassTimer] = []
-        self._told: FallbackReason | None = None
+        self._found_outside: FallbackReason | None = None
         teardown.before_communicators(self)
 
     @abstractmethod
@@ -133,13 +212,7 @@ class DispatchedModule(nn.Module):
             return None
         if self._presumed:
             self._confirm(call)
-        if self._agree_on is None:
-            choice, taken = self._decide(call), call
-            self._on_decision(choice)
-        else:
-            agreed, taken = self._decide_together(call)
-            choice = agreed.choice
-            self._on_decision(agreed.told)
+        choice, taken = self._decide(call)
         if isinstance(choice, Bucket):
             result = self._replay(choice, taken)
             if not isinstance(result, FallbackReason):
@@ -177,8 +250,8 @@ class DispatchedModule(nn.Module):
         if packed.host is None and not packed.cu_seqlens.is_cuda:
             raise TypeError("the PackedSequence was not made by thdprof.runtime.pack")
         # tokens of this rank; the boundaries cover the tokens of all ranks that share the rows
-        n_tokens = tensors[0].shape[self._token_dim] * self._token_shards
-        boundaries = boundaries_of(packed, n_tokens * packed.cp_size, self._policy)
+        n_tokens = tensors[0].shape[self._options.token_dim] * self._options.token_shards
+        boundaries = boundaries_of(packed, n_tokens * packed.cp_size, self._options.tail_policy)
         return Call(
             args=tuple(args),
             kwargs=dict(kwargs),
@@ -188,53 +261,44 @@ class DispatchedModule(nn.Module):
             tensors=tensors,
         )
 
-    def _decide(self, call: Call) -> Bucket | FallbackReason:
-        refusal = self._refusal(call)
-        if refusal is not None:
-            return refusal
-        choice = self._dispatcher.decide(call.shape)
-        if self._signature is None:
-            opens = isinstance(choice, Bucket) or self._opens_at(call.shape)
-            if opens and not torch.is_grad_enabled():
-                return FallbackReason.not_training  # a capture needs gradients
-            if opens:
-                self._begin(call)
-        elif isinstance(choice, Bucket) and self._differs(call):
-            return FallbackReason.input_differs
-        return choice
+    def _decide(self, call: Call) -> tuple[Bucket | FallbackReason, Call]:
+        """The decision of this rank, or of all that share collectives, and `call` with their joint shape and slot.
 
-    def _decide_together(self, call: Call) -> tuple[Agreed, Call]:
-        """The decision of all ranks that share collectives, and `call` with their joint shape and slot."""
-        agreed = self._agreed(call)
-        if agreed.opens:
+        Graphs are captured here where the decision says so.
+        """
+        agreed, is_alone = self._agree(call), self._options.agree_on is None
+        if agreed.opens and is_alone:
+            self._begin(call)
+        elif agreed.opens:
             if self._signature is not None:
                 self.recapture()  # another rank has dropped its graphs
             self._begin(call)
-            agreed = self._agreed(call)
-        return agreed, replace(call, shape=agreed.shape, slot=agreed.slot)
+            agreed = self._agree(call)
+        self._options.on_decision(agreed.reported)
+        return agreed.choice, call if is_alone else replace(call, shape=agreed.shape, slot=agreed.slot)
 
-    def _agreed(self, call: Call | None) -> Agreed:
-        """What all ranks that share collectives do with their micro-batches; None: this one's has no boundaries."""
-        assert self._agree_on is not None
-        failed, busy = self._failed(), self._busy_slots()
+    def _agree(self, call: Call | None) -> Agreed:
+        """What this rank, or all that share collectives, do with their micro-batches; None: it has no boundaries."""
+        largest = self._options.agree_on
+        # a rank that decides alone finds failed captures and free slots at the lease
+        failed, busy = ((), ()) if largest is None else (self._failed(), self._busy_slots())
         proposal = Proposal(shape=None, failed=failed, busy=busy)
         if call is not None:
-            refusal, captured = self._refusal(call), self._signature is not None
             proposal = Proposal(
                 shape=call.shape,
-                refusal=refusal,
-                captured=captured,
-                differs=refusal is None and captured and self._differs(call),
+                refusal=self._refusal(call),
+                captured=self._signature is not None,
+                differs=partial(self._differs, call),
                 gradients=torch.is_grad_enabled(),
                 failed=failed,
                 busy=busy,
             )
-        return agree(proposal, self._dispatcher, self._agree_on, opens_at=self._opens_at)
+        return agree(proposal, self._dispatcher, largest, opens_at=self._opens_at)
 
     def _run_alike_without_boundaries(self) -> None:
         """Let the ranks that share collectives know of a micro-batch without boundaries, so that all run eagerly."""
-        if self._agree_on is not None:
-            self._agreed(None)
+        if self._options.agree_on is not None:
+            self._agree(None)
 
     def _busy_slots(self) -> Sequence[bool]:
         """Whether each slot waits for its backward, as many as there will be; empty where there are no slots."""
@@ -253,9 +317,9 @@ class DispatchedModule(nn.Module):
             return FallbackReason.no_cuda
         if any(t.device != tensors[0].device for t in tensors):
             return FallbackReason.input_differs  # a graph would use the value that the host tensor had at the capture
-        if self._told is not None:
-            return self._told
-        if not self.module.training or (self._no_grad == "eager" and not torch.is_grad_enabled()):
+        if self._found_outside is not None:
+            return self._found_outside
+        if not self.module.training or (self._options.no_grad == "eager" and not torch.is_grad_enabled()):
             return FallbackReason.not_training
         return None
 
@@ -307,11 +371,11 @@ class DispatchedModule(nn.Module):
         captured = self._signature, self._takes_grad
         given = self._sign(call), tuple(t.requires_grad for t in call.tensors)
         reason = difference(captured, given, len(call.args)) or self._changed()
-        if self._agree_on is None and not self._succeeded_everywhere(not reason):
+        if self._options.agree_on is None and not self._options.agreed(not reason):
             # a rank that captures anew must not communicate with one that replays; weights may have moved on one alone
             reason = reason or "of another rank, with which its graphs communicate, and whose log says why"
         if reason:
-            self._say(
+            self._options.say(
                 "WARNING: graphs were captured before training, and its first micro-batch is not what was expected: "
                 f"{reason}; they are captured anew"
             )
@@ -327,7 +391,7 @@ class DispatchedModule(nn.Module):
         It does at the first micro-batch that has the right number of tokens. Ranks that communicate inside the module
         then capture together, although their micro-batches hold other documents.
         """
-        return self._capture == "startup" and any(
+        return self._options.capture == "startup" and any(
             shape.n_tokens == b.n_tokens and shape.cp_size == b.cp_size for b in self._buckets
         )
 
@@ -370,7 +434,7 @@ class DispatchedModule(nn.Module):
 
     def _timer(self, *, replayed: bool) -> PassTimer | None:
         """A timer for one in `sample_every` micro-batches; None for the others."""
-        if self._sample_every == 0 or (self._stats.microbatches + replayed) % self._sample_every:
+        if self._options.sample_every == 0 or (self._stats.microbatches + replayed) % self._options.sample_every:
             return None
         timer = PassTimer(replayed=replayed)
         self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
@@ -391,10 +455,16 @@ class DispatchedModule(nn.Module):
         self._stats.fallback_sizes[reason, shape.cp_size] += 1
         if reason not in self._explained:
             self._explained.add(reason)
-            together = "" if self._agree_on is None else "; ranks that share captured collectives decide together"
+            together = (
+                "" if self._options.agree_on is None else "; ranks that share captured collectives decide together"
+            )
             logger.warning("%s%s", advice(reason, shape, self._dispatcher.buckets), together)
-        if self._overflow == "error" and (reason in BY_SHAPE or reason in WRONG_GRAPHS):
+        if self._options.overflow == "error" and (reason in BY_SHAPE or reason in WRONG_GRAPHS):
             raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
+
+    @property
+    def _surroundings(self) -> Surroundings:
+        return self._options.surroundings
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -404,17 +474,17 @@ class DispatchedModule(nn.Module):
     @property
     def tail_policy(self) -> TailPolicy:
         """How tokens after the last boundary are treated."""
-        return self._policy
+        return self._options.tail_policy
 
     @property
     def token_dim(self) -> int:
         """Dimension of the first tensor that runs over tokens."""
-        return self._token_dim
+        return self._options.token_dim
 
     @property
     def token_shards(self) -> int:
         """Number of ranks that share this rank's tokens out among them."""
-        return self._token_shards
+        return self._options.token_shards
 
     def generators(self) -> Sequence[torch.Generator]:
         """CUDA generators, besides the default one, that the module draws from, as far as it was told of them."""
@@ -430,15 +500,15 @@ class DispatchedModule(nn.Module):
         reported to `on_decision`, or refused by `overflow: error`. Where nothing was captured before, the graphs are
         dropped at the end, so that training's first micro-batch shows the captures what inputs are like.
         """
-        kept = self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow
+        kept = self._stats, self._explained, self._timers, self._options
         captured, presumed, signature = self._signature is not None, self._presumed, self._signature
-        self._stats, self._explained, self._timers, self._sample_every = Stats(), set(FallbackReason), [], 0
-        self._on_decision, self._overflow = lambda choice: None, "eager"
+        self._stats, self._explained, self._timers = Stats(), set(FallbackReason), []
+        self._options = replace(self._options, sample_every=0, on_decision=lambda choice: None, overflow="eager")
         try:
             yield
         finally:
             made = self._stats.captures
-            self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow = kept
+            self._stats, self._explained, self._timers, self._options = kept
             if presumed and self._signature is signature:
                 self._presumed = True  # training's first micro-batch is still to come
             if captured and (self._signature is signature or not presumed):
@@ -449,11 +519,11 @@ class DispatchedModule(nn.Module):
     @contextmanager
     def falling_back(self, reason: FallbackReason | None) -> Iterator[None]:
         """Run the micro-batches inside the block eagerly for `reason`, which the caller has found; None: as decided."""
-        before, self._told = self._told, reason
+        before, self._found_outside = self._found_outside, reason
         try:
             yield
         finally:
-            self._told = before
+            self._found_outside = before
 
     @contextmanager
     def only(self, bucket: Bucket | None) -> Iterator[None]:
@@ -480,7 +550,7 @@ class DispatchedModule(nn.Module):
         self._stats.captures += 1
         self._stats.capture_s += captured.seconds
         which = f" {number} of {of}" if number else ""
-        self._say(f"captured{which}: {captured}")
+        self._options.say(f"captured{which}: {captured}")
 
     def close(self) -> None:
         """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""

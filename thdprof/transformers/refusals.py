@@ -9,7 +9,7 @@ from torch import nn
 
 from thdprof.compare.fit import misfits
 from thdprof.plan import Plan
-from thdprof.runtime.graphs.hooks import describe_hooked_modules, find_hooked_modules, find_hooked_parameters
+from thdprof.runtime.graphs.module_state import describe_hooked_modules, find_hooked_modules, find_hooked_parameters
 from thdprof.training import find_unread_fields
 from thdprof.training.trainer_arguments import READ_ARGUMENTS, TRAINER_ARGUMENTS, trainer_settings
 from thdprof.transformers.attention import SOFTCAPPED, Backend

@@ -40,7 +40,7 @@ def as_if_on_a_gpu(monkeypatch):
     from support.replayed_passes import DoneEvent
     from support.unpinned_staging import UnpinnedStaging
 
-    from thdprof.runtime.graphs import static_metadata
+    from thdprof.runtime.graphs import slots
 
     pools = iter(range(100))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
@@ -51,7 +51,7 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
-    monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
+    monkeypatch.setattr(slots, "StagingBuffer", UnpinnedStaging)
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def recomputing(monkeypatch):
     import torch
     from megatron.core.tensor_parallel import random
 
-    from thdprof.runtime.graphs.redrawn import Repeats
     from thdprof.runtime.megatron import recompute
+    from thdprof.runtime.random_states import Repeats
 
     monkeypatch.setattr(random, "_get_all_rng_states", lambda: (torch.get_rng_state(), None, {}))
     monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: torch.set_rng_state(states[0]))

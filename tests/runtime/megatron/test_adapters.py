@@ -21,7 +21,7 @@ from support.megatron_ranks import ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs.hooks import find_hooked_parameters  # noqa: E402
+from thdprof.runtime.graphs.module_state import find_hooked_parameters  # noqa: E402
 from thdprof.runtime.megatron.decoder import parts as found_adapters  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.refusals import SettingsError  # noqa: E402

@@ -50,9 +50,9 @@ class Opened(DispatchedModule):
     """Remembers the calls for which it would capture, and runs nothing."""
 
     def __init__(self, decoder, **options):
-        super().__init__(decoder, [Bucket(4, TOKENS, TOKENS)], sample_every=0, **options)
-        self.opened, self.said = [], []
-        self._say = self.said.append
+        opened, said = [], []
+        super().__init__(decoder, [Bucket(4, TOKENS, TOKENS)], sample_every=0, say=said.append, **options)
+        self.opened, self.said = opened, said
 
     def _open(self, call):
         self.opened.append(call)

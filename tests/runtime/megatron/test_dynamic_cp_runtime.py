@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
-from thdprof.runtime.graphs.static_metadata import sample_boundaries  # noqa: E402
+from thdprof.runtime.graphs.slots import sample_boundaries  # noqa: E402
 from thdprof.runtime.megatron import refusals  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
@@ -346,7 +346,7 @@ def test_the_first_micro_batch_captures_whatever_it_is_like():
         assert opening.kwargs == described.kwargs
         assert run._sign(opening) == run._sign(run._opening(opening))
     assert Counter(shapes) == {(torch.Size((ROOM, 1, 2)), True, torch.Size((ROOM, 1, 2))): 3}
-    run._capture = "first_use"
+    run._options = replace(run._options, capture="first_use")
     assert not run._opens_at(described.shape)
 
 

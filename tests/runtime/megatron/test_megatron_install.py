@@ -21,15 +21,15 @@ from torch import nn  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
 from thdprof.runtime import calibrate  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
-from thdprof.runtime.graphs.capture import WarmupError  # noqa: E402
+from thdprof.runtime.graphs.failed_captures import WarmupError, refuse_half_a_pass  # noqa: E402
 from thdprof.runtime.graphs.graphed_module import GraphedModule, ReplayPass  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass  # noqa: E402
 from thdprof.runtime.megatron import decoder_surroundings, refusals  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder, find_unknown_arguments  # noqa: E402
 from thdprof.runtime.megatron.decoder_costs import PackedDecoder  # noqa: E402
 from thdprof.runtime.megatron.kinds import chunk  # noqa: E402
 from thdprof.runtime.megatron.rank_agreement import Decisions  # noqa: E402
+from thdprof.runtime.options import Surroundings  # noqa: E402
 from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402
 
 # --- metadata -------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_ranks_that_decide_alike_have_equal_digests():
 
 def test_a_moved_main_grad_is_noticed():
     """As after DistributedDataParallel.offload_grad_buffers and restore_grad_buffers: the same tensor, elsewhere."""
-    from thdprof.runtime.graphs.gradients import GradientBuffers
+    from thdprof.runtime.graphs.module_state import GradientBuffers
 
     storage = torch.zeros(4)
     parameter = nn.Parameter(torch.ones(4))
@@ -400,7 +400,7 @@ def test_arguments_that_a_decoder_takes_without_naming_them_are_told():
 
 def test_a_module_with_main_grads_passes_them_into_the_replay():
     """Only parameters that a pass touches, and whose gradient goes to main_grad."""
-    from thdprof.runtime.graphs.gradients import GradientBuffers
+    from thdprof.runtime.graphs.module_state import GradientBuffers
 
     module = nn.Linear(2, 2)
     module.weight.main_grad = torch.zeros(2, 2)
@@ -411,7 +411,7 @@ def test_a_module_with_main_grads_passes_them_into_the_replay():
 
 
 def test_fused_accumulation_is_not_added_twice():
-    from thdprof.runtime.graphs.gradients import GradientBuffers, spare_main_grads
+    from thdprof.runtime.graphs.module_state import GradientBuffers, spare_main_grads
 
     class Fused(torch.autograd.Function):
         """Adds to main_grad itself and hands autograd a dummy, as Transformer Engine does."""

@@ -309,7 +309,7 @@ def test_a_wrapped_torch_module_has_no_layers_to_group(plan):
 def test_the_plan_decides_the_groups(plan):
     block = Block()
     run = runner_of(Decoder(block), planned(plan, layers_per_graph=3), config(), slots=1, common={"sample_every": 0})
-    assert run._cuts == (block.layers[3],)
+    assert run._options.cuts == (block.layers[3],)
 
 
 @pytest.mark.parametrize(

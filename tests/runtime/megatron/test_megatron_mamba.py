@@ -35,7 +35,7 @@ from torch import nn
 from thdprof.runtime import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import aliased_parameters
-from thdprof.runtime.graphs.static_metadata import Metadata
+from thdprof.runtime.graphs.slots import Metadata
 from thdprof.runtime.megatron import prediction
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder
@@ -330,7 +330,7 @@ def test_layer_graphs_give_the_numbers_of_an_eager_run(pattern):
 class Eager(DispatchedModule):
     """Dispatches nothing."""
 
-    def _decide(self, call):
+    def _refusal(self, call):
         return FallbackReason.disabled_by_user
 
 

@@ -46,14 +46,13 @@ from torch import nn
 
 from thdprof.offload.plan import Choice
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.layer_capture import LayerPass
 from thdprof.runtime.megatron.layer_offload import LayerOffload, SavedTensors
 from thdprof.runtime.megatron.refusals import SettingsError, refused_by_transformer_engine
-from thdprof.runtime.offload.copies import HostBuffers
-from thdprof.runtime.offload.passes import EagerPass, PassOffload
+from thdprof.runtime.offload import EagerPass, HostBuffers, PassOffload
+from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 

@@ -361,7 +361,7 @@ def test_a_group_of_layers_is_none_of_prediction():
     plan, model = of_plan(), model_of(predictions=1, **PADDED)
     plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"layers_per_graph": 1})})
     run = runner_of(PredictionLayer(model.mtp.layers[0]), plan, model.config, slots=1, common={"sample_every": 0})
-    assert run._cuts == ()
+    assert run._options.cuts == ()
 
 
 def test_layers_draw_from_the_random_state_in_which_prediction_runs_them():

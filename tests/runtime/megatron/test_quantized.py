@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,6 @@ from support import quantized_layers, recorded_graphs  # noqa: E402
 from support.quantized_layers import Decoder, Manager  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 from thdprof.runtime.megatron.decoder_surroundings import with_quantization  # noqa: E402
 from thdprof.runtime.megatron.quantized import (  # noqa: E402
     Quantization,
@@ -25,6 +25,7 @@ from thdprof.runtime.megatron.quantized import (  # noqa: E402
     Workspaces,
     find_quantization,
 )
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, SIZE = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(3, TOKENS, TOKENS)
@@ -179,7 +180,8 @@ def test_weights_are_quantized_once_a_step():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Quantization, "after_forward", after_forward)
-        run.run._surroundings = with_quantization(Surroundings(), run.quantization)
+        around = with_quantization(Surroundings(), run.quantization)
+        run.run._options = replace(run.run._options, surroundings=around)
         run.step([2, 3, 2])
     assert seen == [0.0, 1.0, 1.0]
 

@@ -17,11 +17,11 @@ from support.quantized_layers import Manager
 from support.quantized_parameters import FourBitTensor, QuantizedLinear, QuantizedTensor
 
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron.decoder.parts import find_fused_parts
 from thdprof.runtime.megatron.decoder_surroundings import with_quantization
 from thdprof.runtime.megatron.quantized import Quantization
 from thdprof.runtime.megatron.refusals import SettingsError
+from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 

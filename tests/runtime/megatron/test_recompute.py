@@ -23,9 +23,9 @@ from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 from thdprof.runtime.megatron import Installation, decoder_surroundings, recompute  # noqa: E402
 from thdprof.runtime.megatron.rank_agreement import Decisions  # noqa: E402
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)

@@ -168,7 +168,7 @@ def test_a_decoders_numbers_are_those_without_thdprof():
 class Eager(DispatchedModule):
     """Dispatches nothing."""
 
-    def _decide(self, call):
+    def _refusal(self, call):
         return FallbackReason.disabled_by_user
 
 

@@ -31,7 +31,6 @@ from support.layer_graphs import (
 )
 
 from thdprof.dispatch import FallbackReason
-from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.graphs.watch import twin
 from thdprof.runtime.graphs.watch.findings import Evidence
 from thdprof.runtime.graphs.watch.twin import Twin
@@ -40,6 +39,7 @@ from thdprof.runtime.megatron.decoder_surroundings import expert_metrics
 from thdprof.runtime.megatron.kinds import layer_graphs
 from thdprof.runtime.megatron.kinds.expert_layers import find_splits
 from thdprof.runtime.megatron.kinds.layer_graphs import WatchedLayer
+from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported")
 

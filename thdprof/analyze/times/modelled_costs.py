@@ -135,7 +135,7 @@ def measured_host() -> HostRate | None:
     """
     if not has_gpu() or importlib.util.find_spec("torch") is None:
         return None
-    command = [sys.executable, "-m", "thdprof.runtime.host_rate"]
+    command = [sys.executable, "-m", "thdprof.runtime.timing"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
         us = float(json.loads(done.stdout)["launch_us"]) * _MEGATRON

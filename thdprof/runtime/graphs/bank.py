@@ -1,105 +1,189 @@
-"""The bank: every captured pass of one module, one for each bucket in each slot, and the leases on them."""
+"""The bank: every captured pass of one module, one for each bucket in each slot, and the leases on them.
+
+Captures succeed on every rank that shares their collectives, or on none. A rank that replays while a peer runs eagerly
+would hold its group back, or replay other collectives than its peer: so ranks that communicate inside captured passes
+agree about every capture, in the order in which all of them make them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, Bucket, FallbackReason
-from thdprof.offload.plan import Choice, OffloadPlan
+from thdprof.offload.plan import OffloadPlan
 from thdprof.runtime import teardown
-from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
+from thdprof.runtime.agreement import alone
+from thdprof.runtime.dispatched_module import Call
 from thdprof.runtime.graphs.capture import CapturedPass, capture_pass
-from thdprof.runtime.graphs.gradients import GradientBuffers
-from thdprof.runtime.graphs.module_state import Placement, changes_since
-from thdprof.runtime.graphs.random_states import RegisteredStates
-from thdprof.runtime.graphs.slots import FreeSlots, Lease, ReplayOrder, Slot
-from thdprof.runtime.graphs.static_metadata import Metadata, sample_boundaries
-from thdprof.runtime.graphs.surroundings import Surroundings
-from thdprof.runtime.graphs.watch.room import missing_bytes
-from thdprof.runtime.graphs.watch.twin import Subject
-from thdprof.runtime.offload.copies import CudaMover
-from thdprof.runtime.offload.passes import EagerOffload, PassOffload
+from thdprof.runtime.graphs.failed_captures import (
+    cause_of_warmup,
+    is_programming_error,
+    refuse_half_a_pass,
+    refuse_lost_state,
+)
+from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since
+from thdprof.runtime.graphs.slots import FreeSlots, Lease, Metadata, ReplayOrder, Slot, SlotMemory, sample_boundaries
+from thdprof.runtime.graphs.watch.twin import Subject, missing_bytes
+from thdprof.runtime.offload import CudaMover, EagerOffload, PassOffload
+from thdprof.runtime.options import GraphOptions, Surroundings
 from thdprof.runtime.padding import Boundaries, PackedSequence
+from thdprof.runtime.random_states import RegisteredStates, with_default
+from thdprof.runtime.stats import Captured
+
+logger = logging.getLogger(__name__)
+
+ELSEWHERE = "it failed on another rank, which shares its collectives; that rank's log says why"
+"""The reason of a capture that this rank has dropped although it succeeded here."""
+
 
 RunModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
 """The type of a function that runs the module on static tensors and static metadata."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BankOptions:
-    """Settings of a bank."""
+class AgreedCaptures[SomeSlot: SlotMemory]:
+    """Captures buckets in slots, on all peers alike."""
 
-    buckets: Sequence[Bucket]
-    """The shapes to capture."""
-    num_slots: int
-    """Number of slots, that is, of micro-batches that can be between forward and backward at a time."""
-    generators: Sequence[torch.Generator]
-    """Every CUDA generator that the module draws from; all are registered with the graphs."""
-    generators_now: Callable[[], Sequence[torch.Generator]] | None = None
-    """Returns the generators from which the module draws at a later time; None: those that are registered."""
-    with_padded: bool = False
-    """Whether micro-batches come with `cu_seqlens_padded`."""
-    with_seq_idx: bool = False
-    """Whether the module reads the document of every token."""
-    on_capture: Callable[[Captured], None] = lambda captured: None
-    """Called after every capture of a bucket in a slot."""
-    agreed: Callable[[bool], bool] = alone
-    """Whether what succeeded here has succeeded on every rank that shares collectives with the module's passes; all of
-    them call it together, after every capture.
-    """
-    is_joint: bool = True
-    """Whether these ranks run every micro-batch together, so that they take the same slots."""
-    surroundings: Surroundings
-    """The state that the module's passes change outside the module."""
-    offload: Choice | None = None
-    """Which activations are in host memory between forward and backward; None: all stay on the device."""
-    cuts: Sequence[nn.Module] = ()
-    """Submodules before which passes are cut into pieces, each with graphs of its own; none: passes stay whole."""
-    parameters_are_inputs: bool = False
-    """Whether replays take every parameter as an input, so that autograd runs the hooks on gradient accumulation."""
+    def __init__(
+        self,
+        make: Callable[[SomeSlot, Bucket], int],
+        *,
+        agreed: Callable[[bool], bool],
+        surroundings: Surroundings,
+        on_capture: Callable[[Captured], None],
+        judged: Callable[[Exception], Exception] = lambda error: error,
+    ) -> None:
+        """No captures yet.
+
+        Args:
+            make: captures a bucket in a slot, and returns the bytes by which the slot's pool grew.
+            agreed: whether what succeeded here has succeeded on every peer; all peers call it together.
+            surroundings: tells whether passes communicate.
+            on_capture: called after every capture that succeeded.
+            judged: the error as which a failure is judged: a WarmupError may be fatal.
+        """
+        self._make, self._agreed, self._surroundings = make, agreed, surroundings
+        self._on_capture, self._judged = on_capture, judged
+        self.failures: dict[Bucket, str] = {}
+        """Buckets that could not be captured, and the reason of each."""
+
+    def has(self, slot: SomeSlot, bucket: Bucket) -> bool:
+        """Whether `slot` has graphs of `bucket`, as on all peers; they are captured now if they were not before.
+
+        If a capture fails here or on a peer, the slot begins anew on all of them: the memory that the failed capture
+        took is given back, and the buckets that the slot had are captured again.
+
+        Raises:
+            RuntimeError: a pass before the capture failed while peers communicate with it, a failed capture left torch
+                in a state that could not be put right, or a peer met a programming error.
+            Exception: a programming error, as it was raised here.
+        """
+        if bucket in slot.held():
+            return True
+        if bucket in self.failures:
+            return False
+        reason, grown, begun = "", 0, perf_counter()
+        bug: BaseException | None = None  # no other error is kept: its traceback holds memory of the failed capture
+        try:
+            grown = self._make(slot, bucket)
+        except Exception as error:
+            refuse_lost_state(error)
+            refuse_half_a_pass(self._judged(error), self._surroundings)
+            reason = f"{type(error).__name__}: {error}"
+            bug = cause_of_warmup(error) if is_programming_error(error) else None
+        if self._agreed(not reason):
+            self._on_capture(Captured(bucket=bucket, seconds=perf_counter() - begun, pool_bytes=grown))
+            return True
+        self.failures[bucket] = reason or ELSEWHERE
+        if not self._agreed(bug is None):  # peers, too, are here only after a failure: all of them end together
+            raise bug or RuntimeError(f"capture of {bucket} met a bug on another rank; that rank's log says which")
+        logger.warning("capture of %s failed, its micro-batches run eagerly: %s", bucket, self.failures[bucket])
+        again = [other for other in slot.held() if other != bucket]
+        slot.begin_anew()
+        gc.collect()  # tensors of the failed capture may be in cycles
+        torch.cuda.empty_cache()
+        for other in again:
+            self.has(slot, other)
+        return False
+
+    def all_of(self, slots: Sequence[SomeSlot], buckets: Sequence[Bucket]) -> Iterator[tuple[SomeSlot, Bucket]]:
+        """Capture every bucket in every slot, and yield each pair before its capture.
+
+        The largest bucket comes first, so that the others fit into its memory; the order is that of all peers.
+        """
+        for slot in slots:
+            for bucket in sorted(buckets, reverse=True):
+                yield slot, bucket
+                self.has(slot, bucket)
 
 
 class Bank:
     """All captured passes of one module. It owns the slots and the parameters' gradient buffers until `close`."""
 
     def __init__(
-        self, module: nn.Module, call: RunModule, tensors: Sequence[torch.Tensor], options: BankOptions
+        self,
+        module: nn.Module,
+        call: RunModule,
+        sample: Call,
+        buckets: Sequence[Bucket],
+        options: GraphOptions,
+        *,
+        find_generators: Callable[[], Sequence[torch.Generator]],
+        on_capture: Callable[[Captured], None],
+        is_joint: bool,
     ) -> None:
         """A bank without graphs.
 
         Args:
             module: the module whose passes are captured.
             call: runs the module on static tensors and metadata.
-            tensors: the tensor arguments of one micro-batch, on the GPU, after which the static inputs are shaped.
-            options: the bank's settings.
+            sample: a micro-batch on the GPU, after which the static inputs are shaped.
+            buckets: the shapes to capture.
+            options: how the module is run.
+            find_generators: returns the CUDA generators, besides the default one, from which the module draws now;
+                those of this moment are registered with the graphs.
+            on_capture: called after every capture of a bucket in a slot.
+            is_joint: whether ranks that share collectives run every micro-batch together, so that they take the same
+                slots.
         """
+        tensors = sample.tensors
         self._device = device = tensors[0].device
-        self._module, self._call, self._options = module, call, options
+        self._module, self._call, self._options, self._on_capture = module, call, options, on_capture
+        self._buckets = buckets
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
         self._gradients = GradientBuffers.of(
-            [p for p in module.parameters() if p.requires_grad], all_are_inputs=options.parameters_are_inputs
+            [p for p in module.parameters() if p.requires_grad], all_are_inputs=options.reduced_by_hooks
         )
-        self._states = RegisteredStates(options.generators)
+        self._find_generators = lambda: with_default(device, find_generators())
+        self._generators = self._find_generators()
+        self._states = RegisteredStates(self._generators)
         self._placement: Placement | None = None  # made after the first capture: layers may make buffers in it
+        self._new_metadata = partial(
+            Metadata,
+            with_padded=sample.packed.cu_seqlens_padded is not None,
+            with_seq_idx=sample.packed.seq_idx is not None,
+            device=device,
+        )
         self.slots = [
             Slot(
                 tensors,
-                options.buckets,
-                with_padded=options.with_padded,
-                with_seq_idx=options.with_seq_idx,
+                buckets,
+                with_padded=sample.packed.cu_seqlens_padded is not None,
+                with_seq_idx=sample.packed.seq_idx is not None,
                 device=device,
             )
             for _ in range(options.num_slots)
         ]
         """The slots; none after `close`."""
-        self._free, self._order = FreeSlots(options.agreed if options.is_joint else alone), ReplayOrder(device)
+        self._free, self._order = FreeSlots(options.agreed if is_joint else alone), ReplayOrder(device)
         self._captures = AgreedCaptures(
             self._make, agreed=options.agreed, surroundings=options.surroundings, on_capture=self._captured
         )
@@ -131,7 +215,7 @@ class Bank:
                 inputs=slot.inputs,
                 static_output_grads=slot.output_grads,
                 gradients=self._gradients,
-                generators=self._options.generators,
+                generators=self._generators,
                 pool=slot.pool,
                 stream=self._stream,
                 extra_state=self._options.surroundings.extra_state,
@@ -143,7 +227,7 @@ class Bank:
 
     def _captured(self, captured: Captured) -> None:
         self._placement = self._placement or Placement(self._module, self._options.surroundings.runs_hook)
-        self._options.on_capture(captured)
+        self._on_capture(captured)
 
     def capture_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture every bucket in every slot. The largest bucket comes first, so that the others fit into its memory.
@@ -151,8 +235,8 @@ class Bank:
         Args:
             progress: called with the number of captures that are done, and of all.
         """
-        total = len(self.slots) * len(self._options.buckets)
-        for done, _ in enumerate(self._captures.all_of(self.slots, self._options.buckets)):
+        total = len(self.slots) * len(self._buckets)
+        for done, _ in enumerate(self._captures.all_of(self.slots, self._buckets)):
             progress(done, total)
         progress(total, total)
 
@@ -192,15 +276,14 @@ class Bank:
         return self._options.surroundings.changed()
 
     def _check_states(self) -> None:
-        now = self._options.generators_now
-        self._states.check(self._options.generators if now is None else now())
+        self._states.check(self._find_generators())
 
     def subject(self) -> Subject:
         """The module as its graphs were captured, for an eager run that a replay must agree with."""
         return Subject(
             module=self._module,
             call=self._call,
-            generators=self._options.generators,
+            generators=self._generators,
             extra_state=self._options.surroundings.extra_state,
             backward_state=self._options.surroundings.backward_state,
             uncompared=self._options.surroundings.uncompared,
@@ -218,12 +301,7 @@ class Bank:
 
     def metadata_of(self, boundaries: Boundaries, bucket: Bucket) -> PackedSequence:
         """One micro-batch's metadata as the graphs of `bucket` read it, in memory of its own."""
-        metadata = Metadata(
-            [bucket],
-            with_padded=self._options.with_padded,
-            with_seq_idx=self._options.with_seq_idx,
-            device=self.slots[0].inputs[0].device,
-        )
+        metadata = self._new_metadata([bucket])
         metadata.stage(boundaries, bucket)
         return metadata.packed(bucket)
 

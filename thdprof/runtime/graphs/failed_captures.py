@@ -1,4 +1,4 @@
-"""What a failed capture leaves behind in torch, and how it is undone.
+"""What a failed capture leaves behind in torch and how it is undone, and which failures end the run.
 
 A capture in which Python raises, as for too little memory, ends in order. One that the driver has invalidated, as by
 `.item()`, does not: `torch.cuda.graph` raises where it should end, so that its stream stays the current one, the
@@ -16,10 +16,23 @@ from typing import Any
 
 import torch
 
+from thdprof.runtime.options import Surroundings
+
 _HUSKS: list[Any] = []
 """Graphs whose capture has not ended. They hold no memory; the allocator of pinned host memory, which cannot be told
 that they are over, goes on asking them whether they capture.
 """
+
+
+_BUGS = (AttributeError, NameError, TypeError)
+"""Errors of a program that does not fit its own objects, whoever raises them."""
+_BUGS_HERE = (ArithmeticError, AssertionError, LookupError)
+"""Errors that are bugs where thdprof raises them; libraries refuse with them what a capture or a shape does not allow.
+"""
+
+
+class WarmupError(RuntimeError):
+    """A pass before the capture failed. Unlike a failed capture, it has run up to there, and perhaps communicated."""
 
 
 class StateLostError(RuntimeError):
@@ -142,3 +155,42 @@ def register(graph: Any, generators: Sequence[torch.Generator], device: torch.de
     for generator in generators:
         if generator is not torch.cuda.default_generators[device.index]:
             graph.register_generator_state(generator)
+
+
+def cause_of_warmup(error: BaseException) -> BaseException:
+    """What a WarmupError was raised from; any other error itself."""
+    return error.__cause__ or error if isinstance(error, WarmupError) else error
+
+
+def is_programming_error(error: BaseException) -> bool:
+    """Whether a failed capture or eager run shows a bug, of thdprof or of the module, that must end the run.
+
+    AttributeError, NameError and TypeError are bugs wherever they are raised; ArithmeticError, AssertionError and
+    LookupError are where thdprof's own code raises them. Everything else, such as the RuntimeErrors of CUDA and of too
+    little memory, says that this pass cannot be captured or repeated. A WarmupError is judged by its cause.
+    """
+    error = cause_of_warmup(error)
+    if isinstance(error, _BUGS):
+        return True
+    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    return isinstance(error, _BUGS_HERE) and any(name.split(".")[0] == "thdprof" for name in raised_in)
+
+
+def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:
+    """Raise, instead of going on eagerly, when a warm-up pass failed on this rank while other ranks communicate with
+    it.
+
+    Raises:
+        RuntimeError: the other ranks are inside communication that this rank has left, so that any result could be
+            wrong.
+    """
+    if surroundings.communicates and isinstance(error, WarmupError):
+        remedy = (
+            "it is a bug, please report it with the traceback above"
+            if is_programming_error(error)
+            else "with less memory for graphs (--graph-memory-gib, --buckets) or graphs.impl none it could"
+        )
+        raise RuntimeError(
+            f"a pass before a capture failed on this rank ({error}), while others communicate with it: training cannot "
+            f"go on; {remedy}"
+        ) from error

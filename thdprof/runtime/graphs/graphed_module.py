@@ -8,28 +8,96 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
-from thdprof.runtime.agreement import Largest
-from thdprof.runtime.call import Call, FallbackError
-from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.graphs.bank import Bank, BankOptions
+from thdprof.runtime import teardown
+from thdprof.runtime.dispatched_module import Call, FallbackError
+from thdprof.runtime.graphs.bank import Bank
 from thdprof.runtime.graphs.capture import restore
-from thdprof.runtime.graphs.piecewise import replay_in_pieces
-from thdprof.runtime.graphs.random_states import with_default
 from thdprof.runtime.graphs.slots import Lease
-from thdprof.runtime.graphs.surroundings import Surroundings
-from thdprof.runtime.graphs.watch.watch import Watched
-from thdprof.runtime.graphs.watch.watched_module import WatchedModule
+from thdprof.runtime.graphs.watch.watch import Watched, WatchedModule
+from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence
-from thdprof.training import TailPolicy
+from thdprof.runtime.stats import Captured, Prediction
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
 
 logger = logging.getLogger(__name__)
+
+
+class ReplayPiece(torch.autograd.Function):
+    """Replays one piece of a leased pass inside autograd. The pieces hang together by tokens, which hold no data.
+
+    Parameters whose gradient goes to `main_grad`, and is complete after the piece's backward, are inputs of the piece.
+    Its backward returns no gradient to them, because the replay has added it already. Autograd runs the hooks on their
+    gradient accumulation right after that backward, before the one of the piece before: such nodes come first in its
+    queue, on the same thread (checked in torch 2.11).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lease: Lease, piece: int, before: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        """Replay the forward of `piece`; returns copies of the outputs after the last piece, else a token."""
+        ctx.lease, ctx.piece, ctx.num_tensors = lease, piece, len(tensors)
+        ctx.set_materialize_grads(False)
+        captured = lease.captured
+        with teardown.LAUNCH:
+            captured.forward.each[piece].replay()
+        if piece < len(captured.completed) - 1:
+            return before.new_empty(0, dtype=torch.float32)
+        outputs = lease.copied_outputs()
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, captured.differentiable, strict=True) if not d))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Replay the backward of the piece; the one of piece 0 returns copies of the input gradients."""
+        lease, piece = ctx.lease, ctx.piece
+        captured = lease.captured
+        if piece == len(captured.completed) - 1:
+            lease.stage_output_grads(grads)
+        inputs = lease.backward_piece(piece)
+        if piece > 0:
+            token = captured.outputs[0].new_empty(0, dtype=torch.float32)
+            return (None, None, token, *[None] * ctx.num_tensors)
+        return (None, None, None, *inputs, *[None] * (ctx.num_tensors - len(inputs)))
+
+
+def replay_in_pieces(
+    lease: Lease,
+    boundaries: Boundaries,
+    anchor: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    before_piece: Callable[[int], None],
+) -> tuple[torch.Tensor, ...]:
+    """Replay the forward of a pass in several pieces; returns copies of its outputs, which lead back to the pieces.
+
+    Args:
+        lease: the lease of a slot whose pass is in pieces.
+        boundaries: the micro-batch's boundaries.
+        anchor: a tensor of shape [] that takes a gradient, so that every piece has a backward.
+        tensors: the micro-batch's tensors.
+        before_piece: called with the number of each piece before its forward is queued.
+    """
+    lease.stage(tensors, boundaries)
+    token, results = anchor, ()
+    last = len(lease.captured.completed) - 1
+    for piece in range(last + 1):
+        before_piece(piece)
+        inputs = tensors if piece == 0 else ()
+        result = ReplayPiece.apply(lease, piece, token, *inputs, *lease.accumulated_in(piece))
+        if piece < last:
+            token = result
+        else:
+            results = result
+    return results
+
 
 __all__ = ["FallbackError", "GraphedModule"]
 
@@ -87,101 +155,36 @@ class GraphedModule(WatchedModule):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        buckets: Sequence[Bucket],
-        *,
-        num_slots: int = 1,
-        tail_policy: TailPolicy = "none",
-        overflow: Literal["eager", "error"] = "eager",
-        capture: Literal["startup", "first_use"] = "startup",
-        no_grad: Literal["eager", "replay"] = "eager",
-        generators: Sequence[torch.Generator] = (),
-        token_dim: int = 0,
-        token_shards: int = 1,
-        sample_every: int = 16,
-        on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
-        surroundings: Surroundings | None = None,
-        offload: Choice | None = None,
-        agreed: Callable[[bool], bool] = alone,
-        say: Callable[[str], None] = logger.info,
-        cuts: Sequence[nn.Module] = (),
-        agree_on: Largest | None = None,
-        verify_every: int = 0,
-        name: str = "",
-        reduced_by_hooks: bool = False,
+        self, module: nn.Module, buckets: Sequence[Bucket], options: GraphOptions | None = None, **changes: Any
     ) -> None:
-        """A module that will be captured for `buckets`.
+        """A module that will be captured for `buckets`, such as `GraphedModule(module, buckets, num_slots=2)`.
 
         Args:
             module: a module that takes tensors and one PackedSequence.
             buckets: the shapes to capture.
-            num_slots: number of slots: micro-batches that can be between forward and backward at a time.
-            tail_policy: how tokens after the last boundary are treated.
-            overflow: whether a micro-batch that fits no bucket runs eagerly or is an error.
-            capture: whether graphs are captured at the start or when a bucket is first used.
-            no_grad: whether passes without gradients, in training mode, run eagerly or are replayed.
-            generators: CUDA generators, besides the default one, that the module draws from.
-            token_dim: dimension of the first tensor that runs over tokens.
-            token_shards: number of ranks that share this rank's tokens out among them, as in sequence parallelism.
-            sample_every: one in so many micro-batches is timed; 0: none.
-            on_decision: called with every decision, before the micro-batch runs.
-            surroundings: the state that the module's passes change outside the module.
-            offload: which activations are in host memory between forward and backward, also of eager micro-batches.
-            agreed: whether what succeeded here has succeeded on every rank that shares collectives with the module's
-                passes; all of them call it together, after every capture.
-            say: tells of every capture, in one line.
-            cuts: submodules before which passes are cut into pieces, each with graphs of its own; the module calls each
-                of them once, in this order. The parameters' hooks then run after the backward of each piece. The
-                gradient of a parameter that two pieces use is added up in another order than eagerly, which a verified
-                micro-batch tells.
-            agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
-                `thdprof.runtime.megatron.rank_agreement.Peers.largest`: they decide alike about every micro-batch.
-                None: this rank decides by its own micro-batch.
-            verify_every: one in so many micro-batches is also run eagerly, and compared; 0: none.
-            name: the module's name in what is logged of verified micro-batches.
-            reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay, as those
-                of a DistributedDataParallel around this module do.
+            options: how it is run; None: the defaults.
+            changes: fields of `GraphOptions` that differ from `options`.
 
         Raises:
             ValueError: `num_slots` is less than 1, or both `offload` and `cuts` are given.
-            TypeError: the module contains a DistributedDataParallel.
+            TypeError: the module contains a DistributedDataParallel, or an option is not known.
         """
-        if num_slots < 1:
-            raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
-        if offload is not None and cuts:
-            raise ValueError("offload and cuts: copies to the host span the pieces of a pass; give one of the two")
         if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
             raise TypeError(
                 "DistributedDataParallel reduces gradients in autograd hooks, which a replay does not run; "
                 "graph the bare module and reduce its gradients after backward"
             )
-        super().__init__(
-            module,
-            buckets,
-            tail_policy=tail_policy,
-            overflow=overflow,
-            capture=capture,
-            no_grad=no_grad,
-            token_dim=token_dim,
-            token_shards=token_shards,
-            sample_every=sample_every,
-            on_decision=on_decision,
-            agreed=agreed,
-            say=say,
-            agree_on=agree_on,
-            surroundings=surroundings,
-            verify_every=verify_every,
-            name=name,
-        )
-        self._num_slots, self._generators = num_slots, tuple(generators)
-        self._offload, self._cuts = offload, tuple(cuts)
-        self._reduced_by_hooks = reduced_by_hooks
+        super().__init__(module, buckets, options, **changes)
+        if self._options.num_slots < 1:
+            raise ValueError(f"num_slots {self._options.num_slots}: at least 1 slot is needed")
+        if self._options.offload is not None and self._options.cuts:
+            raise ValueError("offload and cuts: copies to the host span the pieces of a pass; give one of the two")
+        self._generators = tuple(self._options.generators)
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
 
     def _is_reducing(self) -> bool:
-        return bool(self._cuts) and self._surroundings.reducing()
+        return bool(self._options.cuts) and self._surroundings.reducing()
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs."""
@@ -210,49 +213,39 @@ class GraphedModule(WatchedModule):
     def offload_freed_bytes(self) -> int:
         """Bytes by which offloading should reduce the graphs' memory, over all slots."""
         offload_plan = self.offloaded()
-        return 0 if offload_plan is None else offload_plan.device_bytes_freed * self._num_slots
+        return 0 if offload_plan is None else offload_plan.device_bytes_freed * self._options.num_slots
 
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
         with self._bank.eager_offload(call.tensors) if self._bank is not None else nullcontext():
             return super()._run_eagerly(call, timed=timed)
 
     def _open(self, call: Call) -> None:
-        device = call.tensors[0].device
         sample = call.without_values()  # kept as long as the bank, so it must hold no memory
 
         def run(static: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
             args, kwargs = sample.substitute(static, metadata)
             return self.module(*args, **kwargs)
 
-        together = len(self._buckets) * self._num_slots if self._capture == "startup" else 0
+        is_startup = self._options.capture == "startup"
+        together = len(self._buckets) * self._options.num_slots if is_startup else 0
         numbers = itertools.count(1)
 
-        def told(captured: Captured) -> None:
+        def count(captured: Captured) -> None:
             number = next(numbers)
             self._count_capture(captured, number=number if number <= together else 0, of=together)
 
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._anchor = torch.zeros((), device=call.tensors[0].device, requires_grad=True)
         self._bank = Bank(
             self.module,
             run,
-            call.tensors,
-            BankOptions(
-                buckets=self._buckets,
-                num_slots=self._num_slots,
-                generators=with_default(device, self._find_generators()),
-                generators_now=lambda: with_default(device, self._find_generators()),
-                with_padded=call.packed.cu_seqlens_padded is not None,
-                with_seq_idx=call.packed.seq_idx is not None,
-                on_capture=told,
-                agreed=self._succeeded_everywhere,
-                is_joint=self.decides_jointly,
-                surroundings=self._surroundings,
-                offload=self._offload,
-                cuts=self._cuts,
-                parameters_are_inputs=self._reduced_by_hooks,
-            ),
+            call,
+            self._buckets,
+            self._options,
+            find_generators=self._find_generators,
+            on_capture=count,
+            is_joint=self.decides_jointly,
         )
-        if self._capture == "startup":
+        if is_startup:
             self._bank.capture_all(_show_captures)
 
     def _find_generators(self) -> Sequence[torch.Generator]:
@@ -266,7 +259,7 @@ class GraphedModule(WatchedModule):
         return (
             [slot.busy and not slot.dropped for slot in self._bank.slots]
             if self._bank is not None
-            else [False] * self._num_slots
+            else [False] * self._options.num_slots
         )
 
     def _failed(self) -> Sequence[bool]:
@@ -283,7 +276,7 @@ class GraphedModule(WatchedModule):
         self._surroundings.before_forward()
         watched = self._watched(lease, call)
         with self._timed(() if watched else call.tensors, replayed=True) as outputs:
-            if self._cuts:
+            if self._options.cuts:
                 outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
             else:
                 parameters = lease.accumulated_elsewhere()
@@ -335,3 +328,72 @@ def _show_captures(done: int, total: int) -> None:
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\rthdprof: captured {done} of {total} graph pairs", end=end, file=sys.stderr, flush=True)
+
+
+def offload_of(plan: Plan) -> Choice | None:
+    """Which activations `plan` keeps in host memory; None where all stay on the device.
+
+    Raises:
+        ValueError: the plan delays copies, which graphs cannot do.
+    """
+    asked = plan.graphs.offload
+    if asked is None:
+        return None
+    if asked.delayed_commit:
+        raise ValueError(
+            "graphs.offload.delayed_commit is true: copies inside graphs cannot be delayed; set it to false"
+        )
+    return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
+
+
+def graphed(
+    module: nn.Module,
+    plan: Plan,
+    *,
+    pipeline_rank: int = 0,
+    chunk: int = 0,
+    generators: Sequence[torch.Generator] = (),
+    token_dim: int = 0,
+    reduced_by_hooks: bool = False,
+) -> GraphedModule:
+    """`module`, run through the graphs of `plan`.
+
+    Args:
+        module: a module that takes tensors and one PackedSequence.
+        plan: a plan that `thdprof analyze` wrote.
+        pipeline_rank: the pipeline rank whose number of slots is used.
+        chunk: which of that rank's model chunks this module is.
+        generators: CUDA generators, besides the default one, that the module draws from.
+        token_dim: dimension of the first tensor that runs over tokens.
+        reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay, as those of a
+            DistributedDataParallel around the module do.
+
+    Raises:
+        ValueError: the plan captures parts of Megatron's layers, or groups of them.
+    """
+    graphs = plan.graphs
+    if graphs.modules:
+        raise ValueError(
+            f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which only "
+            "thdprof.runtime.megatron.install can do; set it to [] to capture this module whole"
+        )
+    if graphs.layers_per_graph is not None:
+        raise ValueError(
+            f"graphs.layers_per_graph is {graphs.layers_per_graph}: only thdprof.runtime.megatron.install captures a "
+            "model's layers in groups; set it to null to capture this module whole"
+        )
+    options = GraphOptions(
+        num_slots=graphs.slots[pipeline_rank][chunk],
+        tail_policy=graphs.tail_policy,
+        overflow=graphs.overflow,
+        capture=graphs.capture,
+        no_grad=graphs.no_grad,
+        generators=generators,
+        token_dim=token_dim,
+        offload=offload_of(plan),
+        verify_every=graphs.verify_every,
+        reduced_by_hooks=reduced_by_hooks,
+    )
+    graphed_module = GraphedModule(module, plan.captured, options)
+    graphed_module.stats().prediction = Prediction.of(plan)
+    return graphed_module

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from thdprof.runtime.graphs.hooks import find_home, find_hooked_modules
-from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
 from thdprof.runtime.megatron import recompute, rotary
 from thdprof.runtime.megatron.quantized import Quantization, find_quantization
 from thdprof.runtime.megatron.replacing import Shared, replaced
+from thdprof.runtime.options import Surroundings
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _COUNTS = frozenset(("local_tokens_per_expert",))

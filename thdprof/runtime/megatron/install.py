@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.call import Call
-from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.graphs.of_plan import offload_of
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
 from thdprof.runtime.megatron import (

@@ -1,7 +1,7 @@
 """The tensors that graphs of single layers keep in host memory between forward and backward.
 
 Two mechanisms move activations to the host: megatron-core's own `fine_grained_activation_offloading`, where the model
-was built with it, in graphs of single layers (`core_offload`); and `thdprof.runtime.offload.saved_tensors`, which moves
+was built with it, in graphs of single layers (`core_offload`); and `thdprof.runtime.offload`, which moves
 any saved tensor, inside the graphs of `chunk` and of `transformer_engine`.
 """
 
@@ -19,9 +19,7 @@ from torch import nn
 
 from thdprof.offload.allocator import Gradients, Segments
 from thdprof.offload.plan import Choice, OffloadPlan, freed_in_turn, plan_in_turn
-from thdprof.runtime.offload.copies import CudaMover, HostBuffers, Mover
-from thdprof.runtime.offload.discovery import Discovery, report
-from thdprof.runtime.offload.planned_moves import PlannedMoves
+from thdprof.runtime.offload import CudaMover, Discovery, HostBuffers, Mover, PlannedMoves, report
 
 Stays = frozenset[tuple[str, int]]
 """Groups that stay on the device: their name, and how many groups of that name came before in the pass."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from thdprof.runtime.graphs.hooks import find_hooked_parameters
+from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import decoder_surroundings, refusals
 from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from thdprof.runtime.graphs.hooks import find_hooked_parameters
+from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import decoder_surroundings, recompute
 from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import KNOWN_ARGUMENTS, Decoder, Rope, rope_of

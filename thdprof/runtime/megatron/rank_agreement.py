@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from thdprof.dispatch import Bucket, FallbackReason
-from thdprof.runtime.captured import alone
+from thdprof.runtime.agreement import alone
 from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks, experts_communicate, shared_by
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from thdprof.runtime.graphs.redrawn import Repeats
 from thdprof.runtime.megatron import rotary
 from thdprof.runtime.megatron.replacing import Shared, replaced
+from thdprof.runtime.random_states import Repeats
 
 
 class MegatronTracker:

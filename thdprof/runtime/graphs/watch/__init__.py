@@ -4,7 +4,7 @@
 those with number 0, 1, 2, 4, ... 64.
 
 - **When.** Which micro-batches are verified depends on their number alone, which counts every call of the module, so
-  that ranks which communicate inside the module choose alike (`sampling`). Those ranks also ask each other whether all
+  that ranks which communicate inside the module choose alike (`watch`). Those ranks also ask each other whether all
   of them replay the micro-batch: an eager pass communicates, and one rank must not make it alone. A module whose passes
   communicate is not watched unless its ranks can agree (`Surroundings.agreed`).
 - **The twin.** The replay's inputs, boundaries, random states and buffers are kept at its forward. The eager pass, the
@@ -25,7 +25,7 @@ those with number 0, 1, 2, 4, ... 64.
   lacks counts as zeros.
 - **A suspicion, and more runs.** The host waits for the comparison of a verified micro-batch. Where it looks wrong, the
   micro-batch runs again at once, up to 15 times eagerly and 15 times by its graphs, with everything as it was before
-  (`findings`, `distances`). Nothing is said or refused before that. Gradients are then put back bit for bit, from
+  (`findings`). Nothing is said or refused before that. Gradients are then put back bit for bit, from
   copies on the GPU or, where it is full, on the host. Ranks that communicate inside the module make these runs
   together, as many as one of them needs.
 - **Wrong** is what eager runs repeat bit for bit and every replay makes otherwise: outputs, state. Gradients are added

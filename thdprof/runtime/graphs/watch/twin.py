@@ -13,11 +13,16 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import WATCHED_BYTES, Bucket
-from thdprof.runtime.graphs.gradients import GradientBuffers
-from thdprof.runtime.graphs.module_state import aliased_parameters
-from thdprof.runtime.graphs.watch.distances import Distance, find_unequal, measure_distances
-from thdprof.runtime.graphs.watch.findings import APART, FAINT, ROUNDINGS, Evidence
-from thdprof.runtime.graphs.watch.sampling import Rotation
+from thdprof.runtime.graphs.module_state import GradientBuffers, aliased_parameters
+from thdprof.runtime.graphs.watch.findings import (
+    APART,
+    FAINT,
+    ROUNDINGS,
+    Distance,
+    Evidence,
+    find_unequal,
+    measure_distances,
+)
 from thdprof.runtime.isolation.state import KeptTensors, states_of
 from thdprof.runtime.padding import Boundaries, PackedSequence
 
@@ -87,6 +92,33 @@ class Run:
     def tensors(self) -> dict[str, torch.Tensor | None]:
         """All of them, in the order in which a pass makes them."""
         return self.results | self.gradients
+
+
+class Rotation:
+    """Gives every parameter its turn: each sample begins where the one before it ended."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def take(self, sizes: Sequence[int], limit: int) -> list[int]:
+        """Positions of the next parameters: one at least, and more while all together keep to `limit`.
+
+        Args:
+            sizes: bytes of the gradient of each parameter, as many in every call.
+            limit: most bytes of all that are taken.
+        """
+        if not sizes:
+            return []
+        chosen: list[int] = []
+        total = 0
+        for step in range(len(sizes)):
+            position = (self._first + step) % len(sizes)
+            total += sizes[position]
+            if chosen and total > limit:
+                break
+            chosen.append(position)
+        self._first = (chosen[-1] + 1) % len(sizes)
+        return chosen
 
 
 class Twin:
@@ -337,3 +369,36 @@ def _contiguous(grad: torch.Tensor | None, *, like: torch.Tensor) -> torch.Tenso
     """The gradient in memory laid out as a replay's; None counts as zeros."""
     copy = torch.zeros_like(like, memory_format=torch.contiguous_format)
     return copy if grad is None else copy.copy_(grad)
+
+
+_EAGER_PER_SLOT = 1.25
+"""Memory that an eager pass is taken to need, as a multiple of a slot's pool: it also keeps what the graphs reuse."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that torch can allocate outside the pools of graphs: those that the driver has, and those kept for reuse.
+
+    Args:
+        device: a GPU.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    segments = torch.cuda.memory_snapshot()
+    kept = (
+        s["total_size"] - s["active_size"]
+        for s in segments
+        if tuple(s["segment_pool_id"]) == (0, 0) and s["device"] == device.index
+    )
+    return int(free + sum(kept))
+
+
+def missing_bytes(device: torch.device, *, slot_bytes: int, others: int) -> int:
+    """Bytes that are missing for one eager pass; 0 if it fits, or if the device is no GPU.
+
+    Args:
+        device: where the pass runs.
+        slot_bytes: bytes of the pool of a slot, whose largest graph does the same work.
+        others: bytes that the verification needs besides the pass.
+    """
+    if device.type != "cuda":
+        return 0
+    return max(0, int(_EAGER_PER_SLOT * slot_bytes) + others - free_bytes(device))

@@ -7,19 +7,51 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
-from thdprof.dispatch import Bucket
-from thdprof.runtime.graphs.gradients import GradientBuffers
-from thdprof.runtime.graphs.surroundings import is_programming_error
+from thdprof.dispatch import Bucket, FallbackReason, Shape
+from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.graphs.failed_captures import is_programming_error
+from thdprof.runtime.graphs.module_state import GradientBuffers
 from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding
-from thdprof.runtime.graphs.watch.sampling import Rotation, is_sampled
-from thdprof.runtime.graphs.watch.twin import Replayable, Run, Subject, Twin
+from thdprof.runtime.graphs.watch.twin import Replayable, Rotation, Run, Subject, Twin
+from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)
+
+EARLY = 64
+"""Up to this number, micro-batches whose number is 0 or a power of two are verified, whatever the rate."""
+_WORD = (1 << 64) - 1
+
+
+def is_sampled(number: int, every: int) -> bool:
+    """Whether micro-batch `number` is verified: one of each block of `every` micro-batches, and some early ones.
+
+    The place in the block is scattered, because a fixed one would always meet the same place in the step, and with it
+    the same slot.
+
+    Args:
+        number: number of the micro-batch, from 0.
+        every: size of a block, at least 1.
+    """
+    if number <= EARLY and number & (number - 1) == 0:
+        return True
+    block, place = divmod(number, every)
+    return place == _scatter(block) % every
+
+
+def _scatter(number: int) -> int:
+    """An integer of 64 bits that looks random and depends on `number` alone (SplitMix64)."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 & _WORD
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _WORD
+    return mixed ^ (mixed >> 31)
+
 
 ADVICE = (
     "Load a checkpoint from before that, and set graphs.impl to none in the plan to train without graphs. Please "
@@ -332,3 +364,82 @@ class Watched:
         except Exception as error:
             self._own = None
             self._watch.end(error)
+
+
+class WatchedModule(DispatchedModule):
+    """A dispatched module of which some replayed micro-batches are verified; subclasses verify them."""
+
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[Bucket], options: GraphOptions | None = None, **changes: Any
+    ) -> None:
+        """A module that will be captured for `buckets`; the arguments are those of `DispatchedModule`."""
+        super().__init__(module, buckets, options, **changes)
+        self._watch = self._make_watch() if self._options.verify_every and self._buckets else None
+
+    def _make_watch(self) -> Watch | None:
+        around = self._surroundings
+        # a rank that communicates with none can refuse a bucket at once
+        agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
+        if not agreement.is_possible:
+            logger.warning(
+                "no micro-batch is verified (graphs.verify): ranks communicate inside the module, and have no way to "
+                "agree on which ones"
+            )
+            return None
+        return Watch(
+            self._options.verify_every,
+            agreement=agreement,
+            deterministic=around.deterministic,
+            reducing=self._is_reducing,
+            stats=lambda: self._stats,
+            name=self._options.name,
+        )
+
+    def _is_reducing(self) -> bool:
+        """Whether gradients that a backward adds to may be reduced while they are verified."""
+        return False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch, replayed or eagerly; returns the module's own output.
+
+        Raises:
+            TypeError, ValueError, FallbackError: as `DispatchedModule.forward`.
+            RuntimeError: the eager run of a verified micro-batch failed while other ranks communicated with it.
+        """
+        if self._watch is not None and not self._opening_ahead:
+            self._watch.next_microbatch()
+        return super().forward(*args, **kwargs)
+
+    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `DispatchedModule.unpacked`. The watch counts the micro-batch, as it does on ranks to which it came with
+        metadata: all of them must choose the same micro-batches.
+        """
+        if self._watch is not None:
+            self._watch.next_microbatch()
+        return super().unpacked(function, *args, **kwargs)
+
+    def _run_alike_without_boundaries(self) -> None:
+        super()._run_alike_without_boundaries()
+        if self._watch is not None:
+            self._watch.verifies(replays=False)  # after the agreement, as `_note_fallback` does on other ranks
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """As `DispatchedModule.rehearsal`; the micro-batches are not verified."""
+        watch, self._watch = self._watch, None
+        try:
+            with super().rehearsal():
+                yield
+        finally:
+            self._watch = watch
+
+    def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
+        if self._watch is not None:
+            self._watch.verifies(replays=False)  # ranks that replay it must know, before this one runs it
+        super()._note_fallback(reason, shape)
+
+    def recapture(self) -> None:
+        """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        if self._watch is not None:
+            self._watch.graphs_dropped()
+        super().recapture()

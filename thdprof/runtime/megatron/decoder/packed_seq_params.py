@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from thdprof.dispatch import Bucket
-    from thdprof.runtime.call import Call
+    from thdprof.runtime.dispatched_module import Call
 
 _HOST = "_thdprof_host"
 """Attribute that we set on PackedSeqParams: a pair of boundaries and padded boundaries (or None) on the host."""

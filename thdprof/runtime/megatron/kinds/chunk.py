@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket, Shape
-from thdprof.runtime.call import Call
-from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import GraphedModule
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, generators, run_gathering_hooks
@@ -122,16 +121,16 @@ class SizedGraphs(DispatchedModule):
     decides_jointly = False  # ranks that capture together run micro-batches of several sizes
 
     def _opens_at(self, shape: Shape) -> bool:
-        return bool(self._buckets) and self._capture == "startup"
+        return bool(self._buckets) and self._options.capture == "startup"
 
     def _opening(self, call: Call) -> Call:
         """The call that shows shapes to the captures: `call`, with hidden states of the buckets' size."""
         hidden, rest = call.tensors[0], call.tensors[1:]
-        tokens = self._buckets[0].n_tokens // self._token_shards
-        if hidden.shape[self._token_dim] == tokens:
+        tokens = self._buckets[0].n_tokens // self._options.token_shards
+        if hidden.shape[self._options.token_dim] == tokens:
             return call
         shape = [*hidden.shape]
-        shape[self._token_dim] = tokens
+        shape[self._options.token_dim] = tokens
         zeros = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
         args, kwargs = call.substitute((zeros, *rest), call.packed)
         return replace(call, args=tuple(args), kwargs=kwargs, tensors=(zeros, *rest))

@@ -20,13 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime import teardown
-from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import Call
 from thdprof.runtime.graphs.failed_captures import undone_if_failed
-from thdprof.runtime.graphs.gradients import spare_main_grads
-from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
-from thdprof.runtime.graphs.slots import ReplayOrder, SlotLease, SlotMemory
-from thdprof.runtime.graphs.static_metadata import sample_boundaries
-from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.module_state import aliased_parameters, spare_main_grads, unchanged_state
+from thdprof.runtime.graphs.slots import ReplayOrder, SlotLease, SlotMemory, sample_boundaries
 from thdprof.runtime.graphs.watch.twin import Subject
 from thdprof.runtime.megatron import recompute, rotary
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
@@ -36,6 +33,7 @@ from thdprof.runtime.megatron.layer_offload import LayerMoves
 from thdprof.runtime.megatron.quantized import is_quantized
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes, same_attributes
+from thdprof.runtime.options import Surroundings
 from thdprof.runtime.padding import PackedSequence
 
 Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]

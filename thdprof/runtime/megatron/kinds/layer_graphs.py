@@ -24,19 +24,15 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, FallbackReason
 from thdprof.runtime import teardown
-from thdprof.runtime.call import Call
-from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
-from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
-from thdprof.runtime.graphs.gradients import GradientBuffers
-from thdprof.runtime.graphs.module_state import Placement, changes_since
-from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
-from thdprof.runtime.graphs.slots import FreeSlots, ReplayOrder
-from thdprof.runtime.graphs.static_metadata import Metadata
-from thdprof.runtime.graphs.watch.room import missing_bytes
-from thdprof.runtime.graphs.watch.twin import Subject
-from thdprof.runtime.graphs.watch.watch import Parts, Watch, Watched
-from thdprof.runtime.graphs.watch.watched_module import WatchedModule
+from thdprof.runtime.agreement import alone
+from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.graphs.bank import AgreedCaptures
+from thdprof.runtime.graphs.capture import pool_bytes
+from thdprof.runtime.graphs.failed_captures import WarmupError
+from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since
+from thdprof.runtime.graphs.slots import FreeSlots, Metadata, ReplayOrder
+from thdprof.runtime.graphs.watch.twin import Subject, missing_bytes
+from thdprof.runtime.graphs.watch.watch import Parts, Watch, Watched, WatchedModule
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.parts import has_fused_operations, has_gated_delta_net, is_mamba
@@ -56,6 +52,8 @@ from thdprof.runtime.megatron.kinds.layer_capture import (
 from thdprof.runtime.megatron.layer_offload import Offloading
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.padding import Boundaries, PackedSequence, to_device
+from thdprof.runtime.random_states import RegisteredStates, with_default
+from thdprof.runtime.stats import Captured
 
 
 class EagerLayers:
@@ -282,7 +280,7 @@ class LayerGraphs(WatchedModule):
         self._make = make or transformer_engines_own(generators())
         self._offload = offload
         self._slots: list[LayerSlot] = []
-        agreed = self._succeeded_everywhere if self.decides_jointly else alone
+        agreed = self._options.agreed if self.decides_jointly else alone
         self._captures, self._free = self._new_captures(), FreeSlots(agreed)
         self._placement: Placement | None = None
         self._states: RegisteredStates | None = None
@@ -349,8 +347,9 @@ class LayerGraphs(WatchedModule):
         if self._offload is not None:
             for slot in self._slots:
                 slot.moves = self._offload.slot(self._layers, device)
-        self._captures = self._new_captures(len(self._buckets) * self._num_slots if self._capture == "startup" else 0)
-        if self._capture == "startup":
+        is_startup = self._options.capture == "startup"
+        self._captures = self._new_captures(len(self._buckets) * self._num_slots if is_startup else 0)
+        if is_startup:
             for _ in self._captures.all_of(self._slots, self._buckets):
                 pass
 
@@ -478,7 +477,7 @@ class LayerGraphs(WatchedModule):
 
         return AgreedCaptures(
             self._make_graphs,
-            agreed=self._succeeded_everywhere,
+            agreed=self._options.agreed,
             surroundings=self._surroundings,
             on_capture=report,
             judged=lambda error: WarmupError(f"{type(error).__name__}: {error}"),  # it is not known how far it came

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
-from thdprof.runtime.call import Call
-from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.capture import pool_bytes
-from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.refusals import SettingsError
+from thdprof.runtime.random_states import RegisteredStates, with_default
 from thdprof.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
-from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import Call
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.expert_layers import UpToRouter
 from thdprof.runtime.megatron.kinds.layer_capture import LayerLease, LayerSlot

@@ -1,24 +1,21 @@
-"""Surroundings of a module: the state outside the module that its passes change, and who must know of captures."""
+"""How a module is run through graphs: its options, and the surroundings that its passes change."""
 
 from __future__ import annotations
 
-import traceback
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from thdprof.runtime.graphs.capture import WarmupError
-from thdprof.runtime.graphs.redrawn import Repeats
-
-_BUGS = (AttributeError, NameError, TypeError)
-"""Errors of a program that does not fit its own objects, whoever raises them."""
-_BUGS_HERE = (ArithmeticError, AssertionError, LookupError)
-"""Errors that are bugs where thdprof raises them; libraries refuse with them what a capture or a shape does not allow.
-"""
+from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.offload.plan import Choice
+from thdprof.runtime.agreement import Largest, alone
+from thdprof.runtime.random_states import Repeats
+from thdprof.training import TailPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,40 +80,55 @@ class Surroundings:
     """The module's parts that run again in the backward (recomputed activations); None: there are none."""
 
 
-def cause_of_warmup(error: BaseException) -> BaseException:
-    """What a WarmupError was raised from; any other error itself."""
-    return error.__cause__ or error if isinstance(error, WarmupError) else error
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How a module is run through graphs, besides the shapes that are captured."""
 
-
-def is_programming_error(error: BaseException) -> bool:
-    """Whether a failed capture or eager run shows a bug, of thdprof or of the module, that must end the run.
-
-    AttributeError, NameError and TypeError are bugs wherever they are raised; ArithmeticError, AssertionError and
-    LookupError are where thdprof's own code raises them. Everything else, such as the RuntimeErrors of CUDA and of too
-    little memory, says that this pass cannot be captured or repeated. A WarmupError is judged by its cause.
+    num_slots: int = 1
+    """Number of slots: micro-batches that can be between forward and backward at a time."""
+    tail_policy: TailPolicy = "none"
+    """How tokens after the last boundary are treated."""
+    overflow: Literal["eager", "error"] = "eager"
+    """Whether a micro-batch that fits no bucket runs eagerly or is an error."""
+    capture: Literal["startup", "first_use"] = "startup"
+    """Whether graphs are captured at the start or when a bucket is first used."""
+    no_grad: Literal["eager", "replay"] = "eager"
+    """Whether passes without gradients, in training mode, run eagerly or are replayed."""
+    generators: Sequence[torch.Generator] = ()
+    """CUDA generators, besides the default one, that the module draws from."""
+    token_dim: int = 0
+    """Dimension of the first tensor that runs over tokens."""
+    token_shards: int = 1
+    """Number of ranks that share this rank's tokens out among them, as in sequence parallelism."""
+    sample_every: int = 16
+    """One in so many micro-batches is timed; 0: none."""
+    on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None
+    """Called with every decision, before the micro-batch runs."""
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    """The state that the module's passes change outside the module."""
+    offload: Choice | None = None
+    """Which activations are in host memory between forward and backward, also of eager micro-batches; None: none."""
+    agreed: Callable[[bool], bool] = alone
+    """Whether what succeeded here has succeeded on every rank that shares collectives with the module's passes; all of
+    them call it together, after every capture.
     """
-    error = cause_of_warmup(error)
-    if isinstance(error, _BUGS):
-        return True
-    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    return isinstance(error, _BUGS_HERE) and any(name.split(".")[0] == "thdprof" for name in raised_in)
-
-
-def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:
-    """Raise, instead of going on eagerly, when a warm-up pass failed on this rank while other ranks communicate with
-    it.
-
-    Raises:
-        RuntimeError: the other ranks are inside communication that this rank has left, so that any result could be
-            wrong.
+    say: Callable[[str], None] = logging.getLogger(__name__).info
+    """Reports every capture, in one line."""
+    cuts: Sequence[nn.Module] = ()
+    """Submodules before which passes are cut into pieces, each with graphs of its own; the module calls each of them
+    once, in this order. The parameters' hooks then run after the backward of each piece. The gradient of a parameter
+    that two pieces use is added up in another order than eagerly, which a verified micro-batch reports.
     """
-    if surroundings.communicates and isinstance(error, WarmupError):
-        remedy = (
-            "it is a bug, please report it with the traceback above"
-            if is_programming_error(error)
-            else "with less memory for graphs (--graph-memory-gib, --buckets) or graphs.impl none it could"
-        )
-        raise RuntimeError(
-            f"a pass before a capture failed on this rank ({error}), while others communicate with it: training cannot "
-            f"go on; {remedy}"
-        ) from error
+    agree_on: Largest | None = None
+    """Returns the largest of each value over the ranks whose captured passes share collectives, such as
+    `thdprof.runtime.megatron.rank_agreement.Peers.largest`: they decide together about every micro-batch. None: this
+    rank decides by its own micro-batch.
+    """
+    verify_every: int = 0
+    """One in so many micro-batches is also run eagerly, and compared; 0: none."""
+    name: str = ""
+    """The module's name in what is logged of verified micro-batches."""
+    reduced_by_hooks: bool = False
+    """Whether hooks on the parameters' gradient accumulation must run after a replay, as those of a
+    DistributedDataParallel around the module do.
+    """

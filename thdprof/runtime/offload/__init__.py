@@ -1,1 +1,0 @@
-"""Saved tensors in host memory between a forward and its backward."""
