@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thdprof.analyze.settings.launch_script import MegatronArgs, read_launch
@@ -85,6 +85,7 @@ def test_any_text_is_read_or_refused(text):
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @settings(max_examples=150, deadline=None)
 @given(SCRIPTS)
+@example('L=()\nARGS=("${L[@]}" "" a"${L[@]}" "${L[*]}")')
 def test_words_of_simple_scripts_are_those_of_bash(script):
     command = f"{script}\nprintf '%s\\0' \"${{ARGS[@]}}\" end"
     printed = subprocess.run(["bash", "-c", command], capture_output=True, check=True, env={}).stdout.decode()

@@ -90,7 +90,21 @@ def analyze_dataset(
     return analyze_read(dataset, request, measured=measured, offload=offload, impl=impl)
 
 
-def profile_dataset(*locations: str | Path | Lengths, part: str | None = None, **options: Any) -> RunProfile:
+def profile_dataset(
+    *locations: str | Path | Lengths,
+    part: str | None = None,
+    format: str = "auto",
+    cost_table: str | Path | None = None,
+    attention: Attention = "transformer_engine",
+    buckets: int = DEFAULT_BUCKETS,
+    max_fallback_rate: float | None = None,
+    graph_memory_bytes: int | None = None,
+    offload: Choice | None = None,
+    model: Model | str | Path | None = None,
+    gpu: str | None = None,
+    gpu_hour_price: float | None = None,
+    **settings: Unpack[TrainingOptions],
+) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
     In the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()`
@@ -100,13 +114,37 @@ def profile_dataset(*locations: str | Path | Lengths, part: str | None = None, *
     Args:
         locations: as for `analyze_dataset`.
         part: name of the data in the profile; None: the name of the file or directory.
-        options: the keywords of `analyze_dataset`, such as `format` and `cost_table`, and its settings.
+        format: as for `analyze_dataset`.
+        cost_table: as for `analyze_dataset`.
+        attention: as for `analyze_dataset`.
+        buckets: as for `analyze_dataset`.
+        max_fallback_rate: as for `analyze_dataset`.
+        graph_memory_bytes: as for `analyze_dataset`.
+        offload: as for `analyze_dataset`.
+        model: as for `analyze_dataset`.
+        gpu: as for `analyze_dataset`.
+        gpu_hour_price: as for `analyze_dataset`.
+        settings: as for `analyze_dataset`.
 
     Raises:
         DataError: as for `analyze_dataset`.
         UsageError: as for `analyze_dataset`.
     """
-    return make_profile(analyze_dataset(*locations, **options), part=part)
+    analysis = analyze_dataset(
+        *locations,
+        format=format,
+        cost_table=cost_table,
+        attention=attention,
+        buckets=buckets,
+        max_fallback_rate=max_fallback_rate,
+        graph_memory_bytes=graph_memory_bytes,
+        offload=offload,
+        model=model,
+        gpu=gpu,
+        gpu_hour_price=gpu_hour_price,
+        **settings,
+    )
+    return make_profile(analysis, part=part)
 
 
 def _with_model(request: Request, model: Model | str | Path) -> Request:

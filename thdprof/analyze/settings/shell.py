@@ -418,13 +418,14 @@ class _Lexer:
         self.at = stop + 1
 
     def _double_quotes(self, word: _RawWord) -> None:
-        opened = self.line
+        opened, before = self.line, len(word.pieces)
         self.at += 1
-        word.pieces.append(_Piece("", True))  # "" alone is a word
         while self.at < len(self.text) and self.text[self.at] != '"':
             self._inside_double_quotes(word, _QUOTED_RUN)
         if self.at >= len(self.text):
             raise _UnclosedQuoteError(opened)
+        if len(word.pieces) == before:
+            word.pieces.append(_Piece("", True))  # "" alone is a word, and "${A[@]}" of an empty array is none
         self.at += 1
 
     def _inside_double_quotes(self, word: _RawWord, plain: re.Pattern[str]) -> None:
