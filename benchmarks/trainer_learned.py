@@ -3,7 +3,7 @@
 The test of chance: of five runs by the plan and five eager ones, r is the correlation of a step's losses, or of the
 logarithms of its gradient norms, with whether a run followed the plan. The largest r of all steps and both measures is
 compared with that of all 126 ways to part the ten runs into halves. p is the share of ways whose r is as large: at
-least 1/126. Where nothing differs, p is at most 0.05 in one row of twenty. A row whose p is not above LEVEL is to be
+least 1/126. Where nothing differs, p is at most 0.05 in one row of twenty. A row whose p is not above 0.05 is to be
 run again with other seeds, and differs if it is not above it again. The row with FAULT shows that the test can fail.
 """
 
@@ -57,8 +57,8 @@ PRECISIONS = {
 }
 EXACT_KINDS = ("on", "off")
 """Runs with deterministic kernels: the plan, and the plan with --replay off."""
-EXACT_STEPS, STEPS, RUNS, LEVEL = 60, 30, 5, 0.05
-"""Steps beside --replay off; steps of a run by chance; runs of each kind; level of the test."""
+EXACT_STEPS, STEPS, RUNS = 60, 30, 5
+"""Steps beside --replay off; steps of a run by chance; runs of each kind."""
 COUNTERS = ("replayed", "verified", "mismatches", "suspicions")
 """What is kept of a run's counters, beside its eager micro-batches."""
 VERIFY = "1/64"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -117,7 +116,7 @@ def _graphs(analysis: Analysis, impl: Impl, modules: list[Module], layers: int |
         one_cap=one_cap,
         slots=analysis.slots,
         tail_policy=analysis.settings.tail_policy,
-        verify=_verify(analysis, impl, modules) if buckets else None,
+        verify=_verify(analysis, impl) if buckets else None,
         offload=moved,
         layers_per_graph=layers if buckets else None,
     )
@@ -142,12 +141,11 @@ def _predictions(analysis: Analysis) -> PredictionsPart:
     )
 
 
-def _verify(analysis: Analysis, impl: Impl, modules: Sequence[str]) -> str | None:
+def _verify(analysis: Analysis, impl: Impl) -> str | None:
     """The plan's `graphs.verify`; None for graphs that are not verified."""
     settings = analysis.settings
     offloaded_layers = impl == "transformer_engine" and analysis.offload is not None
-    unwatched = impl == "local" or offloaded_layers or "moe_preprocess" in modules
-    if unwatched or settings.max_seqlen_per_dp_cp_rank is not None:
+    if impl == "local" or offloaded_layers or settings.max_seqlen_per_dp_cp_rank is not None:
         return None
     relative = analysis.times.relative_step_time
     return f"1/{verified_every(settings.pipeline_parallel_size, relative[0] if relative else None)}"

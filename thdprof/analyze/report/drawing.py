@@ -183,8 +183,10 @@ class Canvas:
     ) -> None:
         """Add a rectangle; `tip` is what hovering over it tells."""
         box = f'x="{px(x)}" y="{px(y)}" width="{px(max(0, width))}" height="{px(max(0, height))}"'
-        told = f"<title>{escape(tip)}</title>" if tip else ""
-        self.add(f'<rect class="{look}" {box}{extra}>{told}</rect>' if told else f'<rect class="{look}" {box}{extra}/>')
+        title = f"<title>{escape(tip)}</title>" if tip else ""
+        self.add(
+            f'<rect class="{look}" {box}{extra}>{title}</rect>' if title else f'<rect class="{look}" {box}{extra}/>'
+        )
 
     def marker(self, x: float, y: float, shape: str, look: str, *, extra: str = "") -> None:
         """Add a marker of `_SHAPES` at a point."""

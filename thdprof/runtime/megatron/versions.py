@@ -86,7 +86,7 @@ def _seq_idx_is_kept() -> bool:
 
 
 def _rope_is_ours() -> bool:
-    """Whether unfused RoPE of packed tokens gives what `decoder.unfused_rope` gives in captures."""
+    """Whether unfused RoPE of packed tokens gives what `rotary` gives in captures."""
     from megatron.core.models.common.embeddings import rope_utils
 
     from thdprof.runtime.megatron import rotary
@@ -109,7 +109,7 @@ def _rope_is_ours() -> bool:
 
 
 def _shift_is_ours() -> bool:
-    """Whether the shift of packed tokens gives what `decoder.token_shift` gives."""
+    """Whether the shift of packed tokens gives what `token_shift` gives."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     from thdprof.runtime.megatron import token_shift
