@@ -17,7 +17,6 @@ OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}
 DYNAMIC = {"packer": "dynamic_cp", "context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 256}
 DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 UNWATCHED = [
-    ("transformer_engine", {"modules": ["attn", "moe_router", "moe_preprocess"]}, {}, "parts that no kernel writes to"),
     ("transformer_engine", {}, DELAYED, "FP8 with delayed scaling"),
     ("local", {}, {}, "graphs.impl is local, and Megatron replays those graphs itself"),
     ("transformer_engine", {}, OVERLAPPED, "overlap_moe_expert_parallel_comm is True"),

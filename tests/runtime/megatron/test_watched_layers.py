@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from support.layer_graphs import (
     LAYERS,
     MIXED,
@@ -180,6 +182,70 @@ def test_every_parameter_has_its_turn_in_its_own_layer(monkeypatch):
     for number in range(LAYERS):
         turns = [found[LAYERS - 1 - number] for found in of_parameters]
         assert len(set(turns)) == len(turns) == 9
+
+
+class FusedPermutation:
+    """Transformer Engine's fused permutation as far as its table of rows goes: parts of it are never written."""
+
+    def __init__(self):
+        self.tables = 0
+
+    def permute(self, tokens, routing_map, *, fused, **options):
+        assert fused
+        permuted, probs, sorted_tokens, *rest = moe_utils.permute(tokens, routing_map, fused=False, **options)
+        num_tokens, num_experts = routing_map.shape
+        self.tables += 1
+        table = torch.full((num_tokens, 2 * num_experts + 1), -self.tables, dtype=torch.int32)  # other memory each time
+        table[:, -1] = routing_map.sum(dim=1)
+        counts = torch.zeros(num_tokens, dtype=torch.int64)
+        for row, token in enumerate(sorted_tokens.tolist()):
+            table[token, counts[token]] = row
+            counts[token] += 1
+        for token, experts in enumerate(routing_map):
+            chosen = experts.nonzero()[:, 0]
+            table[token, num_experts : num_experts + len(chosen)] = chosen
+        return permuted, probs, table, *rest
+
+    def unpermute(self, tokens, table, *, fused, **options):
+        assert fused
+        rows = [table[token, : table[token, -1]] for token in range(len(table))]
+        sorted_tokens = torch.empty(len(tokens), dtype=torch.int64)
+        for token, of_token in enumerate(rows):
+            sorted_tokens[of_token.long()] = token
+        return moe_utils.unpermute(tokens, sorted_tokens, fused=False, **options)
+
+    def sort(self, *given, fused, **options):
+        return moe_utils.sort_chunks_by_idxs(*given, fused=False, **options)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": True, "balancing": "seq_aux_loss"}], ids=["", "expert bias"])
+@pytest.mark.parametrize("wrong", [False, True], ids=["sound", "a row of it is wrong"])
+def test_a_fused_permutations_table_is_compared_as_far_as_it_is_written(wrong, settings, monkeypatch, caplog):
+    permutation = FusedPermutation()
+    monkeypatch.setattr(token_dispatcher, "permute", permutation.permute)
+    monkeypatch.setattr(token_dispatcher, "unpermute", permutation.unpermute)
+    monkeypatch.setattr(token_dispatcher, "sort_chunks_by_idxs", permutation.sort)
+    block, run = graphed(dispatcher="alltoall", modules=PREPROCESSED, **settings)
+    block.config.moe_permute_fusion = True  # as Transformer Engine would be needed for
+    place = 2 + bool(settings)
+
+    def replay(graph, own):
+        outputs = own()
+        if of_layer(graph, 0):
+            table = next(o for o in outputs if o.dtype == torch.int32 and o.ndim == 2)
+            table[3, : table[3, -1]] = table[3, : table[3, -1]].flip(0)
+        return outputs
+
+    if wrong:
+        broken(monkeypatch, forward=replay)
+    numbers(block)
+    assert permutation.tables > 2 * REPLAYED
+    buckets = len(run.stats().replays)
+    assert run.stats().verified.total() == (buckets if wrong else REPLAYED)
+    assert run.stats().mismatches.total() == buckets * wrong
+    wrong_outputs = re.findall(r"layer 0: output (\d+): 2 of", caplog.text)
+    assert len(wrong_outputs) == buckets * wrong
+    assert all(int(number) > place for number in wrong_outputs)
 
 
 def test_eager_runs_are_no_part_of_training_and_nor_are_repeated_replays(monkeypatch):

@@ -465,8 +465,6 @@ def verified_every(plan: Plan, config: Any, say: Callable[[str], None]) -> int:
         why = "graphs.impl is local, and Megatron replays those graphs itself: chunk or transformer_engine is verified"
     elif of_layers and getattr(config, "overlap_moe_expert_parallel_comm", False):
         why = "overlap_moe_expert_parallel_comm is True, and its schedule runs other micro-batches inside a backward"
-    elif "moe_preprocess" in plan.graphs.modules:
-        why = "graphs.modules has moe_preprocess, whose table of rows has parts that no kernel writes to"
     elif of_layers and getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed":
         why = "graphs hold single layers in FP8 with delayed scaling, for which no GPU has tried the watch"
     elif of_layers and plan.graphs.offload is not None:

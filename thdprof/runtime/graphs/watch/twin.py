@@ -45,6 +45,8 @@ class Subject:
     """Whether what the backward makes of them is compared."""
     uncompared: frozenset[str] = frozenset()
     """Names, without their modules', of buffers that are not compared."""
+    written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple
+    """Returns a pass's outputs with zeros where no kernel has written."""
     rounding: float = 0.0
     """Relative rounding error of the module's products, where it is larger than that of inputs and weights."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -309,7 +311,9 @@ class Twin:
             state.detach().copy_(as_then)
 
     def _keep_results(self, outputs: Sequence[torch.Tensor]) -> Run:
-        states: dict[str, torch.Tensor | None] = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
+        states: dict[str, torch.Tensor | None] = {
+            f"output {i}": o.detach().clone() for i, o in enumerate(self._subject.written(outputs))
+        }
         states |= KeptTensors(self._subject.module, self._subject.extra_state).values()
         states |= {f"random state {i}": generator.get_state() for i, generator in enumerate(self._subject.generators)}
         return Run(results=states)

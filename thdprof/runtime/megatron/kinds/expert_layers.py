@@ -22,6 +22,8 @@ from thdprof.runtime.megatron.replacing import attributes
 
 AFTER_PREPROCESS = "before_ep_alltoall"
 """Where a dispatcher may first copy token counts to the host, if everything before it is captured."""
+ROW_MAP = "reversed_local_input_permutation_mapping"
+"""The dispatcher's map from tokens to rows, which is Transformer Engine's where it fuses the permutation."""
 
 
 class DispatcherSizes:
@@ -223,6 +225,14 @@ class UpToRouter:
         tensors: tuple[torch.Tensor, ...] = tuple(outputs)
         return tensors
 
+    def written(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The captured part's outputs, with zeros where no kernel has written."""
+        attributes = getattr(self.layer.mlp.token_dispatcher, "valid_cudagraph_attrs", None) or ()
+        if self._sizes is None or not self.layer.config.moe_permute_fusion or ROW_MAP not in attributes:
+            return outputs
+        place = 2 + (self._counts is not None) + attributes.index(ROW_MAP)  # behind permuted tokens and probabilities
+        return [*outputs[:place], written_rows(outputs[place]), *outputs[place + 1 :]]
+
     def rehearse(self, hidden: torch.Tensor, constants: dict[str, Any], heads: list[torch.Tensor]) -> Any:
         """Run the captured part only: a rehearsal's tokens are zeros, which would all go to the same few experts."""
         *others, residual = self.captured(hidden, **constants)
@@ -346,6 +356,19 @@ class UpToRouter:
             yield
 
 
+def written_rows(row_map: torch.Tensor) -> torch.Tensor:
+    """Transformer Engine's `row_id_map` with zeros where its kernels have not written.
+
+    Args:
+        row_map: shape [tokens, 2 * experts + 1], int32. Of a token that has n experts, n entries from the first on are
+            rows, n entries in the middle are experts, and the last entry is n
+            (`transformer_engine/pytorch/triton/permutation.py`, make_row_id_map).
+    """
+    num_experts = row_map.shape[1] // 2
+    place = torch.arange(2 * num_experts, device=row_map.device) % num_experts
+    return torch.cat([row_map[:, :-1] * (place < row_map[:, -1:]), row_map[:, -1:]], dim=1)
+
+
 def _samples(params: Any, num_tokens: int) -> int:
     """Samples whose tokens follow each other in a micro-batch, as megatron-core's layers count them."""
     a_sample = getattr(params, "tokens_per_sample", None)
@@ -368,6 +391,10 @@ class WholeLayer:
         result = self._own(hidden_states=hidden_states, **constants)
         hidden: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return hidden
+
+    def written(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The outputs: every kernel of a whole layer writes all of its output."""
+        return outputs
 
     def rehearse(self, hidden: torch.Tensor, constants: dict[str, Any], heads: list[torch.Tensor]) -> Any:
         """Run the captured part in place of the layer's whole forward, and return what the layer returns; `heads` gets

@@ -428,6 +428,7 @@ class LayerCapture:
             backward_state=around.backward_state,
             compares_backward_state=False,  # the first layer's backward has updated them all, by Transformer Engine
             uncompared=around.uncompared,
+            written=split.written,
             rounding=around.rounding,
             around=apart,
         )
