@@ -73,7 +73,7 @@ LAYER_FAULTS = [
 
 @pytest.mark.parametrize("fault", LAYER_FAULTS)
 @pytest.mark.parametrize("precision", ["bf16", "fp8 current"])
-@pytest.mark.parametrize("model", ["experts", "layers"])
+@pytest.mark.parametrize("model", ["experts", "exchanged", "layers"])
 def test_small_faults_in_graphs_of_single_layers_are_found(model, precision, fault):
     pytest.importorskip("megatron.core")
     kernels = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
