@@ -45,7 +45,7 @@ MODELS: Mapping[str, tuple[str, int, int]] = {
     "Llama 3.2 1B": (SHAPES["llama3.2-1b"], 2, 3),
 }
 """Arguments of each shape, micro-batches of a step, and how many runs fit a GPU of 141 GB; with deterministic kernels
-two."""
+a third as many."""
 EXACT_TOKENS, EXACT_LONGEST = 4096, 1024
 """Tokens of a micro-batch, and of the longest document, with deterministic kernels. cuDNN's backward takes 16 GiB for
 them (16 heads), and would take 128 GiB for 8,192 tokens and 32 heads; for documents of 4,096 tokens Transformer Engine
@@ -95,7 +95,7 @@ def learned_runs(script: Path, directory: Path, kept: Path, *, rows: Sequence[st
             runs = [one for one in queue if one not in done and (one[1] in EXACT_KINDS) == exact]
             plans = {row: _plan(directory, row, exact) for row in dict.fromkeys(row for row, _ in runs)}
             runs.sort(key=lambda one: one[1] != "off")  # the longest first
-            with ThreadPoolExecutor(2 if exact else fit) as pool:
+            with ThreadPoolExecutor(fit // 3 if exact else fit) as pool:
                 list(pool.map(partial(_run, script, directory, kept, plans, until), runs))
 
 
