@@ -3,7 +3,8 @@
     python tools/golden.py check [GROUP...]     prints what changed, and exits with 1 if anything did
     python tools/golden.py write [GROUP...]     records anew
 
-A group is a list of cases (`golden_cases.py`), and its record one text file. The first case of a group is recorded
+A group is a list of cases (`golden_cases.py`), and its record one text file. Numbers have nine digits: the last ones
+of sums and exponentials depend on the processor. The first case of a group is recorded
 word by word. Of the JSON and the plans of the others, only those lines are recorded that the first case has not.
 """
 
@@ -104,23 +105,29 @@ def _text_of(path: Path) -> str:
         import pandas as pd
 
         table = pd.read_parquet(path)
-        digest = hashlib.sha256(table.to_csv().encode()).hexdigest()[:16]
+        digest = hashlib.sha256(_round_numbers(table.to_csv()).encode()).hexdigest()[:16]
         return f"{len(table):,} rows, sha256 {digest}\n{table.head(3).to_csv()}"
     text = path.read_text()
     if path.suffix in HASHED:
-        return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}, {len(text.splitlines()):,} lines\n"
+        digest = hashlib.sha256(_round_numbers(text).encode()).hexdigest()[:16]
+        return f"sha256 {digest}, {len(text.splitlines()):,} lines\n"
     return text
 
 
+def _round_numbers(text: str) -> str:
+    """`text` with nine digits in place of more."""
+    return re.sub(r"(?<![\w.])-?\d+\.\d{8,}(?:[eE][-+]?\d+)?", lambda number: f"{float(number.group()):.9g}", text)
+
+
 def _normal(text: str, folder: Path) -> str:
-    """`text` without the places of this run, the version and trailing blanks."""
+    """`text` without the places of this run, the version, further digits of numbers and trailing blanks."""
     from thdprof import __version__
 
     for place, name in ((folder, "WORK"), (sys.prefix, "VENV"), (ROOT, "ROOT")):
         text = text.replace(str(place), name)
     text = re.sub(rf"\b{re.escape(__version__)}\b", "VERSION", text)
     text = re.sub(r"0x[0-9a-f]{6,}", "0xADDRESS", text)
-    return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return _round_numbers(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
 
 
 # --- the programs ---------------------------------------------------------------------------------------------------
