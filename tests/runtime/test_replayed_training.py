@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -662,7 +663,7 @@ def test_gradients_of_outputs_are_one_block_of_memory_whatever_the_outputs_are()
 
 
 def test_buckets_whose_outputs_are_alike_share_their_gradients():
-    slot = Slot([draw()], [SMALL], with_padded=False, with_seq_idx=False, device=torch.device("cpu"))
+    slot = Slot([SMALL], SimpleNamespace(tensors=(draw(),), packed=pack(FITTING[1])))
     (first,) = slot.output_grads([draw()])
     (alike,) = slot.output_grads([draw(1)])
     assert alike is first

@@ -36,15 +36,12 @@ class _Block:
     small: bool
     """Whether the block lies in a segment for small requests."""
     number: int
-    """The block's index among all blocks."""
+    """Its index among all blocks."""
     nbytes: int
-    """The block's size in bytes."""
     free: bool = False
-    """Whether no tensor has the block."""
     before: _Block | None = None
-    """The block before this one in its segment."""
+    """Its neighbour in the segment."""
     after: _Block | None = None
-    """The block after this one in its segment."""
 
     def key(self) -> tuple[int, int]:
         return self.nbytes, self.number
@@ -89,18 +86,15 @@ class Segments:
         """Free the block that was allocated under `name`; it is joined with free blocks beside it."""
         block = self._taken.pop(name)
         if block.after is not None and block.after.free:
-            self._swallow_next(block)
+            self._free[block.small].remove(block.after.key())
+            self._join(block, block.after)
         if block.before is not None and block.before.free:
+            self._free[block.small].remove(block.before.key())
+            self._join(block.before, block)
             block = block.before
-            self._free[block.small].remove(block.key())
-            self._swallow_next(block, listed=False)
         self._give(block)
 
-    def _swallow_next(self, block: _Block, *, listed: bool = True) -> None:
-        after = block.after
-        assert after is not None
-        if listed:
-            self._free[after.small].remove(after.key())
+    def _join(self, block: _Block, after: _Block) -> None:
         block.nbytes += after.nbytes
         block.after = after.after
         if block.after is not None:

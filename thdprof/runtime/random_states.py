@@ -26,21 +26,15 @@ class RegisteredStates:
     """The random states that graphs have registered, and the check that the module still draws from them."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        """Remember the states that `generators` have now.
-
-        Args:
-            generators: CUDA generators that the graphs register.
-        """
+        """Remember the states that `generators`, which the graphs register, have now."""
         self._states = [generator.graphsafe_get_state() for generator in generators]
 
     def check(self, generators: Sequence[torch.Generator]) -> None:
-        """Make sure that every generator from which the module draws now has a state that the graphs draw from.
+        """Make sure that all `generators`, from which the module draws now, have states that the graphs draw from; they
+        come in the order of those that were registered.
 
         It costs the host a few microseconds for each generator, and does not touch the GPU. Megatron's tracker makes
         new generators over the same states all the time, so that the generators themselves cannot be compared.
-
-        Args:
-            generators: CUDA generators from which the module draws now, in the order of those that were registered.
 
         Raises:
             RuntimeError: a generator has another state than at the capture: replays would draw other numbers than the
@@ -59,9 +53,7 @@ class RegisteredStates:
 def share_state(one: torch.Generator, other: torch.Generator) -> bool:
     """Whether two CUDA generators draw from one state, and not only from states that are equal now.
 
-    Args:
-        one: its offset is changed for a moment; what it draws later is the same.
-        other: is only read.
+    The offset of `one` is changed for a moment; `other` is only read.
     """
     offset = one.get_offset()
     if one.initial_seed() != other.initial_seed() or offset != other.get_offset():
@@ -83,9 +75,7 @@ class Tracker(Protocol):
     """Hands out the generators from which a module draws, and can put others in their place."""
 
     def current(self) -> Sequence[torch.Generator]:
-        """The default CUDA generator, and all others that the module draws from, always in the same order. Several of
-        them may share a state.
-        """
+        """The default CUDA generator and all others of the module, in a fixed order; states may be shared."""
 
     def drawing_from(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
         """A context in which the module draws from the states of `generators`, given in the order of `current`."""
@@ -126,20 +116,13 @@ class _Part:
     drawn: set[int] = field(default_factory=set)
     """The sources of the states from which the second run draws."""
     piece: int = 0
-    """The piece of the pass in whose backward the second run is."""
 
 
 class Repeats:
     """Lets functions that run in a forward and again in its backward draw the same random numbers both times."""
 
     def __init__(self, tracker: Tracker) -> None:
-        """Repeats of a module.
-
-        Args:
-            tracker: hands out the generators from which the module draws.
-        """
         self.tracker = tracker
-        """Hands out the generators from which the module draws."""
         self.captured: PassStates | None = None
         """The states of the pass that is being captured, or warmed up for it; None: passes are eager."""
 
@@ -162,21 +145,13 @@ class Repeats:
 
     @contextmanager
     def _again(self, part: _Part) -> Iterator[None]:
-        observed = self.captured.again(part) if self.captured is not None else None
-        with self.tracker.drawing_from(part.generators):
-            if observed is None:
-                yield
-            else:
-                with observed:
-                    yield
+        observed = self.captured.again(part) if self.captured is not None else nullcontext()
+        with self.tracker.drawing_from(part.generators), observed:
+            yield
 
     @contextmanager
     def of_pass(self, generators: Sequence[torch.Generator]) -> Iterator[PassStates]:
-        """A pass is warmed up and captured inside the block.
-
-        Args:
-            generators: the generators that the pass's graphs register.
-        """
+        """A pass, whose graphs register `generators`, is warmed up and captured inside the block."""
         self.captured = PassStates(generators)
         try:
             yield self.captured
@@ -191,11 +166,7 @@ class PassStates:
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        """No parts yet.
-
-        Args:
-            generators: the generators that the pass's graphs register, before the pass.
-        """
+        """No parts yet; `generators` are those that the pass's graphs register, before the pass."""
         # of states, not generators: a pass may put another state into the default generator for a while
         self._generators = [generator.graphsafe_get_state() for generator in generators]
         self._starts: list[int] = []
@@ -203,7 +174,6 @@ class PassStates:
         self._known: list[tuple[torch.Generator, int]] = []
         self._upcoming: Iterator[_Part] | None = None
         self.piece = 0
-        """The piece of the pass whose backward runs."""
 
     def warm_up(self) -> None:
         """A warm-up pass begins: forget the parts of the one before."""
@@ -227,10 +197,7 @@ class PassStates:
         return redrawn
 
     def begins(self, current: Sequence[torch.Generator]) -> _Part:
-        """The first run of a part begins.
-
-        Args:
-            current: what the tracker hands out there.
+        """The first run of a part begins, where the tracker hands out `current`.
 
         Raises:
             RuntimeError: the module draws from a state that the graphs do not register, or the captured pass comes to
@@ -286,9 +253,7 @@ def repeats_of_pass(
 
 
 def _copies(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-    """Generators with states of their own, which stand where those of `generators` stand; what shares a state still
-    does.
-    """
+    """Generators with states of their own, equal to those of `generators`; what shares a state still does."""
     pairs: list[tuple[torch.Generator, torch.Generator]] = []
     copies = []
     for generator in generators:

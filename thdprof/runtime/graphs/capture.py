@@ -13,7 +13,7 @@ memory pool and read each other's tensors in place: a cut copies nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from thdprof.dispatch import WARMUP_PASSES
 from thdprof.offload.plan import OffloadPlan
 from thdprof.runtime.graphs.failed_captures import WarmupError, undone_if_failed
 from thdprof.runtime.graphs.module_state import GradientBuffers, aliased_parameters, spare_main_grads, unchanged_state
-from thdprof.runtime.offload import NoOffload, PassOffload
+from thdprof.runtime.offload import PassOffload
 from thdprof.runtime.random_states import RedrawnState, Repeats, repeats_of_pass
 
 
@@ -33,13 +33,10 @@ class Graphs:
     """The graphs of one direction of a pass, in the order of their replays. It is replayed and freed like one graph."""
 
     def __init__(self, count: int, generators: Sequence[torch.Generator], default: torch.Generator) -> None:
-        """Empty graphs that know the module's random generators.
+        """`count` empty graphs that know the module's random `generators`.
 
-        Args:
-            count: number of graphs.
-            generators: every generator that the module draws from.
-            default: the device's own generator. torch registers the state that it has at the start of a capture, which
-                is another one where the capture starts inside a fork of Megatron's tracker.
+        torch itself registers the state that `default`, the device's own generator, has at the start of a capture,
+        which is another one where the capture starts inside a fork of Megatron's tracker.
         """
         self.each = [torch.cuda.CUDAGraph() for _ in range(count)]
         """The graphs, in the order of their replays."""
@@ -49,7 +46,7 @@ class Graphs:
                     one.register_generator_state(generator)
 
     def replay(self) -> None:
-        """Queue all graphs, one after the other."""
+        """Queue all graphs in their order."""
         for one in self.each:
             one.replay()
 
@@ -61,15 +58,8 @@ class Graphs:
 
 @contextmanager
 def recorded(graphs: Sequence[Any], *, pool: Any, stream: torch.cuda.Stream) -> Iterator[Callable[[], None]]:
-    """Capture the work of the block into `graphs`; the yielded function ends one graph and begins the next.
-
-    Args:
-        graphs: graphs that were not captured yet.
-        pool: handle of the memory pool to capture into.
-        stream: the stream that is captured.
-
-    Raises:
-        RuntimeError: the block did not ask for as many graphs as there are.
+    """Capture the work of the block on `stream` into new `graphs`, over the memory of `pool`; the yielded function ends
+    one graph and begins the next. RuntimeError: the block did not use exactly as many as there are.
     """
     waiting = iter(graphs)
     with ExitStack() as current:
@@ -121,11 +111,8 @@ class Joints:
     ) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
         """For every piece, the last first: its number, what its backward starts from, and the gradients of that.
 
-        Run each piece's backward before asking for the next one. A piece that gets no gradient has no tensors.
-
-        Args:
-            heads: the outputs of the pass that take a gradient.
-            grads: their gradients.
+        Run each piece's backward before asking for the next one. A piece that gets no gradient has no tensors. `heads`
+        are the outputs of the pass that take a gradient, `grads` their gradients.
         """
         yield len(self._pairs), list(heads), list(grads)
         for piece in reversed(range(len(self._pairs))):
@@ -136,14 +123,11 @@ class Joints:
 
 @contextmanager
 def cut_before(modules: Sequence[nn.Module], on_cut: Callable[[], None] = lambda: None) -> Iterator[Joints]:
-    """Cut every pass inside the block before each of `modules`, which it must call once each, in this order.
-
-    Args:
-        modules: submodules; none: the pass stays whole.
-        on_cut: called at every cut, before the submodule runs.
+    """Cut the pass inside the block before each of `modules`, which it must call once each, in this order; it stays
+    whole without any. `on_cut` is called at every cut, before the submodule runs.
 
     Raises:
-        RuntimeError: a submodule was called twice, or in another order.
+        RuntimeError: a submodule was called twice, or in another order, or not at all.
     """
     joints = Joints()
 
@@ -170,12 +154,7 @@ def cut_before(modules: Sequence[nn.Module], on_cut: Callable[[], None] = lambda
 
 
 def completed(touched: Sequence[set[int]], count: int) -> tuple[tuple[bool, ...], ...]:
-    """For every piece, whether each parameter's gradient is complete after the piece's backward.
-
-    Args:
-        touched: positions of the parameters that get a gradient in the backward of each piece.
-        count: number of parameters.
-    """
+    """`CapturedPass.completed` of `count` parameters, of which the backward of each piece touches these positions."""
     earlier: set[int] = set()
     marks = []
     for positions in touched:  # the backward of piece 0 runs last
@@ -186,26 +165,20 @@ def completed(touched: Sequence[set[int]], count: int) -> tuple[tuple[bool, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPass:
-    """Graphs of a pass. Write the static inputs and replay `forward`; write the output gradients and replay
-    `backward`.
-    """
+    """Write the static inputs and replay `forward`; write the output gradients and replay `backward`."""
 
     forward: Graphs
     """Graphs of the forward: one for every piece, in order."""
     backward: Graphs
     """Graphs of the backward: one for every piece, the last piece first."""
     outputs: tuple[torch.Tensor, ...]
-    """The module's output tensors, in the slot's pool. Every forward replay writes them; the slot's next replay
-    overwrites them.
-    """
+    """The module's outputs, in the slot's pool, which every replay of the slot overwrites."""
     differentiable: tuple[bool, ...]
     """Whether each output takes a gradient."""
     spec: Any
     """The structure in which the module returned its outputs, for `restore`."""
     input_grads: tuple[torch.Tensor | None, ...]
-    """Gradients of the inputs, in the slot's pool, which every backward replay writes; None for inputs without a
-    gradient.
-    """
+    """Gradients of the inputs, in the slot's pool, which a backward replay writes; None without a gradient."""
     output_grads: tuple[torch.Tensor, ...]
     """Gradients of the differentiable outputs, to be written before a backward replay. The slot owns them."""
     touched: tuple[bool, ...]
@@ -215,9 +188,7 @@ class CapturedPass:
     offload: OffloadPlan | None = None
     """Which activations are in host memory between forward and backward; None: all stay on the device."""
     completed: tuple[tuple[bool, ...], ...] = ()
-    """For every piece, whether each parameter's gradient is complete after the piece's backward; empty: the pass is
-    one piece.
-    """
+    """For every piece, whether each parameter's gradient is complete after its backward; empty: it is whole."""
     redrawn: tuple[RedrawnState, ...] = ()
     """The random states from which recomputed parts draw again in the backward; each micro-batch sets them."""
 
@@ -248,11 +219,10 @@ def capture_pass(
         generators: every random generator that the module draws from; all are registered with both graphs.
         pool: handle of the memory pool to capture into.
         stream: side stream for warm-up and capture.
-        extra_state: returns tensors, besides the module's buffers, that the passes must leave as they were.
+        extra_state: as in `Surroundings`.
         offload: moves activations to the host, over `stream`; None: all stay on the device.
-        cuts: submodules before which the pass is cut into pieces, each with graphs of its own; none: it stays whole.
-            `call` must call each of them once, in this order.
-        repeats: the module's parts that run again in the backward (recomputed activations); None: there are none.
+        cuts: as in `GraphOptions`.
+        repeats: as in `Surroundings`.
 
     An error leaves the current stream, the allocator and the generators as they were before.
 
@@ -263,7 +233,7 @@ def capture_pass(
     """
     _refuse_hooks(gradients.parameters)
     device = stream.device
-    moves = offload or NoOffload()
+    moving_forward, moving_backward = (offload.forward, offload.backward) if offload else (nullcontext, nullcontext)
     with (
         aliased_parameters(module) as aliases,
         unchanged_state(module, generators, extra_state),
@@ -279,12 +249,12 @@ def capture_pass(
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_PASSES):
                     parts.warm_up()
-                    with moves.forward(), cut_before(cuts) as joints:
+                    with moving_forward(), cut_before(cuts) as joints:
                         warm_outputs = _tensors(call())
                     heads = _heads(warm_outputs)
                     del warm_outputs
                     # training runs the backward outside the forward's autocast
-                    with torch.autocast("cuda", enabled=False), moves.backward():
+                    with torch.autocast("cuda", enabled=False), moving_backward():
                         for parts.piece, tensors, grads in joints.backwards(heads, static_output_grads(heads)):
                             if tensors:
                                 torch.autograd.backward(tensors, grads)
@@ -304,7 +274,7 @@ def capture_pass(
             backward.each[len(cuts) - piece].register_generator_state(again.state)
         with (
             recorded(forward.each, pool=pool, stream=stream) as next_piece,
-            moves.forward(),
+            moving_forward(),
             cut_before(cuts, next_piece) as joints,
         ):
             result = call()
@@ -315,7 +285,7 @@ def capture_pass(
         with (
             recorded(backward.each, pool=pool, stream=stream) as next_piece,
             torch.autocast("cuda", enabled=False),
-            moves.backward(),
+            moving_backward(),
         ):
             for piece, tensors, grads in joints.backwards(heads, output_grads):
                 if piece < len(cuts):
@@ -336,7 +306,7 @@ def capture_pass(
             output_grads=tuple(output_grads),
             touched=tuple(i in touched for i in range(len(parameters))),
             pool_bytes=pool_bytes(device, pool) - before,
-            offload=moves.plan,
+            offload=offload.plan if offload else None,
             completed=completed(in_pieces, len(parameters)) if cuts else (),
             redrawn=tuple(again for _, again in redrawn),
         )
@@ -375,9 +345,7 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Raise where a parameter has a gradient hook. It runs in Python, which a replay does not: the numbers would be
-    wrong.
-    """
+    """Raise where a parameter has a gradient hook: a replay cannot run it, and numbers would be wrong."""
     for parameter in parameters:
         if parameter._backward_hooks:
             raise RuntimeError(
@@ -387,7 +355,7 @@ def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:
-    """The outputs in the structure in which the module returned them."""
+    """`outputs` in the structure in which the module returned them."""
     return tree_unflatten(list(outputs), spec)
 
 
@@ -400,7 +368,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def pool_bytes(device: torch.device, pool: Any) -> int:
-    """Bytes of GPU memory that the memory pool with the handle `pool` has reserved on `device`."""
+    """Bytes that the memory pool with the handle `pool` has reserved on `device`."""
     segments = torch.cuda.memory_snapshot()
     return sum(
         s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool) and s["device"] == device.index

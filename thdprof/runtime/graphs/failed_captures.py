@@ -19,11 +19,9 @@ import torch
 from thdprof.runtime.options import Surroundings
 
 _HUSKS: list[Any] = []
-"""Graphs whose capture has not ended. They hold no memory; the allocator of pinned host memory, which cannot be told
-that they are over, goes on asking them whether they capture.
+"""Graphs whose capture has not ended. They hold no memory; the allocator of pinned host memory, which cannot know that
+they are over, goes on asking them whether they capture.
 """
-
-
 _BUGS = (AttributeError, NameError, TypeError)
 """Errors of a program that does not fit its own objects, whoever raises them."""
 _BUGS_HERE = (ArithmeticError, AssertionError, LookupError)
@@ -44,11 +42,7 @@ def undone_if_failed(device: torch.device, generators: Sequence[torch.Generator]
     """Leave stream, allocator and generators as they were if a capture fails inside the block; the error goes on.
 
     Memory in the graph's pool that was allocated for the failed capture stays there until all graphs of the pool are
-    reset.
-
-    Args:
-        device: the GPU on which the block captures.
-        generators: every generator that the block registers with graphs.
+    reset. `generators` are all that the block registers with graphs.
 
     Raises:
         StateLostError: they could not be put right.
@@ -117,11 +111,7 @@ def _undo(
 
 
 def _end(context: Any) -> None:
-    """Make sure that the stream of the capture is no longer captured.
-
-    Raises:
-        RuntimeError: it is.
-    """
+    """Make sure that the stream of the capture is no longer captured; RuntimeError where it is."""
     with torch.cuda.stream(context.capture_stream):
         if torch.cuda.is_current_stream_capturing():
             with suppress(RuntimeError):  # it has failed, which is known
@@ -131,7 +121,7 @@ def _end(context: Any) -> None:
 
 
 def _stop_allocating(device: torch.device, pool: Any) -> bool:
-    """End the allocations into `pool` for a capture that has not ended them itself; whether there was such a one."""
+    """End the allocations into `pool` for a capture that has not ended them; returns whether there was such a one."""
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
     except RuntimeError:  # not recording to it
@@ -177,12 +167,8 @@ def is_programming_error(error: BaseException) -> bool:
 
 
 def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:
-    """Raise, instead of going on eagerly, when a warm-up pass failed on this rank while other ranks communicate with
-    it.
-
-    Raises:
-        RuntimeError: the other ranks are inside communication that this rank has left, so that any result could be
-            wrong.
+    """Raise RuntimeError, instead of going on eagerly, when a warm-up pass failed while other ranks communicate with
+    this one: they are inside communication that it has left, so that any result could be wrong.
     """
     if surroundings.communicates and isinstance(error, WarmupError):
         remedy = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.graphs.module_state import unchanged
 from thdprof.runtime.isolation.passes import (
     CallModule,
     MicroBatch,
@@ -20,14 +21,13 @@ from thdprof.runtime.isolation.passes import (
     Passes,
     Subject,
     Watched,
-    inputs_of,
     mixes_on_purpose,
+    perturb_inputs,
     plan_runs,
     token_mask,
     unequal_shapes,
 )
 from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck, Region
-from thdprof.runtime.isolation.state import unchanged
 from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.training import TailPolicy
 
@@ -157,19 +157,23 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
     if not -tensors[0].dim() <= token_dim < tensors[0].dim():
         raise ValueError(f"token_dim {token_dim}: the first tensor has shape {tuple(tensors[0].shape)}")
     policy = settings.tail_policy or (first.tail_policy if first else "none")
-    batch = MicroBatch.of(packed, tensors, token_dim=token_dim, policy=policy)
+    batch = MicroBatch.describe(packed, tensors[0], token_dim, policy)
     regions = regions_of(batch.boundaries, batch.shape.n_tokens)
     documents = tuple(region for region in regions if region.kind == "document")
     if not documents or len(regions) < 2:
         raise ValueError(
             f"the micro-batch has {len(documents)} documents with tokens, and no padding: give at least two documents"
         )
-    inputs = inputs_of(tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed)
-    runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode))
+    inputs = perturb_inputs(
+        tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed
+    )
+    runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode), policy)
     checks: list[ModeCheck] = []
     leak: Leak | None = None
     with ExitStack() as stack:
-        kept = unchanged(subject.module, batch.device, subject.generators, subject.extra_state, subject.random_states)
+        kept = unchanged(
+            subject.module, tensors[0].device, subject.generators, subject.extra_state, subject.random_states
+        )
         put_back = stack.enter_context(kept)
         for one in subject.dispatched:
             stack.enter_context(one.rehearsal())
@@ -204,11 +208,7 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
 
 
 def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Settings) -> None:
-    """Refuse arguments that cannot be verified.
-
-    Raises:
-        TypeError, ValueError: as `verify_isolation`.
-    """
+    """Raise TypeError or ValueError for arguments that cannot be verified."""
     if not isinstance(packed, PackedSequence):
         raise TypeError(f"packed is a {type(packed).__name__}: give a PackedSequence, from thdprof.runtime.pack")
     if packed.host is None:
@@ -234,12 +234,7 @@ def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Sett
 
 
 def regions_of(boundaries: Boundaries, n_tokens: int) -> tuple[Region, ...]:
-    """The regions of a micro-batch in the order of their tokens, those without a token left out.
-
-    Args:
-        boundaries: boundaries after the tail policy, on the host.
-        n_tokens: tokens of the micro-batch.
-    """
+    """The regions of a micro-batch in the order of their tokens, those without a token left out."""
     valid, memory = np.asarray(boundaries.valid), np.asarray(boundaries.in_memory)
     found = []
     for number, (begin, end, length) in enumerate(zip(memory[:-1], memory[1:], np.diff(valid), strict=True)):
@@ -291,10 +286,8 @@ class Search:
     def __init__(self, passes: Passes, regions: Sequence[Region], tolerance: float) -> None:
         """Run the first unperturbed pass.
 
-        Args:
-            passes: runs the mode.
-            regions: what is perturbed; the documents among them are watched.
-            tolerance: largest difference that counts as none, as a share of a tensor's largest absolute value.
+        The `regions` are perturbed, and the documents among them watched. `tolerance` is the largest difference that
+        counts as none, as a share of a tensor's largest absolute value.
 
         Raises:
             ValueError: a value is infinite or no number, so that it could not be seen to move.
@@ -305,7 +298,7 @@ class Search:
         self._allowed = []
         for tensor in self._tensors:
             mask = token_mask(passes.documents, passes.n_tokens, tensor.values.device)
-            sizes = moved_by_token(tensor, replace(tensor, values=torch.zeros_like(tensor.values)))
+            sizes = moved_by_token(tensor, tensor._replace(values=torch.zeros_like(tensor.values)))
             if not bool(torch.isfinite(sizes[mask]).all()):
                 token = int(torch.nonzero(mask & ~torch.isfinite(sizes))[0])
                 raise ValueError(
@@ -347,7 +340,7 @@ class Search:
         return check, named
 
     def _is_deterministic(self) -> bool:
-        """Whether all unperturbed passes so far were equal, value for value, over the documents' tokens."""
+        """Whether all unperturbed passes so far were equal over the documents' tokens."""
         return not any(self._spreads)
 
     def _repeat(self, times: int) -> None:
@@ -364,9 +357,7 @@ class Search:
         return max(SPREADS_ALLOWED * self._spreads[position], self._allowed[position])
 
     def _perturb(self, together: Sequence[Region]) -> tuple[Leak | None, set[int]]:
-        """The first movement of a document outside `together` when those are perturbed, and the documents inside that
-        did not move.
-        """
+        """The first movement outside `together` when that is perturbed, and the documents inside that did not move."""
         now = self._passes.perturbed(together)
         watch = [document for document in self._passes.documents if document not in together]
         return self._first_moved(now, together, watch), self._unmoved(now, together)
