@@ -686,6 +686,24 @@ def test_state_is_put_back_after_all_queued_passes(monkeypatch):
     assert (given == 2.0).all()
 
 
+def test_a_buffer_that_a_warm_up_pass_replaced_stays_for_the_graphs_that_read_it():
+    module = Reader()
+    before, other = module.shift, module.shift + 1
+    with unchanged_state(module, [], lambda: [module.shift]):
+        before.add_(1)
+        module.shift = other
+    assert module.shift is other
+    assert (before == 0.25).all()
+
+
+def test_a_buffer_that_is_also_a_further_tensor_after_the_passes_keeps_its_value():
+    module, further = Reader(), []
+    with unchanged_state(module, [], lambda: further):
+        further.append(module.shift)
+        module.shift.add_(1)
+    assert (module.shift == 0.25).all()
+
+
 def test_a_module_of_which_nothing_could_be_captured_has_not_changed():
     said = []
 

@@ -51,12 +51,7 @@ class Segments:
     """The segments that the allocator has reserved, and the blocks in them that are taken."""
 
     def __init__(self, *, shared: bool = True) -> None:
-        """No segment is reserved.
-
-        Args:
-            shared: whether requests of 1 to 10 MiB share segments of 20 MiB, as in torch; False: each gets a segment
-                that fits it.
-        """
+        """`shared`: whether requests of 1 to 10 MiB share segments of 20 MiB, as in torch; else each has its own."""
         self.reserved_bytes = 0
         """Bytes of all segments."""
         self._own_from = _OWN_SEGMENT if shared else _SMALL_SEGMENT
@@ -138,10 +133,7 @@ class Gradients:
 
 
 def reserved(passes: Callable[[bool], int]) -> int:
-    """Bytes that passes reserve: the mean of both extremes.
-
-    Args:
-        passes: returns the bytes that the passes reserve; its argument says whether segments are shared (see
-            `Segments`).
+    """Bytes that passes reserve: the mean of both extremes. `passes` returns the bytes for each: whether segments are
+    shared (see `Segments`).
     """
     return (passes(True) + passes(False)) // 2

@@ -86,11 +86,8 @@ class Choice:
     def takes(self, module: str) -> bool:
         """Whether tensors that `module` saves may be moved.
 
-        A module belongs to the innermost part of a layer that contains it. A name that is no part's covers every module
-        below the modules that it names.
-
-        Args:
-            module: the module's name, as `named_modules` gives it.
+        A module, named as by `named_modules`, belongs to the innermost part of a layer that contains it. A name that is
+        no part's covers every module below the modules that it names.
         """
         if "all" in self.modules:
             return True

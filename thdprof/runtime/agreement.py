@@ -98,11 +98,8 @@ def agree(
 ) -> Agreed:
     """The one decision of all ranks. Each calls this for the same micro-batch of its schedule.
 
-    Args:
-        proposal: what this rank could do; as many buckets and slots as on all other ranks.
-        dispatcher: chooses among the buckets, which are the same on all ranks.
-        largest: returns the largest of each value over the ranks; None: this rank decides alone.
-        opens_at: whether graphs are captured at a micro-batch of this shape although it fits no bucket.
+    Buckets and the number of slots are the same on all ranks. Without `largest` this rank decides alone. `opens_at`
+    says whether graphs are captured at a micro-batch of this shape although it fits no bucket.
     """
     own = proposal.message(is_alone=largest is None)
     refusal, differs, some_captured, some_not, no_gradients, n_seqs, longest, *rest = largest(own) if largest else own

@@ -144,10 +144,7 @@ def measure(
     Args:
         module: a module on a GPU, in training mode, that takes one tensor and one PackedSequence.
         make_input: returns the input tensor, with tokens as its first dimension and requires_grad set.
-        grid: the sizes to measure.
         name: one line that says which module was measured.
-        attention: name of the attention backend.
-        repeat: rounds over all variants.
         progress: gets the number of rounds that are done, and of all.
         with_seq_idx: whether the module also reads the document of every token.
         cp_size: number of context-parallel ranks that share a micro-batch; its documents are then cut for them.

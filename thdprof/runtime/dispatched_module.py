@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -71,10 +71,8 @@ class Call:
 
 
 def describe_argument(value: Any) -> Any:
-    """The part of an argument that a capture fixes.
-
-    Raises:
-        TypeError: the argument is neither a tensor nor a constant; a change inside it would go unnoticed.
+    """The part of an argument that a capture fixes; TypeError for one that is neither a tensor nor a constant, because
+    a change inside it would go unnoticed.
     """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.device
@@ -113,16 +111,6 @@ def _show(description: Any) -> str:
     return " ".join(str(part) for part in description) if isinstance(description, tuple) else str(description)
 
 
-class _Watch(Protocol):
-    """The part of `graphs.watch.watch.Watch` that does not depend on the kind of graphs."""
-
-    def next_microbatch(self) -> None: ...
-
-    def verifies(self, *, replays: bool) -> bool: ...
-
-    def graphs_dropped(self) -> None: ...
-
-
 _TIMERS_KEPT = 1000
 """Most timers that wait for the GPU to end their pass; older ones are dropped unread."""
 
@@ -139,9 +127,8 @@ class DispatchedModule(nn.Module):
     def __init__(
         self, module: nn.Module, buckets: Sequence[Bucket], options: GraphOptions | None = None, **changes: Any
     ) -> None:
-        """A module that will be captured for `buckets`; it takes tensors and one PackedSequence.
-
-        `changes` are fields of GraphOptions that differ from `options`.
+        """A module that will be captured for `buckets`; it takes tensors and one PackedSequence. `changes` are fields
+        of GraphOptions that differ from `options`.
         """
         super().__init__()
         self.module = module
@@ -158,7 +145,7 @@ class DispatchedModule(nn.Module):
         self._explained: set[FallbackReason] = set()
         self._timers: list[PassTimer] = []
         self._found_outside: FallbackReason | None = None
-        self._watch: _Watch | None = None
+        self._watch: Any = None  # a graphs.watch.watch.Watch, where graphs can be watched
         teardown.before_communicators(self)
 
     @abstractmethod
@@ -166,9 +153,8 @@ class DispatchedModule(nn.Module):
         """Capture graphs, or prepare it, for calls like `call`; ranks that communicate inside come here together."""
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory that graphs hold: their memory pools, and the static inputs that they read.
-
-        Not counted are static metadata and gradients of outputs that lie outside the pools.
+        """Bytes of GPU memory of the graphs' pools and of the static inputs that they read; static metadata and
+        gradients of outputs outside the pools do not count.
         """
         return 0
 
@@ -260,9 +246,8 @@ class DispatchedModule(nn.Module):
         )
 
     def _decide(self, call: Call) -> tuple[Bucket | FallbackReason, Call]:
-        """The decision of this rank, or of all that share collectives, and `call` with their joint shape and slot.
-
-        Graphs are captured here where the decision says so.
+        """The decision of this rank, or of all that share collectives, which may capture graphs now; and `call` with
+        their joint shape and slot.
         """
         agreed, is_alone = self._agree(call), self._options.agree_on is None
         if agreed.opens and is_alone:
@@ -415,10 +400,10 @@ class DispatchedModule(nn.Module):
         """Time one in `sample_every` passes over `tensors`; the block appends its outputs to the yielded list."""
         outputs: list[Any] = []
         timer, every = None, self._options.sample_every
-        if every and tensors and tensors[0].is_cuda and torch.is_grad_enabled():
-            if (self._stats.microbatches + replayed) % every == 0:
-                timer = PassTimer(replayed=replayed)
-                self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
+        can_be_timed = tensors and tensors[0].is_cuda and torch.is_grad_enabled()
+        if every and can_be_timed and (self._stats.microbatches + replayed) % every == 0:
+            timer = PassTimer(replayed=replayed)
+            self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
         if timer is None or not when_gradient_arrives(tensors, partial(timer.record, "backward_ends")):
             yield outputs
             return

@@ -1,18 +1,15 @@
 """Saved tensors in host memory between forward and backward, around captured passes and eager ones.
 
-A tensor that autograd keeps for a backward is a saved tensor; several may be views of one storage. Offloading moves
-whole storages to host memory after the forward and back before the backward needs them. Order makes this safe, without
-the allocator's record of streams, which a capture would keep until its end:
+A tensor that autograd keeps for a backward is a saved tensor; several may be views of one storage. Whole storages move
+to host memory after the forward, and back before the backward needs them. Order makes this safe, without the
+allocator's record of streams, which a capture would keep until its end:
 
-- A storage is dropped from the device only after the computing stream has waited for its copy to the host, so that
-  whatever reuses the memory runs later.
-- Memory for a reload is allocated on the computing stream, and the copying stream waits for that stream before it
-  writes.
+- A storage is dropped from the device only after the computing stream has waited for its copy to the host.
+- Memory for a reload is allocated on the computing stream, and the copying stream waits for that before it writes.
 - No copy is under way at the end of a forward or a backward, so that each of them can be a graph of its own.
 
 Host memory is pinned outside captures. It belongs to a slot, because it holds the activations of the micro-batch that
-holds the slot. Tensors that an autograd function keeps as plain attributes, without `save_for_backward`, are never
-moved.
+holds the slot. Tensors that an autograd function keeps without `save_for_backward` are never moved.
 """
 
 from __future__ import annotations
@@ -35,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Mover:
-    """The device that computes, and the copies between it and the host: over two side streams, one to the host
-    (`outwards`) and one back (`inwards`), both ordered with the stream that computes.
-    """
+    """Copies to the host (`outwards`) and back (`inwards`) over side streams, both ordered with `compute`."""
 
     def __init__(self, compute: torch.cuda.Stream, outwards: torch.cuda.Stream, inwards: torch.cuda.Stream) -> None:
         self.device = compute.device
@@ -119,7 +114,7 @@ class MovedStorage:
     reloaded: Any = None
     """The mover's token of the copy back to the device; None before the copy begins and after it was waited for."""
     views: int = 0
-    """Number of the storage's saved tensors that no backward has asked for yet."""
+    """Number of the storage's saved tensors that no backward has read yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +127,7 @@ class Handle:
     """Elements between the storage's begin and the tensor's."""
     size: torch.Size
     stride: tuple[int, ...]
-    asked: bool = False
+    was_read: bool = False
 
     def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor, as a view of `storage`."""
@@ -141,18 +136,16 @@ class Handle:
 
 
 COUNTED_TYPES = (torch.Tensor, nn.Parameter)
-"""Types of the saved tensors that have a position in the plan. Tensors of other types stay on the device and are not
-counted: a compiler's stand-ins, for example, appear in the first pass only.
-"""
+"""Types of saved tensors that have a position in the plan. Others stay on the device: a compiler's stand-ins, for
+example, appear in the first pass only."""
 
 
 class StorageNumbers:
     """Chooses which saved tensors may be offloaded, and numbers their storages.
 
-    Skipped: parameters and inputs (resident anyway); tensors whose storage has fewer than `min_bytes` bytes, such as
-    boundaries, which may share one storage inside a graph and have several outside it; tensors saved on another CUDA
-    stream than the computing one, as by shared experts that run beside the other experts of their layer, because our
-    copies are ordered with the computing stream only.
+    Skipped are parameters and inputs, which are resident anyway; storages of fewer than `min_bytes` bytes, such as
+    boundaries', of which a graph may share one; and tensors saved on another CUDA stream than the computing one, as by
+    shared experts, because copies are ordered with that stream only.
     """
 
     def __init__(self, mover: Mover, min_bytes: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -197,9 +190,8 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Discovery:
-    """A pass that copies every storage it may move to the host at once, and sees which storages that releases.
-
-    The copies are synchronous, so it cannot run during a capture.
+    """A pass that copies every storage it may move to the host at once, which a capture does not allow, and sees which
+    storages that releases.
     """
 
     def __init__(self, module: nn.Module, mover: Mover, choice: Choice, inputs: Sequence[torch.Tensor]) -> None:
@@ -308,10 +300,7 @@ class PlannedMoves:
         *,
         strict: bool,
     ) -> None:
-        """A pass that has not begun.
-
-        `hosts` is pinned memory of each of the plan's slabs: uint8, shape [bytes]. `inputs` are never moved.
-        """
+        """`hosts` is pinned memory of each of the plan's slabs: uint8, shape [bytes]. `inputs` are never moved."""
         self._plan, self._hosts, self._mover, self._strict = plan, hosts, mover, strict
         self._numbers = StorageNumbers(mover, plan.min_bytes, inputs)
         self._position = 0
@@ -324,10 +313,8 @@ class PlannedMoves:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run the forward inside this context, on the computing stream.
-
-        Raises:
-            OffloadError: the pass is strict, and saved other tensors than the plan expects.
+        """Run the forward inside this context, on the computing stream; OffloadError where a strict pass saves other
+        tensors than the plan expects.
         """
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -406,11 +393,11 @@ class PlannedMoves:
                 entry.reloaded = None
             assert entry.device is not None
             tensor: torch.Tensor = saved.view_of(entry.device.untyped_storage())
-            if not saved.asked:
-                saved.asked = True
+            if not saved.was_read:
+                saved.was_read = True
                 entry.views -= 1
             if entry.views == 0:
-                entry.device = None  # the tensors that the backward asked for keep the memory
+                entry.device = None  # the tensors that the backward has read keep the memory
             self._look_ahead()
         return tensor
 
@@ -440,10 +427,7 @@ class PassOffload:
     def __init__(
         self, module: nn.Module, choice: Choice, mover: Mover, buffers: HostBuffers, inputs: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Offloading of a pass over `module` that has not run yet.
-
-        `buffers` is the slot's pinned memory; more is pinned when the plan is made. `inputs` are never moved.
-        """
+        """`buffers` is the slot's pinned memory; more is pinned when the plan is made. `inputs` are never moved."""
         self._module, self._choice, self._mover, self._buffers = module, choice, mover, buffers
         self._inputs = inputs
         self.plan: OffloadPlan | None = None
@@ -453,10 +437,8 @@ class PassOffload:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run every forward of the pass inside this context. Its outputs must still be alive when the context ends.
-
-        Raises:
-            OffloadError: a later pass saved other tensors than the first.
+        """Run every forward of the pass inside this context, at whose end its outputs must still be alive; OffloadError
+        where a later pass saves other tensors than the first.
         """
         if self.plan is None:
             discovery = Discovery(self._module, self._mover, self._choice, self._inputs)
@@ -497,8 +479,8 @@ class PassOffload:
 class EagerOffload:
     """Offloading of eager passes, by the plan that a capture's warm-up made, as far as they save the same tensors.
 
-    It owns the pinned memory of eager passes. A pass gives its memory back for the next one when a backward has asked
-    for all its saved tensors, or when its autograd graph was dropped.
+    It owns the pinned memory of eager passes. A pass gives its memory back for the next one when a backward has read
+    all its saved tensors, or when its autograd graph was dropped.
     """
 
     def __init__(self, outwards: torch.cuda.Stream, inwards: torch.cuda.Stream) -> None:

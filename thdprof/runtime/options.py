@@ -33,9 +33,7 @@ class Surroundings:
     on_piece: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
     """In place of `on_backward` after each of several pieces, before hooks, with the parameters that are complete."""
     quantizing: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Returns a context that is entered around every capture and the warm-up before it, inside `while_capturing` where
-    that is entered: quantized weights and their scales are then left as they were.
-    """
+    """Returns a context, entered inside `while_capturing`, in which quantized weights and scales stay as they were."""
     inside_graph: Callable[[nn.Module], AbstractContextManager[None]] = lambda layer: nullcontext()
     """Returns a context for each pass of a layer that becomes a graph of its own; it is entered inside `quantizing`."""
     before_forward: Callable[[], None] = lambda: None
@@ -48,8 +46,7 @@ class Surroundings:
     """Returns the tensors of `extra_state` that a backward reads, and other micro-batches may change before it."""
     repeating: Callable[[], Callable[[], AbstractContextManager[None]]] = lambda: nullcontext
     """Called between `before_forward` and `after_forward`. Returns a function that returns a context for an eager pass
-    that repeats the replay and is no part of training; `extra_state` is put back before and after it.
-    """
+    that repeats the replay; `extra_state` is put back before and after it."""
     runs_hook: Callable[[Any], bool] = lambda hook: False
     """Returns whether replays run a forward pre-hook of a submodule themselves, so that it may come and go."""
     changed: Callable[[], str] = str
@@ -59,17 +56,15 @@ class Surroundings:
     communicates: bool = False
     """Whether passes communicate: one that fails half-way then leaves the ranks out of step."""
     agreed: Callable[[bool], bool] | None = None
-    """Returns whether its argument is true on all ranks that communicate inside passes; all of them call it as often,
-    in the same order. None: they have no way to agree.
-    """
+    """Returns whether its argument is true on all ranks that communicate inside passes, which all call it as often in
+    the same order; None: they have no way to agree."""
     deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled
     """Returns whether two passes over the same numbers give the same numbers bit for bit."""
     rounding: float = 0.0
     """Relative rounding error of the module's products, where it is larger than that of inputs and weights."""
     reducing: Callable[[], bool] = lambda: True
-    """Returns whether hooks of parameters may reduce gradients, over streams of their own, while a backward in several
-    pieces goes on. Such a backward is not replayed again to confirm a suspicion.
-    """
+    """Returns whether hooks may reduce gradients, over streams of their own, while a backward in several pieces goes
+    on. Such a backward is not replayed again to confirm a suspicion."""
     repeats: Repeats | None = None
     """The module's parts that run again in the backward (recomputed activations); None: there are none."""
 

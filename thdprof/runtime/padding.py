@@ -136,7 +136,7 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
     document's padding longer.
 
     Raises:
-        ValueError: boundaries on the host reach past `n_tokens`; or a tail policy is asked for and only the GPU has the
+        ValueError: boundaries on the host reach past `n_tokens`; or there is a tail policy and only the GPU has the
             boundaries, so that the tail's length, and with it the bucket, cannot be known without reading them; or
             `seq_idx` has another number of tokens.
     """
@@ -162,9 +162,7 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
 
 
 def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> Shape:
-    """The host-side integers by which a bucket is chosen; `boundaries` are those after the tail policy, `n_tokens` the
-    tokens of this rank.
-    """
+    """The integers by which a bucket is chosen, of `boundaries` after the tail policy and `n_tokens` on this rank."""
     longest, memory = packed.max_seqlen, boundaries.in_memory
     before_tail = packed.host if packed.host_padded is None else packed.host_padded
     if isinstance(memory, np.ndarray) and before_tail is not memory and len(memory) > 1:

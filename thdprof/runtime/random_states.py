@@ -31,10 +31,9 @@ class RegisteredStates:
 
     def check(self, generators: Sequence[torch.Generator]) -> None:
         """Make sure that all `generators`, from which the module draws now, have states that the graphs draw from; they
-        come in the order of those that were registered.
+        come in the order of those that were registered. It costs the host a few microseconds for each.
 
-        It costs the host a few microseconds for each generator, and does not touch the GPU. Megatron's tracker makes
-        new generators over the same states all the time, so that the generators themselves cannot be compared.
+        Megatron's tracker makes new generators over the same states all the time, so that only states are compared.
 
         Raises:
             RuntimeError: a generator has another state than at the capture: replays would draw other numbers than the
@@ -51,9 +50,8 @@ class RegisteredStates:
 
 
 def share_state(one: torch.Generator, other: torch.Generator) -> bool:
-    """Whether two CUDA generators draw from one state, and not only from states that are equal now.
-
-    The offset of `one` is changed for a moment; `other` is only read.
+    """Whether two CUDA generators draw from one state, and not only from states that are equal now. The offset of `one`
+    is changed for a moment; `other` is only read.
     """
     offset = one.get_offset()
     if one.initial_seed() != other.initial_seed() or offset != other.get_offset():
@@ -92,8 +90,8 @@ class RedrawnState:
     state: torch.Generator
     """The generator that the graph of the backward has registered."""
 
-    def noted(self) -> tuple[int, int]:
-        """Seed and offset with which the second run must begin, asked before the forward is replayed."""
+    def note_start(self) -> tuple[int, int]:
+        """Seed and offset with which the second run must begin, read before the forward is replayed."""
         return self.source.initial_seed(), self.source.get_offset() + self.ahead
 
     def begin_at(self, seed: int, offset: int) -> None:
@@ -132,22 +130,14 @@ class Repeats:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not kept:
-                kept.append(self._begins())
+                current, captured = self.tracker.current(), self.captured
+                kept.append(_Part(generators=_copies(current)) if captured is None else captured.begin_part(current))
                 return function(*args, **kwargs)
-            with self._again(kept[0]):
+            redrawn = self.captured.redraw(kept[0]) if self.captured is not None else nullcontext()
+            with self.tracker.drawing_from(kept[0].generators), redrawn:
                 return function(*args, **kwargs)
 
         return run
-
-    def _begins(self) -> _Part:
-        current = self.tracker.current()
-        return _Part(generators=_copies(current)) if self.captured is None else self.captured.begins(current)
-
-    @contextmanager
-    def _again(self, part: _Part) -> Iterator[None]:
-        observed = self.captured.again(part) if self.captured is not None else nullcontext()
-        with self.tracker.drawing_from(part.generators), observed:
-            yield
 
     @contextmanager
     def of_pass(self, generators: Sequence[torch.Generator]) -> Iterator[PassStates]:
@@ -160,9 +150,8 @@ class Repeats:
 
 
 class PassStates:
-    """The random states of the parts of one pass that run twice: found in warm-up passes, used in its capture.
-
-    The warm-up passes and the captured one must come to the same parts in the same order.
+    """The random states of the parts of one pass that run twice: found in warm-up passes, used in its capture. All of
+    these passes must come to the same parts in the same order.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -182,9 +171,8 @@ class PassStates:
         self._parts.clear()
 
     def capture(self) -> list[tuple[int, RedrawnState]]:
-        """The warm-up is over. The states that the backward's graphs must register, each with the number of its piece.
-
-        States from which no second run draws are not among them.
+        """The warm-up is over: the states that second runs draw from, which the backward's graphs must register, each
+        with the number of its piece.
         """
         redrawn = []
         for part in self._parts:
@@ -196,12 +184,9 @@ class PassStates:
         self._upcoming = iter(self._parts)
         return redrawn
 
-    def begins(self, current: Sequence[torch.Generator]) -> _Part:
-        """The first run of a part begins, where the tracker hands out `current`.
-
-        Raises:
-            RuntimeError: the module draws from a state that the graphs do not register, or the captured pass comes to
-                a part that the warm-up did not have.
+    def begin_part(self, current: Sequence[torch.Generator]) -> _Part:
+        """The first run of a part begins, where the tracker hands out `current`. RuntimeError: the module draws from a
+        state that the graphs do not register, or the captured pass comes to a part that the warm-up did not have.
         """
         if self._upcoming is not None:
             part = next(self._upcoming, None)
@@ -220,7 +205,7 @@ class PassStates:
         return part
 
     @contextmanager
-    def again(self, part: _Part) -> Iterator[None]:
+    def redraw(self, part: _Part) -> Iterator[None]:
         """The second run of a part, inside which other parts may have their first run and their second."""
         if self._upcoming is not None:
             yield
@@ -243,13 +228,6 @@ class PassStates:
             if share_state(known, generator):
                 return number
         raise RuntimeError("a recomputed part draws from a random state that the graphs do not register")
-
-
-def repeats_of_pass(
-    repeats: Repeats | None, generators: Sequence[torch.Generator]
-) -> AbstractContextManager[PassStates]:
-    """`repeats.of_pass(generators)`; for a module without such parts, states that stay empty."""
-    return nullcontext(PassStates(generators)) if repeats is None else repeats.of_pass(generators)
 
 
 def _copies(generators: Sequence[torch.Generator]) -> list[torch.Generator]:

@@ -91,10 +91,8 @@ class Stats:
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the eager micro-batches."""
     decided: Counter[Bucket | FallbackReason] = field(default_factory=Counter)
-    """Number of micro-batches by the decision that their shape alone gives. The caller counts it with
-    `Dispatcher.decide`: on a machine without CUDA nothing is dispatched, and only these numbers can be compared with a
-    plan.
-    """
+    """Number of micro-batches by the decision that their shape alone gives, which the caller counts: without CUDA only
+    these numbers can be compared with a plan."""
     prediction: Prediction | None = None
     """The plan's prediction, shown beside the counters."""
 
@@ -169,11 +167,7 @@ class Stats:
 
     @contextmanager
     def expect(self, *, captures: int = 0, replays: int = 0, fallbacks: int = 0) -> Iterator[None]:
-        """Assert how many captures, replays and fallbacks happen inside the block.
-
-        Raises:
-            AssertionError: another number was counted.
-        """
+        """Raise AssertionError unless so many captures, replays and fallbacks happen inside the block."""
         expected = {"captures": captures, "replays": replays, "fallbacks": fallbacks}
         before = self._totals()
         yield
@@ -223,7 +217,13 @@ class Stats:
             ModuleNotFoundError: a directory is given and tensorboard is not installed.
         """
         if isinstance(target, Path | str):
-            writer = _open_tensorboard(target)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ModuleNotFoundError(
+                    "Stats.write_tensorboard needs tensorboard: pip install tensorboard"
+                ) from error
+            writer = SummaryWriter(str(target))
             try:
                 self.write_tensorboard(writer, step)
             finally:
@@ -278,11 +278,3 @@ def _replays(counts: Mapping[Bucket, int]) -> list[dict[str, int]]:
 
 def _fallbacks(counts: Mapping[FallbackReason, int]) -> dict[str, int]:
     return {str(reason): n for reason, n in sorted(counts.items())}
-
-
-def _open_tensorboard(directory: Path | str) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ModuleNotFoundError("Stats.write_tensorboard needs tensorboard: pip install tensorboard") from error
-    return SummaryWriter(str(directory))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -45,7 +45,7 @@ ELSEWHERE = "it failed on another rank, which shares its collectives; that rank'
 
 
 class AgreedCaptures[SomeSlot: SlotMemory]:
-    """Captures buckets in slots, on all peers alike."""
+    """Captures buckets in slots, on all peers together."""
 
     def __init__(
         self,
@@ -142,9 +142,8 @@ class Bank:
         """
         self._device = device = sample.tensors[0].device
         self._module, self._call, self._options, self._on_capture = module, call, options, on_capture
-        self._buckets = buckets
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
-        self._gradients = GradientBuffers.of(
+        self._gradients = GradientBuffers.allocate(
             [p for p in module.parameters() if p.requires_grad], all_are_inputs=options.reduced_by_hooks
         )
         self._find_generators = lambda: with_default(device, find_generators())
@@ -154,15 +153,10 @@ class Bank:
         self.slots = [Slot(buckets, sample) for _ in range(options.num_slots)]
         """The slots; none after `close`."""
         self._free, self._order = FreeSlots(options.agreed if is_joint else alone), ReplayOrder(device)
-        self._captures = AgreedCaptures(
+        self.captures = AgreedCaptures(
             self._make, agreed=options.agreed, surroundings=options.surroundings, on_capture=self._captured
         )
         self._eager = EagerOffload(self._outwards, self._inwards)
-
-    @property
-    def failures(self) -> Mapping[Bucket, str]:
-        """Buckets that could not be captured, and the reason of each."""
-        return self._captures.failures
 
     def _make(self, slot: Slot, bucket: Bucket) -> int:
         """Capture `bucket` in `slot`; returns the bytes by which the slot's pool grew."""
@@ -194,13 +188,6 @@ class Bank:
         self._placement = self._placement or Placement(self._module, self._options.surroundings.runs_hook)
         self._on_capture(captured)
 
-    def capture_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture every bucket in every slot; `progress` gets the number of captures that are done, and of all."""
-        total = len(self.slots) * len(self._buckets)
-        for done, _ in enumerate(self._captures.all_of(self.slots, self._buckets)):
-            progress(done, total)
-        progress(total, total)
-
     def lease(self, bucket: Bucket, slot: int | None = None) -> Lease | FallbackReason:
         """A lease of slot number `slot`, or of the first free one, for `bucket`; or the reason why there is none.
 
@@ -212,7 +199,7 @@ class Bank:
         self._check_states()
         free = self._free.find(self.slots, slot)
         for one in free:
-            if self._captures.has(one, bucket):
+            if self.captures.has(one, bucket):
                 return Lease(one, bucket, self._gradients, self._order, self._options.surroundings)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
@@ -237,10 +224,9 @@ class Bank:
 
     def missing_for_eager(self, slot: Slot) -> int:
         """Bytes of GPU memory that are missing to run a micro-batch of `slot` eagerly, and to compare; 0 if it fits."""
-        slot_bytes = sum(p.pool_bytes for p in slot.passes.values())
         largest = max((b.nbytes for b in self._gradients.buffers), default=0)
-        copies = WATCHED_COPIES + bool(self._options.cuts)
-        return missing_bytes(slot.inputs[0].device, slot_bytes=slot_bytes, others=copies * max(largest, WATCHED_BYTES))
+        others = (WATCHED_COPIES + bool(self._options.cuts)) * max(largest, WATCHED_BYTES)
+        return missing_bytes(slot.inputs[0].device, slot_bytes=slot.pool_bytes(), others=others)
 
     def metadata_of(self, call: Call, bucket: Bucket) -> PackedSequence:
         """One micro-batch's metadata as the graphs of `bucket` read it, in memory of its own."""
@@ -259,16 +245,8 @@ class Bank:
         return nullcontext() if plan is None else self._eager.forward(plan, inputs)
 
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory: of all slots, and of eager passes."""
+        """Bytes of pinned host memory, also of eager passes."""
         return self._eager.nbytes() + sum(slot.host.nbytes() for slot in self.slots)
-
-    def pool_bytes(self) -> int:
-        """Bytes of GPU memory that all slots' pools hold; `static_bytes` comes on top."""
-        return sum(p.pool_bytes for slot in self.slots for p in slot.passes.values())
-
-    def static_bytes(self) -> int:
-        """Bytes of all slots' static inputs, which lie outside the pools."""
-        return sum(slot.static_bytes() for slot in self.slots)
 
     def close(self) -> None:
         """Free all graphs; gradients stay. A held lease's backward then raises. Any thread may call it."""

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import WARMUP_PASSES
 from thdprof.offload.plan import OffloadPlan
 from thdprof.runtime.graphs.failed_captures import WarmupError, undone_if_failed
 from thdprof.runtime.graphs.module_state import GradientBuffers, aliased_parameters, spare_main_grads, unchanged_state
 from thdprof.runtime.offload import PassOffload
-from thdprof.runtime.random_states import RedrawnState, Repeats, repeats_of_pass
+from thdprof.runtime.random_states import PassStates, RedrawnState, Repeats
 
 
 class Graphs:
@@ -57,7 +57,7 @@ class Graphs:
 
 
 @contextmanager
-def recorded(graphs: Sequence[Any], *, pool: Any, stream: torch.cuda.Stream) -> Iterator[Callable[[], None]]:
+def record_graphs(graphs: Sequence[Any], *, pool: Any, stream: torch.cuda.Stream) -> Iterator[Callable[[], None]]:
     """Capture the work of the block on `stream` into new `graphs`, over the memory of `pool`; the yielded function ends
     one graph and begins the next. RuntimeError: the block did not use exactly as many as there are.
     """
@@ -123,11 +123,8 @@ class Joints:
 
 @contextmanager
 def cut_before(modules: Sequence[nn.Module], on_cut: Callable[[], None] = lambda: None) -> Iterator[Joints]:
-    """Cut the pass inside the block before each of `modules`, which it must call once each, in this order; it stays
-    whole without any. `on_cut` is called at every cut, before the submodule runs.
-
-    Raises:
-        RuntimeError: a submodule was called twice, or in another order, or not at all.
+    """Cut the pass inside the block before each of `modules`; it stays whole without any. `on_cut` is called at every
+    cut. RuntimeError where the pass does not call each of them once, in this order.
     """
     joints = Joints()
 
@@ -153,7 +150,7 @@ def cut_before(modules: Sequence[nn.Module], on_cut: Callable[[], None] = lambda
         )
 
 
-def completed(touched: Sequence[set[int]], count: int) -> tuple[tuple[bool, ...], ...]:
+def mark_completed(touched: Sequence[set[int]], count: int) -> tuple[tuple[bool, ...], ...]:
     """`CapturedPass.completed` of `count` parameters, of which the backward of each piece touches these positions."""
     earlier: set[int] = set()
     marks = []
@@ -176,7 +173,7 @@ class CapturedPass:
     differentiable: tuple[bool, ...]
     """Whether each output takes a gradient."""
     spec: Any
-    """The structure in which the module returned its outputs, for `restore`."""
+    """The pytree structure in which the module returned its outputs."""
     input_grads: tuple[torch.Tensor | None, ...]
     """Gradients of the inputs, in the slot's pool, which a backward replay writes; None without a gradient."""
     output_grads: tuple[torch.Tensor, ...]
@@ -211,18 +208,15 @@ def capture_pass(
     """Warm up and capture one forward and one backward of `call()`, which runs `module` on static inputs.
 
     Args:
-        module: the module that `call` runs; its parameters' gradients go to `gradients`.
-        call: runs the module on its static inputs and metadata.
         inputs: the static input tensors, leaves on the GPU; those that require a gradient get one.
         static_output_grads: returns static gradients for the differentiable outputs.
         gradients: gradient buffers of the parameters.
         generators: every random generator that the module draws from; all are registered with both graphs.
         pool: handle of the memory pool to capture into.
         stream: side stream for warm-up and capture.
-        extra_state: as in `Surroundings`.
         offload: moves activations to the host, over `stream`; None: all stay on the device.
+        extra_state, repeats: as in `Surroundings`.
         cuts: as in `GraphOptions`.
-        repeats: as in `Surroundings`.
 
     An error leaves the current stream, the allocator and the generators as they were before.
 
@@ -237,10 +231,9 @@ def capture_pass(
     with (
         aliased_parameters(module) as aliases,
         unchanged_state(module, generators, extra_state),
-        _no_autocast_cache(),
-        _no_gradients_kept(inputs),
+        _without_leftovers(inputs),
         undone_if_failed(device, generators),
-        repeats_of_pass(repeats, generators) as parts,
+        nullcontext(PassStates(generators)) if repeats is None else repeats.of_pass(generators) as parts,
     ):
         parameters = [aliases[id(p)] for p in gradients.parameters]
         spare_main_grads(parameters)
@@ -273,7 +266,7 @@ def capture_pass(
         for piece, again in redrawn:
             backward.each[len(cuts) - piece].register_generator_state(again.state)
         with (
-            recorded(forward.each, pool=pool, stream=stream) as next_piece,
+            record_graphs(forward.each, pool=pool, stream=stream) as next_piece,
             moving_forward(),
             cut_before(cuts, next_piece) as joints,
         ):
@@ -283,7 +276,7 @@ def capture_pass(
         output_grads = static_output_grads(heads)
         in_pieces: list[set[int]] = [set() for _ in backward.each]
         with (
-            recorded(backward.each, pool=pool, stream=stream) as next_piece,
+            record_graphs(backward.each, pool=pool, stream=stream) as next_piece,
             torch.autocast("cuda", enabled=False),
             moving_backward(),
         ):
@@ -307,7 +300,7 @@ def capture_pass(
             touched=tuple(i in touched for i in range(len(parameters))),
             pool_bytes=pool_bytes(device, pool) - before,
             offload=offload.plan if offload else None,
-            completed=completed(in_pieces, len(parameters)) if cuts else (),
+            completed=mark_completed(in_pieces, len(parameters)) if cuts else (),
             redrawn=tuple(again for _, again in redrawn),
         )
         for parameter in parameters:
@@ -323,24 +316,18 @@ def _heads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _no_gradients_kept(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Take the gradients off the static inputs at the end: those of a failed capture must not be added to."""
-    try:
-        yield
-    finally:
-        for leaf in inputs:
-            leaf.grad = None
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Cast weights anew in every pass: a graph that reads a cached cast would never see the weights change."""
+def _without_leftovers(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keep no gradient of the static inputs, which a later capture would add to; and cast weights anew in every pass: a
+    graph that reads a cached cast would never see the weights change.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
+        for leaf in inputs:
+            leaf.grad = None
         torch.set_autocast_cache_enabled(enabled)
 
 
@@ -352,11 +339,6 @@ def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} has a gradient hook (Tensor.register_hook), which a "
                 "replay cannot run; use register_post_accumulate_grad_hook"
             )
-
-
-def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:
-    """`outputs` in the structure in which the module returned them."""
-    return tree_unflatten(list(outputs), spec)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

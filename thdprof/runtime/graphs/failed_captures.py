@@ -1,10 +1,9 @@
 """What a failed capture leaves behind in torch and how it is undone, and which failures end the run.
 
 A capture in which Python raises, as for too little memory, ends in order. One that the driver has invalidated, as by
-`.item()`, does not: `torch.cuda.graph` raises where it should end, so that its stream stays the current one, the
-allocator goes on believing that it captures into the graph's pool (and neither reuses blocks that other streams have
-used nor captures into that pool again), and every random generator of the graph refuses to draw, because it waits for
-the end of the capture.
+`.item()`, does not: `torch.cuda.graph` raises where it should end. Its stream then stays the current one, the allocator
+goes on believing that it captures into the graph's pool (it neither reuses blocks of other streams nor captures into
+that pool again), and every random generator of the graph refuses to draw until the capture ends.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def undone_if_failed(device: torch.device, generators: Sequence[torch.Generator]
     """Leave stream, allocator and generators as they were if a capture fails inside the block; the error goes on.
 
     Memory in the graph's pool that was allocated for the failed capture stays there until all graphs of the pool are
-    reset. `generators` are all that the block registers with graphs.
-
-    Raises:
-        StateLostError: they could not be put right.
+    reset. `generators` are all that the block registers with graphs. StateLostError: not all could be put right.
     """
     before = torch.cuda.current_stream(device)
     try:
@@ -134,17 +130,12 @@ def _leave_capture_mode(device: torch.device, generators: Sequence[torch.Generat
     """Let generators draw again: a small capture that all of them take part in ends for them in order."""
     scratch = torch.zeros((), device=device)
     graph = torch.cuda.CUDAGraph()
-    register(graph, generators, device)
+    for generator in generators:
+        if generator is not torch.cuda.default_generators[device.index]:  # which torch registers itself
+            graph.register_generator_state(generator)
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
         scratch.add_(1)
     graph.reset()
-
-
-def register(graph: Any, generators: Sequence[torch.Generator], device: torch.device) -> None:
-    """Register `generators` with `graph`, except the device's default one, which torch registers itself."""
-    for generator in generators:
-        if generator is not torch.cuda.default_generators[device.index]:
-            graph.register_generator_state(generator)
 
 
 def cause_of_warmup(error: BaseException) -> BaseException:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_unflatten
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime import teardown
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.bank import Bank
-from thdprof.runtime.graphs.capture import restore
-from thdprof.runtime.graphs.slots import Lease
+from thdprof.runtime.graphs.slots import Lease, Slot
 from thdprof.runtime.graphs.watch.watch import Watch, Watched, make_watch
 from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence
@@ -33,10 +33,9 @@ logger = logging.getLogger(__name__)
 class _ReplayPiece(torch.autograd.Function):
     """Replays one piece of a leased pass inside autograd. The pieces hang together by tokens, which hold no data.
 
-    Parameters whose gradient goes to `main_grad`, and is complete after the piece's backward, are inputs of the piece.
-    Its backward returns no gradient to them, because the replay has added it already. Autograd runs the hooks on their
-    gradient accumulation right after that backward, before the one of the piece before: such nodes come first in its
-    queue, on the same thread (checked in torch 2.11).
+    Parameters are inputs as of `ReplayPass`, where their gradient is complete after the piece's backward. Autograd runs
+    the hooks on their gradient accumulation right after that backward, before the one of the piece before: such nodes
+    come first in its queue, on the same thread (checked in torch 2.11).
     """
 
     @staticmethod
@@ -64,32 +63,6 @@ class _ReplayPiece(torch.autograd.Function):
             token = captured.outputs[0].new_empty(0, dtype=torch.float32)
             return (None, None, token, *[None] * ctx.num_tensors)
         return (None, None, None, *inputs, *[None] * (ctx.num_tensors - len(inputs)))
-
-
-def replay_in_pieces(
-    lease: Lease,
-    boundaries: Boundaries,
-    anchor: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    before_piece: Callable[[int], None],
-) -> tuple[torch.Tensor, ...]:
-    """Replay the forward of a pass in several pieces; returns copies of its outputs, which lead back to the pieces.
-
-    `anchor` is a tensor of shape [] that takes a gradient, so that every piece has a backward. `before_piece` is called
-    with the number of each piece before its forward is queued.
-    """
-    lease.stage(tensors, boundaries)
-    token, results = anchor, ()
-    last = len(lease.captured.completed) - 1
-    for piece in range(last + 1):
-        before_piece(piece)
-        inputs = tensors if piece == 0 else ()
-        result = _ReplayPiece.apply(lease, piece, token, *inputs, *lease.find_accumulated(piece))
-        if piece < last:
-            token = result
-        else:
-            results = result
-    return results
 
 
 class ReplayPass(torch.autograd.Function):
@@ -172,9 +145,13 @@ class GraphedModule(DispatchedModule):
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
 
+    @property
+    def _slots(self) -> Sequence[Slot]:
+        return () if self._bank is None else self._bank.slots
+
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs."""
-        return self._bank.pool_bytes() + self._bank.static_bytes() if self._bank is not None else 0
+        return sum(slot.pool_bytes() + sum(t.nbytes for t in slot.inputs) for slot in self._slots)
 
     def generators(self) -> Sequence[torch.Generator]:
         """CUDA generators, besides the default one, that the module draws from."""
@@ -182,7 +159,7 @@ class GraphedModule(DispatchedModule):
 
     def bytes_of_buckets(self) -> list[int]:
         """Bytes by which each bucket made the pool of the first slot grow, in the order of their captures."""
-        return [captured.pool_bytes for captured in self._bank.slots[0].passes.values()] if self._bank else []
+        return [captured.pool_bytes for slot in self._slots[:1] for captured in slot.passes.values()]
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory that hold activations between forward and backward."""
@@ -210,7 +187,6 @@ class GraphedModule(DispatchedModule):
 
         is_startup = self._options.capture == "startup"
         together = len(self._buckets) * self._options.num_slots if is_startup else 0
-
         self._anchor = torch.zeros((), device=call.tensors[0].device, requires_grad=True)
         self._bank = Bank(
             self.module,
@@ -223,7 +199,9 @@ class GraphedModule(DispatchedModule):
             is_joint=self.decides_jointly,
         )
         if is_startup:
-            self._bank.capture_all(_show_captures)
+            for done, _ in enumerate(self._bank.captures.all_of(self._slots, self._buckets)):
+                _show_captures(done, together)
+            _show_captures(together, together)
 
     def _find_generators(self) -> Sequence[torch.Generator]:
         return self._generators
@@ -232,14 +210,11 @@ class GraphedModule(DispatchedModule):
         return self._bank.changed() if self._bank is not None else ""
 
     def _busy_slots(self) -> Sequence[bool]:
-        return (
-            [slot.busy and not slot.dropped for slot in self._bank.slots]
-            if self._bank is not None
-            else [False] * self._options.num_slots
-        )
+        return [slot.busy and not slot.dropped for slot in self._slots] or [False] * self._options.num_slots
 
     def _failed(self) -> Sequence[bool]:
-        return [self._bank is not None and bucket in self._bank.failures for bucket in self._dispatcher.buckets]
+        failures = {} if self._bank is None else self._bank.captures.failures
+        return [bucket in failures for bucket in self._dispatcher.buckets]
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it
@@ -253,7 +228,7 @@ class GraphedModule(DispatchedModule):
         watched = self._watched(lease, call)
         with self._timed(() if watched else call.tensors, replayed=True) as outputs:
             if self._options.cuts:
-                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
+                outputs.extend(self._replay_in_pieces(lease, call, self._anchor))
             else:
                 parameters = lease.find_accumulated()
                 outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
@@ -262,7 +237,17 @@ class GraphedModule(DispatchedModule):
         self._surroundings.after_forward()
         if not torch.is_grad_enabled():
             lease.release()  # there is no backward
-        return restore(outputs, lease.captured.spec)
+        return tree_unflatten(outputs, lease.captured.spec)
+
+    def _replay_in_pieces(self, lease: Lease, call: Call, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Copies of the outputs of a pass in several pieces, which lead back to the pieces."""
+        lease.stage(call.tensors, call.boundaries)
+        result: Any = anchor  # which takes a gradient, so that every piece has a backward
+        for piece in range(len(lease.captured.completed)):
+            self._before_piece(piece)
+            inputs = call.tensors if piece == 0 else ()
+            result = _ReplayPiece.apply(lease, piece, result, *inputs, *lease.find_accumulated(piece))
+        return result  # type: ignore[no-any-return]
 
     def _before_piece(self, piece: int) -> None:
         """Called before the forward of every piece of a replay; subclasses wait here for what its graphs read."""
@@ -310,14 +295,14 @@ def offload_of(plan: Plan) -> Choice | None:
     Raises:
         ValueError: the plan delays copies, which graphs cannot do.
     """
-    asked = plan.graphs.offload
-    if asked is None:
+    wanted = plan.graphs.offload
+    if wanted is None:
         return None
-    if asked.delayed_commit:
+    if wanted.delayed_commit:
         raise ValueError(
             "graphs.offload.delayed_commit is true: copies inside graphs cannot be delayed; set it to false"
         )
-    return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
+    return Choice(modules=tuple(wanted.modules), fraction=wanted.fraction, min_bytes=wanted.min_bytes)
 
 
 def graphed(

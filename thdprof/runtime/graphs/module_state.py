@@ -64,7 +64,7 @@ def unchanged_state(
         torch.cuda.synchronize()
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        kept.put_back()
+        kept.put_back(replaced=False)  # graphs read the memory of buffers that took the place of others
 
 
 @contextmanager
@@ -77,16 +77,11 @@ def unchanged(
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that puts random states, the module's buffers and the `extra` tensors back as they are now.
 
-    It is called at the end, too, and the parameters' gradients are then put back as well.
+    It is called at the end, too, and the parameters' gradients are then put back as well. Inside the block their
+    post-accumulate hooks are taken off, so that no replayed backward runs them.
 
-    Inside the block the parameters' post-accumulate hooks are taken off, so that no replayed backward runs them.
-
-    Args:
-        module: the module whose buffers and parameters are kept.
-        device: the device of the module's inputs.
-        generators: generators besides torch's default ones that the module draws from.
-        extra: as in `KeptTensors`.
-        random_states: functions that set further random states to what they are now.
+    `generators` are those that the module draws from besides torch's default ones for the host and `device`.
+    `random_states` are functions that set further random states to what they are now.
     """
     states = [*states_of(device, generators), *random_states]
     kept = KeptTensors(module, extra)
@@ -118,15 +113,18 @@ class KeptTensors:
         ]
         self._others = [(tensor, tensor.detach().clone()) for tensor in extra()]
 
-    def put_back(self) -> None:
-        """Give all tensors these values again; tensors that `extra` returns only since then are set to zero."""
+    def put_back(self, *, replaced: bool = True) -> None:
+        """Give all tensors these values again, also buffers that were `replaced` since then, which come back; tensors
+        that `extra` returns only since then are set to zero.
+        """
         with torch.no_grad():
             for table, name, _, buffer, saved in self._buffers:
                 buffer.copy_(saved)
-                table[name] = buffer
+                if replaced:
+                    table[name] = buffer
             for tensor, saved in self._others:
                 tensor.copy_(saved)
-            known = {id(tensor) for tensor, _ in self._others}
+            known = {id(tensor) for tensor in (*(b[3] for b in self._buffers), *(t for t, _ in self._others))}
             for tensor in self._extra():
                 if id(tensor) not in known:
                     tensor.zero_()
@@ -185,7 +183,7 @@ class _Gradient:
 
 @contextmanager
 def aliased_parameters(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace the module's parameters, inside the block, by fresh ones over the same memory; yields them by id.
+    """Replace the module's parameters, inside the block, by fresh ones over the same memory, by original id.
 
     Autograd remembers the stream on which a parameter's first gradient was made, and a capture on another stream then
     fails. Fresh parameters have no such memory.
@@ -209,22 +207,16 @@ def aliased_parameters(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 def parameter_homes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
     """Every place in which the module's passes look a parameter up: (table, name in the table, parameter).
 
-    These are the modules' own tables, and the attributes of plain objects that modules hold: Megatron's mixer of
-    state-space layers has such an object, which keeps the mixer's parameters.
+    These are modules' tables, and attributes of plain objects that modules hold, as Megatron's state-space mixer does.
     """
     own = {id(p) for p in module.parameters()}
     for owner in module.modules():
-        held = (v.__dict__ for v in vars(owner).values() if _is_plain(v))
+        plain = (value for value in vars(owner).values() if not isinstance(value, nn.Module | torch.Tensor))
+        held = (home for value in plain if isinstance(home := getattr(value, "__dict__", None), dict))
         for home in (owner._parameters, *held):
             for name, value in home.items():
                 if isinstance(value, nn.Parameter) and id(value) in own:
                     yield home, name, value
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `value` is an object with attributes of its own, and neither a module nor a tensor."""
-    attributes = getattr(value, "__dict__", None)
-    return isinstance(attributes, dict) and not isinstance(value, nn.Module | torch.Tensor)
 
 
 _AT_A_TIME = 100
@@ -255,10 +247,7 @@ class Placement:
 
     def check(self) -> None:
         """Make sure that replays do what the module would do now, in about 40 microseconds for 400 submodules and 300
-        parameters.
-
-        Raises:
-            RuntimeError: names what was added, removed, replaced, moved or set to another value since the captures.
+        parameters. RuntimeError names what was added, removed, replaced, moved or set to another value.
         """
         if self._is_unchanged():
             return
@@ -446,7 +435,7 @@ class GradientBuffers:
     """Results of `with_main_grad`, by its argument."""
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], *, all_are_inputs: bool = False) -> GradientBuffers:
+    def allocate(cls, parameters: Sequence[nn.Parameter], *, all_are_inputs: bool = False) -> GradientBuffers:
         """The parameters' `main_grad` where they have one, else new tensors that become their `.grad`."""
         accumulators = cls(list(parameters), all_are_inputs=all_are_inputs)
         _fires_without_gradient()  # cached here: the check runs a backward, and must not run inside another one
@@ -470,10 +459,8 @@ class GradientBuffers:
 
         `aliases` stand for the module's own parameters in the pass, in the same order. Kernels that have added a
         gradient to `main_grad` themselves set `grad_added_to_main_grad` on the parameter and hand a dummy to autograd:
-        Transformer Engine and megatron-core's DistributedDataParallel have agreed on this.
-
-        Returns:
-            The positions of the parameters that got a gradient; the set fills while the pass runs.
+        Transformer Engine and megatron-core's DistributedDataParallel have agreed on this. The returned positions of
+        the parameters that got a gradient fill while the pass runs.
         """
         touched: set[int] = set()
 
@@ -513,10 +500,7 @@ class GradientBuffers:
         """Make each buffer its parameter's `.grad`, so that a backward graph adds to the gradient that is there.
 
         A `.grad` of None counts as zero. A `.grad` that an eager pass or the user made is copied into the buffer.
-
-        Raises:
-            RuntimeError: a parameter's `main_grad` was replaced since the captures, or a buffer moved in memory, as
-                `parameter.grad.data = ...` moves it.
+        RuntimeError: a `main_grad` was replaced since the captures, or a buffer moved, as by `parameter.grad.data =`.
         """
         empty, targets, sources = [], [], []
         for parameter, buffer, pointer, main, used in zip(

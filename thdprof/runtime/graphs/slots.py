@@ -74,9 +74,8 @@ class Metadata:
         )
 
     def stage(self, boundaries: Boundaries, bucket: Bucket) -> None:
-        """Queue the copy of one micro-batch's boundaries, padded for `bucket`, into the static buffer.
-
-        The host waits only when all staging buffers are still being copied, never for all that the GPU has to do.
+        """Queue the copy of one micro-batch's boundaries, padded for `bucket`, into the static buffer. The host waits
+        only when all staging buffers are still being copied, never for all that the GPU has to do.
         """
         valid, memory = boundaries.valid, boundaries.in_memory
         if isinstance(valid, torch.Tensor) or isinstance(memory, torch.Tensor):
@@ -113,9 +112,7 @@ class Metadata:
 
 def sample_boundaries(bucket: Bucket) -> Boundaries:
     """Boundaries for warm-up and capture: documents of equal length that cover all tokens, where `bucket` allows it.
-
-    Context parallelism cuts every document into 2 * cp_size parts of equal length, and would read outside its buffers
-    if the boundaries left a tail.
+    Context parallelism cuts them into 2 * cp_size equal parts, and would read outside its buffers if they left a tail.
     """
     tokens, parts = bucket.n_tokens * bucket.cp_size, 2 * bucket.cp_size if bucket.cp_size > 1 else 1
     longest = max(bucket.max_seqlen // parts, 1) * parts
@@ -166,10 +163,9 @@ class SlotMemory:
 class ReplayOrder:
     """Keeps a bank's replays one after the other: they share gradients, buffers and random states.
 
-    A replay on another stream than the last one waits for it, by an event. It is an error where the caller's own work
-    was not ordered: the new stream has run past this point while the last replay still runs, which it would not have if
-    it had waited for it. So inputs and weights would be raced for, too. A replayed backward runs on the stream of its
-    forward, where autograd puts it.
+    A replay on another stream than the last one waits for it, by an event. It is an error where the new stream has run
+    past this point while the last replay still runs: the caller's own work was not ordered, and would race for inputs
+    and weights. A replayed backward runs on the stream of its forward, where autograd puts it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -179,11 +175,7 @@ class ReplayOrder:
         self._seen: set[tuple[int, int]] = set()
 
     def begin(self) -> None:
-        """A replay is about to be queued on the current stream.
-
-        Raises:
-            RuntimeError: the current stream did not wait for the stream of the last replay.
-        """
+        """A replay is about to be queued on the current stream. RuntimeError: it did not wait for the last replay."""
         current = torch.cuda.current_stream(self._device)
         if self._last is not None and current != self._last and not self._ended.query():
             self._refuse_race(self._last, current)
@@ -214,11 +206,10 @@ class ReplayOrder:
 class FreeSlots:
     """Finds the slots that no micro-batch holds: the same ones on all ranks that share collectives.
 
-    A backward gives a slot back at a moment of the program, which is the same on these ranks. Outputs without a
-    backward do so when Python frees them. Those in a cycle are freed by the collector, at another micro-batch on every
-    rank. So a slot whose outputs were dropped counts as held until no slot is free. Then the ranks ask each other, and
-    give it back if all of them have dropped the outputs. Where nothing was dropped they ask ever more rarely, so that a
-    plan with few slots does not make each of its eager micro-batches wait for the GPU.
+    A backward gives a slot back at the same moment of the program on these ranks. Outputs without a backward do so when
+    Python frees them, and the collector frees those in a cycle at another micro-batch on every rank. So a slot whose
+    outputs were dropped counts as held until no slot is free. Then the ranks ask each other, and give it back if all
+    have dropped the outputs; where none has, they ask ever more rarely, because asking waits for the GPU.
     """
 
     def __init__(self, agreed: Callable[[bool], bool] = alone) -> None:
@@ -306,9 +297,9 @@ class Slot(SlotMemory):
             self._output_grads[key] = [torch.zeros_like(o, memory_format=torch.contiguous_format) for o in outputs]
         return self._output_grads[key]
 
-    def static_bytes(self) -> int:
-        """Bytes of the static inputs."""
-        return sum(t.nbytes for t in self.inputs)
+    def pool_bytes(self) -> int:
+        """Bytes of GPU memory that the slot's pool holds; those of the static inputs come on top."""
+        return sum(captured.pool_bytes for captured in self.passes.values())
 
     def held(self) -> Sequence[Bucket]:
         """The buckets that have graphs in the slot, in the order of their captures."""
@@ -319,11 +310,6 @@ class Slot(SlotMemory):
             captured.forward.reset()
             captured.backward.reset()
         self.passes.clear()
-
-    def stage_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Queue the copies of one micro-batch's tensors into the static inputs."""
-        for static, tensor in zip(self.inputs, tensors, strict=True):
-            static.detach().copy_(tensor)
 
 
 class Lease(SlotLease):
@@ -339,9 +325,8 @@ class Lease(SlotLease):
         order: ReplayOrder,
         surroundings: Surroundings,
     ) -> None:
-        """Hold the free `slot`, in which `bucket` has been captured, for a micro-batch that fits it.
-
-        The backward adds to `gradients`; `order` keeps the replays of all leases one after the other.
+        """Hold the free `slot`, in which `bucket` has been captured, for a micro-batch that fits it. The backward adds
+        to `gradients`; `order` keeps the replays of all leases one after the other.
         """
         self.bucket, self.captured = bucket, slot.passes[bucket]
         self.touched: Sequence[bool] = self.captured.touched
@@ -359,7 +344,6 @@ class Lease(SlotLease):
 
     def backward(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replay the backward graph and give the slot back; the input gradients are copies, which the caller may keep.
-
         A None among `output_grads` counts as zeros. RuntimeError: as `check_backward`.
         """
         self.stage_output_grads(output_grads)
@@ -377,9 +361,10 @@ class Lease(SlotLease):
     def stage(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> None:
         """Queue the copies of tensors and boundaries into static buffers; note the random states before them."""
         self._order.begin()
-        self._redrawn = [again.noted() for again in self.captured.redrawn]
+        self._redrawn = [again.note_start() for again in self.captured.redrawn]
         self.slot.metadata.stage(boundaries, self.bucket)
-        self.slot.stage_inputs(tensors)
+        for static, tensor in zip(self.slot.inputs, tensors, strict=True):
+            static.detach().copy_(tensor)
 
     def copied_outputs(self) -> tuple[torch.Tensor, ...]:
         """Copies of the outputs, which the caller may keep."""
@@ -396,9 +381,8 @@ class Lease(SlotLease):
             self.witness.backward_begins(self._gradients, output_grads)
 
     def backward_again(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Replay the whole backward once more, after another `forward` of the micro-batch, while the lease is held.
-
-        The graphs add to the parameters' gradients again, and no hook runs: the caller puts the gradients back.
+        """Replay the whole backward once more, after another `forward`, while the lease is held. It adds to the
+        parameters' gradients again, which the caller puts back, and no hook runs.
         """
         self._write_output_grads(output_grads)
         with teardown.LAUNCH:
@@ -424,10 +408,9 @@ class Lease(SlotLease):
         return copies
 
     def backward_piece(self, piece: int) -> list[torch.Tensor | None]:
-        """Replay the backward of one piece, the last piece first, and run the hooks of the parameters whose gradients
-        are complete. Piece 0 returns copies of the input gradients and gives the slot back; others return nothing.
-
-        RuntimeError: as `check_backward`.
+        """Replay the backward of one piece, the last piece first, and run the hooks of parameters whose gradients are
+        complete. Piece 0 returns copies of the input gradients and gives the slot back. RuntimeError: as for
+        `backward`.
         """
         self.check_backward()
         with teardown.LAUNCH:

@@ -60,11 +60,7 @@ class MicroBatch:
 
     @classmethod
     def describe(cls, packed: PackedSequence, tensor: torch.Tensor, token_dim: int, policy: TailPolicy) -> MicroBatch:
-        """The micro-batch whose tokens dimension `token_dim` of `tensor` runs over.
-
-        Raises:
-            ValueError: the boundaries reach past the tokens.
-        """
+        """The micro-batch whose tokens dimension `token_dim` of `tensor` runs over; ValueError: as `boundaries_of`."""
         n_tokens = tensor.shape[token_dim]
         boundaries = boundaries_of(packed, n_tokens, policy)
         return cls(packed, boundaries, shape_of(packed, boundaries, n_tokens), tensor)
@@ -101,13 +97,8 @@ class ModeRun(NamedTuple):
 def plan_runs(
     subject: Subject, batch: MicroBatch, bucket: Bucket | None, wanted: Sequence[Mode], policy: TailPolicy
 ) -> tuple[list[ModeRun], dict[Mode, str]]:
-    """How `subject` runs `batch` in the `wanted` modes, and why it cannot in others.
-
-    Without a `bucket` it pads to the one that the subject's plan chooses, or without a plan to one with `SPARE_SEQS`
-    documents more.
-
-    Raises:
-        ValueError: the micro-batch does not fit `bucket`.
+    """How `subject` runs `batch` in the `wanted` modes, and why it cannot in others; ValueError where it does not fit
+    `bucket`. Without that it pads to the subject's plan's choice, or without a plan by `SPARE_SEQS` documents.
     """
     runs, skipped = list[ModeRun](), dict[Mode, str]()
     target = _choose_bucket(subject, batch, bucket)
@@ -208,10 +199,8 @@ def other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
     """Values of the shape and dtype of `tensor`, none of which should equal the tensor's own at its place.
 
     Floating-point values are drawn with the mean and standard deviation of the tensor. Integers and booleans are drawn
-    from the values in the tensor, so that tokens stay in their vocabulary and positions in their table.
-
-    Returns:
-        None for integers that are all equal.
+    from the values in the tensor, so that tokens stay in their vocabulary and positions in their table. None for
+    integers that are all equal.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         kind = torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -236,7 +225,7 @@ def token_mask(regions: Iterable[Region], n_tokens: int, device: torch.device) -
     return mask.to(device)
 
 
-def along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def broadcast_mask(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """`mask`, shape [n_tokens], as a view that broadcasts over `tensor`, whose dimension `dim` is the tokens."""
     shape = [1] * tensor.dim()
     shape[dim] = len(mask)
@@ -244,11 +233,7 @@ def along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def token_dim_of(tensor: torch.Tensor, n_tokens: int, preferred: int) -> int | None:
-    """The dimension of `tensor` that runs over tokens: `preferred` if it has their number, else the first that has.
-
-    Returns:
-        None where no dimension has their number.
-    """
+    """The dimension of `tensor` with the number of tokens: `preferred` if it has it, else the first, or None."""
     dims = [dim for dim, size in enumerate(tensor.shape) if size == n_tokens]
     if preferred < 0:
         preferred += tensor.dim()
@@ -289,19 +274,16 @@ class Input(NamedTuple):
         """A new tensor: the other values at the tokens in `mask`, the caller's elsewhere."""
         if self.others is None:
             return self.values.detach().clone()
-        return torch.where(along(mask, self.values, self.dim), self.others, self.values.detach())
+        return torch.where(broadcast_mask(mask, self.values, self.dim), self.others, self.values.detach())
 
 
 def perturb_inputs(
     tensors: Sequence[torch.Tensor], n_tokens: int, *, token_dim: int, shared: Sequence[int], seed: int
 ) -> tuple[Input, ...]:
-    """The tensor arguments with their other values, which `seed` draws.
+    """The tensor arguments with their other values, which `seed` draws; ValueError where none can be perturbed.
 
     Dimension `token_dim` of the first runs over tokens; of the others it is preferred where several dimensions could.
     Those at the positions in `shared` belong to no document.
-
-    Raises:
-        ValueError: no tensor can be perturbed.
     """
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -338,7 +320,7 @@ class Passes:
     count: int = 0
     _output_grads: dict[int, Input] = field(default_factory=dict)
 
-    def perturbed(self, regions: Sequence[Region]) -> list[Watched]:
+    def run_perturbed(self, regions: Sequence[Region]) -> list[Watched]:
         """The compared tensors of a pass in which inputs and output gradients of `regions` have other values.
 
         Raises:
@@ -362,7 +344,7 @@ class Passes:
                     integers[tensor.data_ptr()] = f"tensors[{position}] embedded, .grad", tensor, one.dim
             # in training, inputs are made by other modules: a module may then change them in place
             given = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-            with embedded(self.module, integers) as embeddings:
+            with find_embeddings(self.module, integers) as embeddings:
                 leaves = [leaf for leaf in tree_flatten(self.way.run(given))[0] if isinstance(leaf, torch.Tensor)]
             outputs = self._over_tokens(leaves)
             watched = [Watched("output", f"outputs[{i}]", leaves[i].detach(), dim) for i, dim in outputs.items()]
@@ -408,7 +390,7 @@ class Passes:
         """The gradient of an output, the same in all passes, and its other values: both zero outside documents."""
         if position not in self._output_grads:
             generator = torch.Generator().manual_seed(self.seed + 1 + position)
-            real = along(token_mask(self.documents, self.n_tokens, output.device), output, dim)
+            real = broadcast_mask(token_mask(self.documents, self.n_tokens, output.device), output, dim)
             drawn = [torch.randn(output.shape, generator=generator, dtype=torch.float32) for _ in range(2)]
             given, others = (d.to(output.device, output.dtype) * real for d in drawn)
             self._output_grads[position] = Input(given, others, dim)
@@ -423,16 +405,14 @@ def _can_take_gradient(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def embedded(
+def find_embeddings(
     module: nn.Module, integers: Mapping[int, tuple[str, torch.Tensor, int]]
 ) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
     """Find, while the block runs the module, what its embeddings make of integer inputs, which cannot have gradients.
 
-    `integers` are integer inputs by their addresses, each with a name and its dimension over tokens.
-
-    Yields:
-        A list that fills in the block: for each integer input the name, the differentiable tensor that the first
-        submodule made of it, with the input's dimensions before its own, and the dimension over tokens.
+    `integers` are integer inputs by their addresses, each with a name and its dimension over tokens. The yielded list
+    fills in the block: for each of them the name, the differentiable tensor that the first submodule made of it, with
+    the input's dimensions before its own, and the dimension over tokens.
     """
     found: list[tuple[str, torch.Tensor, int]] = []
 

@@ -108,7 +108,7 @@ class Isolation:
     skipped: Mapping[Mode, str]
     """The modes that did not run, and why."""
     missing: tuple[Mode, ...]
-    """The modes of `skipped` that the caller had asked for by name."""
+    """The modes of `skipped` that the caller named."""
     notes: tuple[str, ...]
     """Parts of the module that mix documents on purpose, each with what to change for a proof."""
 

@@ -34,7 +34,7 @@ those with number 0, 1, 2, 4, ... 64.
   ranks: its micro-batches run eagerly, with FallbackReason `quarantined`, until graphs are captured anew. Suspicions
   that were not confirmed are counted in `Stats.suspicions`, and have no other effect.
 - **Not found** is what both sides read in the same way, such as a scaling factor of FP8 whose update was left out.
-- **Single layers.** Each layer is a part of the micro-batch with a twin of its own (`Parts`), which runs inside that
+- **Single layers.** Each layer is a part of the micro-batch with a twin of its own (`Finding`), which runs inside that
   layer's backward, before autograd hands its gradients on. The captured part of the layer is compared, from the
   replay's input on. The states of FP8 that a backward writes are not: Transformer Engine updates those of all layers at
   the end of the first one's backward.

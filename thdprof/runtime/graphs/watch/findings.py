@@ -78,9 +78,9 @@ class Evidence:
         return run.squared > self.apart**2 * size and run.squared > FAR**2 * self.spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Finding:
-    """What was found of one verified micro-batch."""
+    """What was found so far of one verified micro-batch, each of whose parts has graphs and a backward of its own."""
 
     number: int
     """The micro-batch's number among the module's calls, from 0."""
@@ -88,9 +88,12 @@ class Finding:
     """The bucket that it replayed."""
     slot: int
     """Number of the slot in which it did, from 0."""
-    compared: Sequence[str]
-    wrong: Sequence[Evidence]
-    """The tensors that are wrong; those of the first steps of the pass come first."""
+    left: int = 1
+    """Number of parts whose backward has not ended."""
+    was_suspicious: bool = False
+    compared: list[str] = field(default_factory=list)
+    wrong: list[Evidence] = field(default_factory=list)
+    """The tensors that are wrong, those of the first part first; the last part's backward comes first."""
 
     def describe(self) -> str:
         """The mismatch in words, with its numbers."""
@@ -141,9 +144,8 @@ class Distance:
 
 
 def find_unequal(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> list[int]:
-    """Positions of the pairs that are not equal bit for bit, or hold NaN; waits for the device.
-
-    They are tensors of one run and of a reference run, of any shape, dtype and device; None counts as zeros.
+    """Positions of the pairs that are not equal bit for bit, or hold NaN; waits for the device. They are tensors of a
+    run and of a reference run, of any shape, dtype and device; None counts as zeros.
     """
     pairs = [_with_zeros(one, other) for one, other in zip(ours, theirs, strict=True)]
     marks = [(one != other).any() if one.shape == other.shape else torch.tensor(True) for one, other in pairs]

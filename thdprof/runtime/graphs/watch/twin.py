@@ -112,16 +112,10 @@ class Twin:
         rotation: Rotation,
         exact: bool,
     ) -> None:
-        """Keep what the replay is about to read and change.
+        """Keep what the replay of `lease` is about to read and change.
 
-        Args:
-            subject: the module.
-            lease: the lease with which the micro-batch is replayed.
-            tensors: its tensor arguments.
-            packed: its metadata, padded for its bucket, in memory that no other micro-batch writes to.
-            boundaries: its boundaries.
-            rotation: chooses the parameters that are compared.
-            exact: whether replays and eager runs must be equal bit for bit.
+        `packed` is the micro-batch's metadata, padded for its bucket, in memory that no other micro-batch writes to.
+        `rotation` chooses the parameters that are compared. If `exact`, runs must be equal bit for bit.
         """
         self._subject, self._packed, self._boundaries = subject, packed, boundaries
         self._lease = proxy(lease)  # whose witness leads here: in a cycle, it would hold its slot until it is collected
@@ -165,11 +159,9 @@ class Twin:
         self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[Run, Callable[[], Run], Callable[[], Run]]]:
         """Run the micro-batch again inside the block, after the replay of the backward and before any hook of
-        parameters whose gradients were not complete until then. All state is put back at its end.
-
-        Yields:
-            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again. Examine
-            what the replay made before that: its gradients are the buffers themselves.
+        parameters whose gradients were not complete until then. All state is put back at its end. It yields what the
+        replay made, a function that runs the micro-batch eagerly, and one that replays it again. Examine what the
+        replay made before that: its gradients are the buffers themselves.
         """
         assert self._replay is not None  # a backward comes after its forward
         replay, subject = self._replay, self._subject
@@ -326,10 +318,9 @@ _EAGER_PER_SLOT = 1.25
 
 
 def missing_bytes(device: torch.device, *, slot_bytes: int, others: int) -> int:
-    """Bytes that are missing for one eager pass; 0 if it fits, or if the device is no GPU.
-
-    `slot_bytes` are those of the pool of a slot, whose largest graph does the same work; the verification needs
-    `others` besides the pass. Torch can allocate what the driver has, and what it keeps for reuse outside the pools.
+    """Bytes that are missing for one eager pass, and `others` that the verification needs; 0 on a host. `slot_bytes`
+    are those of the pool of a slot, whose largest graph does the same work. Torch can allocate what the driver has, and
+    what it keeps for reuse outside the pools.
     """
     if device.type != "cuda":
         return 0

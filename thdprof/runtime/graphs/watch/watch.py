@@ -6,7 +6,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,18 +48,6 @@ ADVICE = (
 """What to do after a confirmed mismatch."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What was found so far of one verified micro-batch, each of whose parts has graphs and a backward of its own."""
-
-    left: int = 1
-    """Number of parts whose backward has not ended."""
-    was_suspicious: bool = False
-    compared: list[str] = field(default_factory=list)
-    wrong: list[Evidence] = field(default_factory=list)
-    """The tensors that are wrong, those of the first part first; the last part's backward comes first."""
-
-
 class Watch:
     """Verifies one in `every` micro-batches of a module, and refuses the buckets that gave wrong numbers."""
 
@@ -71,7 +58,7 @@ class Watch:
         """Whether an eager pass failed on this rank, so that nothing more is verified."""
         self._surroundings, self._stats, self._is_in_pieces = options.surroundings, stats, bool(options.cuts)
         self._prefix = f"{options.name}: " if options.name else ""
-        self._number, self._due = -1, False
+        self.number, self._due = -1, False
         self._quarantined: set[Bucket] = set()
         self._has_warned_of_memory = False
         self._agreed_in: dict[tuple[Bucket, str], int] = {}  # last micro-batch in which a tensor agreed
@@ -84,8 +71,8 @@ class Watch:
 
     def next_microbatch(self) -> None:
         """Count a micro-batch that begins now."""
-        self._number += 1
-        self._due = not self.has_ended and is_sampled(self._number, self.every)
+        self.number += 1
+        self._due = not self.has_ended and is_sampled(self.number, self.every)
 
     def refuses(self, bucket: Bucket) -> bool:
         """Whether micro-batches of `bucket` must run eagerly."""
@@ -109,7 +96,7 @@ class Watch:
                 "%smicro-batch %d is not verified (graphs.verify): there is no room to run it eagerly beside graphs, "
                 "%.1f GiB are missing; later ones are tried again, without another word",
                 self._prefix,
-                self._number,
+                self.number,
                 missing_bytes / 2**30,
             )
         return self._is_true_everywhere(replays and not missing_bytes)
@@ -123,15 +110,13 @@ class Watch:
         boundaries: Boundaries,
         slot: int,
         *,
-        parts: Parts | None = None,
+        finding: Finding | None = None,
         name: str = "",
     ) -> Watched:
-        """Verify the micro-batch that is about to be replayed, or one of its `parts`, called `name`, as `Twin` does."""
+        """Verify the micro-batch that is about to be replayed, or its part `name`, as `Twin` does."""
         exact = self._surroundings.deterministic()
         twin = Twin(subject, lease, tensors, packed, boundaries, rotation=self._rotations[name], exact=exact)
-        return Watched(
-            self, twin, number=self._number, bucket=lease.bucket, slot=slot, parts=parts or Parts(), name=name
-        )
+        return Watched(self, twin, finding or Finding(number=self.number, bucket=lease.bucket, slot=slot), name)
 
     def end(self, error: Exception) -> None:
         """End the watch, because an eager pass failed on this rank.
@@ -166,10 +151,8 @@ class Watch:
         """Compare a replay with an eager run; where it looks wrong, run the micro-batch again until that is explained.
 
         Ranks that communicate inside the module make the same passes: they go on while one of them has to. `twin` names
-        what is compared, `run_eagerly` and `run_again` run the micro-batch once more, eagerly or by its graphs.
-
-        Returns:
-            The names of the compared tensors, the tensors that are wrong, and whether any was suspicious.
+        what is compared, `run_eagerly` and `run_again` run the micro-batch once more, eagerly or by its graphs. Returns
+        the names of the compared tensors, the tensors that are wrong, and whether any was suspicious.
         """
         compared, suspects = twin.examine(replay, eager)
         if self._is_true_everywhere(not suspects):
@@ -187,13 +170,13 @@ class Watch:
                 break
         return compared, suspects, True
 
-    def note(self, finding: Finding, *, was_suspicious: bool) -> None:
+    def note(self, finding: Finding) -> None:
         """Count a verified micro-batch, log a mismatch, and refuse its bucket on all ranks."""
         stats, bucket = self._stats(), finding.bucket
         stats.verified[bucket] += 1
-        if was_suspicious and not self._is_true_everywhere(not finding.wrong):
+        if finding.was_suspicious and not self._is_true_everywhere(not finding.wrong):
             self._quarantined.add(bucket)
-        elif was_suspicious:
+        elif finding.was_suspicious:
             stats.suspicions[bucket] += 1
         wrong = [one.name for one in finding.wrong]
         self._agreed_in |= {(bucket, name): finding.number for name in finding.compared if name not in wrong}
@@ -216,13 +199,9 @@ class Watch:
 class Watched:
     """A replay that is verified: it hands what the replay does to the twin, and what was found to the watch."""
 
-    def __init__(
-        self, watch: Watch, twin: Twin, *, number: int, bucket: Bucket, slot: int, parts: Parts, name: str
-    ) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, twin: Twin, finding: Finding, name: str) -> None:
+        self._watch, self._finding, self._name = watch, finding, name
         self._own: Twin | None = twin  # None: it has ended, or failed
-        self._number, self._bucket, self._slot = number, bucket, slot
-        self._parts, self._name = parts, name
 
     @property
     def _twin(self) -> Twin | None:
@@ -248,27 +227,20 @@ class Watched:
     def backward_ended(self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]) -> None:
         """The replay of the whole backward has added to `gradients` and made `input_grads`."""
         with self.failing_alone():
-            parts = self._parts
+            finding = self._finding
             if self._twin is None:
                 return
             with self._twin.repeated(gradients, input_grads) as (replay, run_eagerly, run_again):
-                compared, wrong, suspicious = self._watch.judge(
+                compared, wrong, is_suspicious = self._watch.judge(
                     replay, run_eagerly(), self._twin, run_eagerly, run_again
                 )
             for one in wrong:
                 one.name = self._name + one.name
-            parts.compared += (self._name + name for name in compared)
-            parts.wrong[:0], parts.was_suspicious = wrong, parts.was_suspicious or suspicious
-            parts.left -= 1
-            if parts.left == 0:
-                finding = Finding(
-                    number=self._number,
-                    bucket=self._bucket,
-                    slot=self._slot,
-                    compared=parts.compared,
-                    wrong=tuple(parts.wrong),
-                )
-                self._watch.note(finding, was_suspicious=parts.was_suspicious)
+            finding.compared += (self._name + name for name in compared)
+            finding.wrong[:0], finding.was_suspicious = wrong, finding.was_suspicious or is_suspicious
+            finding.left -= 1
+            if finding.left == 0:
+                self._watch.note(finding)
         self._own = None
 
     @contextmanager

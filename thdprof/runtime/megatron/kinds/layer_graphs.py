@@ -30,8 +30,9 @@ from thdprof.runtime.graphs.capture import pool_bytes
 from thdprof.runtime.graphs.failed_captures import WarmupError
 from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since
 from thdprof.runtime.graphs.slots import FreeSlots, Metadata, ReplayOrder
+from thdprof.runtime.graphs.watch.findings import Finding
 from thdprof.runtime.graphs.watch.twin import Subject, missing_bytes
-from thdprof.runtime.graphs.watch.watch import Parts, Watch, Watched, make_watch
+from thdprof.runtime.graphs.watch.watch import Watch, Watched, make_watch
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.parts import has_fused_operations, has_gated_delta_net, is_mamba
@@ -120,7 +121,8 @@ class WatchedLayers:
         """
         self._watch, self._subject_of, self._parameters, self._lease = watch, subject_of, parameters, lease
         self._rest = packed, boundaries, slot
-        self._parts = Parts(left=len(lease.replays.graphs))
+        graphs = lease.replays.graphs
+        self._finding = Finding(number=watch.number, bucket=lease.bucket, slot=slot, left=len(graphs))
 
     def run(self, number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
         """As `LayerLease.run`, for a layer that is called with these `constants` besides its hidden states."""
@@ -131,7 +133,7 @@ class WatchedLayers:
             subject = self._subject_of(number, constants)
             layer = WatchedLayer(replays, number, lease.bucket, self._parameters[number], subject.around)
             given, name = [hidden.detach().requires_grad_()], f"layer {number}: "
-            watched = self._watch.begin(subject, layer, given, *self._rest, parts=self._parts, name=name)
+            watched = self._watch.begin(subject, layer, given, *self._rest, finding=self._finding, name=name)
         except Exception as error:
             self._watch.end(error)
             return lease.run(number, hidden)
