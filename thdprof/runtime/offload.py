@@ -174,7 +174,7 @@ class StorageNumbers:
 
 
 def kept_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """What autograd gets for a saved tensor that stays: a leaf, or it detached, lest an output keep itself alive."""
+    """What autograd gets for a saved tensor that stays: detached, so that no output keeps itself alive; or a leaf."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 

@@ -98,10 +98,8 @@ class Stats:
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
-        """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once;
-        mismatches are counted on each rank that found one, suspicions on each that ran the micro-batch again.
-
-        Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
+        """Counters of all ranks, with each micro-batch counted once, although the context-parallel ranks that share one
+        have all counted it. Mismatches count on each rank that found one, suspicions on each that ran it again.
         """
         total, fallbacks = cls(), Counter[tuple[FallbackReason, int]]()
         for rank in ranks:

@@ -53,9 +53,8 @@ def unchanged_state(
     generators: Sequence[torch.Generator],
     extra: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> Iterator[None]:
-    """Restore generators' states, the module's buffers and the `extra` tensors after the block, so that warm-up passes
-    change no number of the run; tensors that `extra` returns only after the block are set to zero.
-    """
+    """Restore generators' states, buffers and the `extra` tensors after the block, so that warm-up passes change no
+    number of the run; tensors that `extra` returns only after the block are set to zero."""
     states = [generator.get_state() for generator in generators]
     kept = KeptTensors(module, extra)
     try:
@@ -541,9 +540,7 @@ class GradientBuffers:
 
 
 def spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
-    """Give `aliases` scratch memory as `main_grad`, until the caller sets it again: warm-up passes, whose kernels may
-    write to it, then change no gradient.
-    """
+    """Give `aliases` a scratch `main_grad` until the caller sets it: kernels of warm-up passes may write to it."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     grads = [(alias, g) for alias in aliases if (g := getattr(alias, "main_grad", None)) is not None]
     for _, grad in grads:

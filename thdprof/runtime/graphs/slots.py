@@ -131,7 +131,7 @@ class SlotMemory:
     """The part that slots of every kind have: a memory pool, the static metadata, and two marks."""
 
     def __init__(self, buckets: Sequence[Bucket], sample: Call) -> None:
-        """An empty slot for `buckets` and micro-batches with the metadata and on the GPU of `sample`."""
+        """An empty slot for `buckets`, on the GPU of `sample`, whose metadata has the parts of all micro-batches'."""
         self.pool = torch.cuda.graph_pool_handle()
         """Handle of the memory pool that all graphs of the slot are captured into."""
         self.metadata = Metadata(buckets, sample.packed, sample.tensors[0].device)
