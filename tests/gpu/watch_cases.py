@@ -325,7 +325,7 @@ def nothing_waits() -> None:
     for _ in range(3):
         model(x, packed).sum().backward()
     torch.cuda.synchronize()
-    model._watch.every, model._watch._number = 10**9, 100
+    model._watch.every, model._watch.number = 10**9, 100
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(10):
         model(x, packed).sum().backward()

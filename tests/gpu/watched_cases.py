@@ -504,8 +504,8 @@ class Seen:
             evidence.extend(found[1])  # of all layers of the micro-batch
             return found
 
-        def notes(watch: Watch, finding: Any, *, was_suspicious: bool) -> None:
-            note(watch, finding, was_suspicious=was_suspicious)
+        def notes(watch: Watch, finding: Any) -> None:
+            note(watch, finding)
             self._note(finding, evidence)
             evidence.clear()
             watch._quarantined.clear()

@@ -36,8 +36,9 @@ class Recorded(DispatchedModule):
 
     def _open(self, call):
         self.opened.append(call)
-        for number, bucket in enumerate(self.buckets, 1):
-            self._count_capture(Captured(bucket=bucket, seconds=0.5, pool_bytes=3 << 20), number=number, of=2)
+        count = self._count_captures(2)
+        for bucket in self.buckets:
+            count(Captured(bucket=bucket, seconds=0.5, pool_bytes=3 << 20))
 
     def _changed(self):
         return self.moved
@@ -63,7 +64,7 @@ def ahead(run, *given, **kwargs):
 def test_a_call_ahead_of_training_captures_and_counts_no_micro_batch():
     run = Recorded()
     ahead(run, torch.ones(TOKENS, 2, requires_grad=True), pack([0, TOKENS]))
-    assert run.is_captured
+    assert run.holds_graphs()
     assert len(run.opened) == 1
     assert (run.stats().microbatches, run.stats().captures, run.stats().capture_s) == (0, 2, 1.0)
     assert run.said == [
@@ -166,7 +167,7 @@ def test_nothing_is_captured_ahead_where_a_micro_batch_would_not(how):
     tokens = 4 if how == "other size" else TOKENS
     with torch.set_grad_enabled(how != "no_grad"):
         ahead(run, torch.ones(tokens, 2, requires_grad=True), pack([0, tokens]))
-    assert not run.is_captured
+    assert not run.holds_graphs()
     run.train()
     run(*micro_batch())
     assert len(run.opened) == 1
@@ -178,9 +179,9 @@ def test_a_rehearsal_does_not_count_as_the_first_micro_batch():
     ahead(run)
     with run.rehearsal():
         run(*micro_batch())
-    assert run.is_captured
+    assert run.holds_graphs()
     with run.rehearsal():
         run(*micro_batch(torch.float16))
-    assert not run.is_captured  # graphs of the rehearsal's own form are dropped
+    assert not run.holds_graphs()  # graphs of the rehearsal's own form are dropped
     with run.stats().expect(captures=2, replays=1):
         run(*micro_batch())

@@ -256,7 +256,7 @@ def test_the_pass_keeps_what_the_plan_says():
     x = torch.randn(64, 32, requires_grad=True)
     with offload.forward():
         y = stack(x)
-    entries = offload._now._entries.values()
+    entries = offload._moves._entries.values()
     held = sum(len(e.device) for e in entries if e.device is not None)
     assert held == 0
     assert len(entries) == sum(place is not None for place in offload.plan.places)
@@ -419,7 +419,7 @@ def test_host_memory_that_cannot_be_had_is_asked_for_again(monkeypatch):
     made = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
     passes(stack, made, count=1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(offload_passes, "CudaMover", lambda *streams: mover)
+    monkeypatch.setattr(offload_passes, "Mover", lambda *streams: mover)
     eager = EagerOffload(SimpleNamespace(device=mover.device), None)
     with monkeypatch.context() as full:
         full.setattr(mover, "pinned", lambda nbytes: (_ for _ in ()).throw(RuntimeError("no memory")))

@@ -14,7 +14,7 @@ from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs.capture import completed  # noqa: E402
+from thdprof.runtime.graphs.capture import mark_completed  # noqa: E402
 from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 12, 4, 4
@@ -262,7 +262,7 @@ def test_a_layer_that_is_not_called_once_fails_the_capture(cuts, caplog):
 
 
 def test_gradients_are_complete_after_the_last_piece_that_adds_to_them():
-    assert completed([{0, 1}, {1, 2}, {3}], 5) == (
+    assert mark_completed([{0, 1}, {1, 2}, {3}], 5) == (
         (True, True, False, False, False),
         (False, False, True, False, False),
         (False, False, False, True, False),

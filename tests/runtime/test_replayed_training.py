@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -662,7 +663,7 @@ def test_gradients_of_outputs_are_one_block_of_memory_whatever_the_outputs_are()
 
 
 def test_buckets_whose_outputs_are_alike_share_their_gradients():
-    slot = Slot([draw()], [SMALL], with_padded=False, with_seq_idx=False, device=torch.device("cpu"))
+    slot = Slot([SMALL], SimpleNamespace(tensors=(draw(),), packed=pack(FITTING[1])))
     (first,) = slot.output_grads([draw()])
     (alike,) = slot.output_grads([draw(1)])
     assert alike is first
@@ -683,6 +684,24 @@ def test_state_is_put_back_after_all_queued_passes(monkeypatch):
     assert not queued
     assert (module.shift == 0.25).all()
     assert (given == 2.0).all()
+
+
+def test_a_buffer_that_a_warm_up_pass_replaced_stays_for_the_graphs_that_read_it():
+    module = Reader()
+    before, other = module.shift, module.shift + 1
+    with unchanged_state(module, [], lambda: [module.shift]):
+        before.add_(1)
+        module.shift = other
+    assert module.shift is other
+    assert (before == 0.25).all()
+
+
+def test_a_buffer_that_is_also_a_further_tensor_after_the_passes_keeps_its_value():
+    module, further = Reader(), []
+    with unchanged_state(module, [], lambda: further):
+        further.append(module.shift)
+        module.shift.add_(1)
+    assert (module.shift == 0.25).all()
 
 
 def test_a_module_of_which_nothing_could_be_captured_has_not_changed():

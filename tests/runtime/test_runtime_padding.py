@@ -372,9 +372,10 @@ def test_staging_buffers_are_pinned_integers(monkeypatch):
     assert made == [True]
 
 
-def metadata(buckets, **options):
-    defaults = {"with_padded": False, "with_seq_idx": False, "device": torch.device("cpu")}
-    return Metadata(buckets, **{**defaults, **options})
+def metadata(buckets, *, with_padded=False, with_seq_idx=False):
+    like = pack([0, 1], with_seq_idx=with_seq_idx)
+    like = replace(like, cu_seqlens_padded=like.cu_seqlens if with_padded else None)
+    return Metadata(buckets, like, torch.device("cpu"))
 
 
 def test_a_staging_buffer_is_not_written_to_while_it_is_copied(staged):

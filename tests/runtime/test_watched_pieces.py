@@ -336,7 +336,7 @@ def test_micro_batches_that_are_not_verified_keep_nothing(monkeypatch):
     made = []
     monkeypatch.setattr(Twin, "__init__", lambda self, *_, **__: made.append(self))
     model = graphed(verify_every=10**6)
-    model._watch._number = 1000
+    model._watch.number = 1000
     train(model, 4)
     assert model.stats().replays.total() == 4
     assert not made

@@ -1,3 +1,1 @@
-"""Offloading of activations to host memory: the decision which tensors move, and the memory that this frees. No
-torch.
-"""
+"""Offloading of activations to host memory: which tensors move, and the memory that this frees. No torch."""

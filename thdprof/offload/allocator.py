@@ -36,15 +36,12 @@ class _Block:
     small: bool
     """Whether the block lies in a segment for small requests."""
     number: int
-    """The block's index among all blocks."""
+    """Its index among all blocks."""
     nbytes: int
-    """The block's size in bytes."""
     free: bool = False
-    """Whether no tensor has the block."""
     before: _Block | None = None
-    """The block before this one in its segment."""
+    """Its neighbour in the segment."""
     after: _Block | None = None
-    """The block after this one in its segment."""
 
     def key(self) -> tuple[int, int]:
         return self.nbytes, self.number
@@ -54,12 +51,7 @@ class Segments:
     """The segments that the allocator has reserved, and the blocks in them that are taken."""
 
     def __init__(self, *, shared: bool = True) -> None:
-        """No segment is reserved.
-
-        Args:
-            shared: whether requests of 1 to 10 MiB share segments of 20 MiB, as in torch; False: each gets a segment
-                that fits it.
-        """
+        """`shared`: whether requests of 1 to 10 MiB share segments of 20 MiB, as in torch; else each has its own."""
         self.reserved_bytes = 0
         """Bytes of all segments."""
         self._own_from = _OWN_SEGMENT if shared else _SMALL_SEGMENT
@@ -89,18 +81,15 @@ class Segments:
         """Free the block that was allocated under `name`; it is joined with free blocks beside it."""
         block = self._taken.pop(name)
         if block.after is not None and block.after.free:
-            self._swallow_next(block)
+            self._free[block.small].remove(block.after.key())
+            self._join(block, block.after)
         if block.before is not None and block.before.free:
+            self._free[block.small].remove(block.before.key())
+            self._join(block.before, block)
             block = block.before
-            self._free[block.small].remove(block.key())
-            self._swallow_next(block, listed=False)
         self._give(block)
 
-    def _swallow_next(self, block: _Block, *, listed: bool = True) -> None:
-        after = block.after
-        assert after is not None
-        if listed:
-            self._free[after.small].remove(after.key())
+    def _join(self, block: _Block, after: _Block) -> None:
         block.nbytes += after.nbytes
         block.after = after.after
         if block.after is not None:
@@ -144,10 +133,7 @@ class Gradients:
 
 
 def reserved(passes: Callable[[bool], int]) -> int:
-    """Bytes that passes reserve: the mean of both extremes.
-
-    Args:
-        passes: returns the bytes that the passes reserve; its argument says whether segments are shared (see
-            `Segments`).
+    """Bytes that passes reserve: the mean of both extremes. `passes` returns the bytes for each: whether segments are
+    shared (see `Segments`).
     """
     return (passes(True) + passes(False)) // 2

@@ -86,11 +86,8 @@ class Choice:
     def takes(self, module: str) -> bool:
         """Whether tensors that `module` saves may be moved.
 
-        A module belongs to the innermost part of a layer that contains it. A name that is no part's covers every module
-        below the modules that it names.
-
-        Args:
-            module: the module's name, as `named_modules` gives it.
+        A module, named as by `named_modules`, belongs to the innermost part of a layer that contains it. A name that is
+        no part's covers every module below the modules that it names.
         """
         if "all" in self.modules:
             return True
@@ -107,7 +104,6 @@ class SavedStorage:
     """One storage of which a pass saved tensors."""
 
     nbytes: int
-    """Bytes of the storage."""
     modules: tuple[str, ...]
     """Names of the innermost modules that ran when its tensors were saved."""
     first: int
@@ -120,12 +116,10 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of a storage in host memory."""
+    """The place of a storage in host memory: the number of its slab, and its offset there in bytes."""
 
     slab: int
-    """Number of the slab."""
     offset: int
-    """Bytes between the begin of the slab and the storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +129,6 @@ class OffloadPlan:
     storage_at: tuple[int, ...]
     """Number of the storage of each saved tensor, in order; NOT_MOVED for tensors that are skipped."""
     storages: tuple[SavedStorage, ...]
-    """The storages, by number."""
     places: tuple[Place | None, ...]
     """Place of each storage in host memory; None: it stays on the device."""
     slabs: tuple[int, ...]
@@ -165,17 +158,10 @@ class OffloadPlan:
         """Bytes by which offloading reduces the memory that a pass reserves."""
         return freed_in_turn([self])
 
-    def released_at_first(self) -> dict[int, int]:
-        """Position of a storage's first tensor -> number of the storage, for storages that only the saved tensors keep
-        alive.
-        """
-        return {s.first: n for n, s in enumerate(self.storages) if s.released}
-
-    def released_at_last(self) -> dict[int, int]:
-        """Position of a storage's last tensor -> number of the storage, for storages that only the saved tensors keep
-        alive.
-        """
-        return {s.last: n for n, s in enumerate(self.storages) if s.released}
+    def find_released(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The storages that only saved tensors keep alive: number by position of the first tensor, and of the last."""
+        released = [(n, s) for n, s in enumerate(self.storages) if s.released]
+        return {s.first: n for n, s in released}, {s.last: n for n, s in released}
 
     def reload_order(self) -> list[int]:
         """Numbers of the moved storages in the order in which a backward needs them: those saved last come first."""
@@ -184,13 +170,7 @@ class OffloadPlan:
 
 
 def plan_offload(storage_at: Sequence[int], storages: Sequence[SavedStorage], choice: Choice) -> OffloadPlan:
-    """The plan of one pass.
-
-    Args:
-        storage_at: number of the storage of each saved tensor, in order, or NOT_MOVED.
-        storages: the storages, by number.
-        choice: the choice which storages are moved.
-    """
+    """The plan of one pass that saves tensors of `storages`, in the order of `storage_at` (see `OffloadPlan`)."""
     eligible = [
         n
         for n, s in enumerate(storages)
@@ -203,25 +183,26 @@ def plan_offload(storage_at: Sequence[int], storages: Sequence[SavedStorage], ch
             break
         total += storages[number].nbytes
         moved.append(number)
-    places, slabs = _laid_out([storages[n].nbytes for n in moved])
-    where: dict[int, Place] = dict(zip(moved, places, strict=True))
+    where: dict[int, Place] = {}
+    used: list[int] = []  # bytes of each slab, in which storages lie one after the other
+    for number in moved:
+        rounded = -(-storages[number].nbytes // ALIGNMENT) * ALIGNMENT
+        if not used or used[-1] + rounded > SLAB_BYTES:
+            used.append(0)
+        where[number] = Place(slab=len(used) - 1, offset=used[-1])
+        used[-1] += rounded
     return OffloadPlan(
         storage_at=tuple(storage_at),
         storages=tuple(storages),
         places=tuple(where.get(n) for n in range(len(storages))),
-        slabs=slabs,
+        slabs=tuple(1 << (size - 1).bit_length() for size in used),
         window_bytes=max([min(WINDOW_BYTES, total // WINDOW_SHARE), *(storages[n].nbytes for n in moved)]),
         min_bytes=choice.min_bytes,
     )
 
 
 def plan_in_turn(parts: Sequence[OffloadPlan], choice: Choice) -> list[OffloadPlan]:
-    """Plans of passes that run one after the other, as layers do. The fraction is a share of all their bytes together.
-
-    Args:
-        parts: plans of the passes for the same choice, with a fraction of 1.
-        choice: the choice which storages are moved.
-    """
+    """Plans of passes in turn, as of layers: the fraction is of all bytes of `parts`, planned with fraction 1."""
     left = choice.fraction * sum(part.offloaded_bytes for part in parts)
     made = []
     for part in parts:
@@ -239,13 +220,7 @@ def freed_in_turn(parts: Sequence[OffloadPlan]) -> int:
 
 
 def _reserved(parts: Sequence[OffloadPlan], moving: bool, shared: bool) -> int:
-    """Bytes that the allocator reserves for saved tensors, and for gradients during the backward.
-
-    Args:
-        parts: plans of the passes, in order.
-        moving: whether the plans are followed; False: all storages stay.
-        shared: whether requests share segments (see `Segments`).
-    """
+    """Bytes that the allocator reserves for saved tensors and a backward's gradients; all stay unless `moving`."""
     segments = Segments(shared=shared)
     for number, part in enumerate(parts):
         _forward(part, number, segments, moving=moving)
@@ -257,7 +232,7 @@ def _reserved(parts: Sequence[OffloadPlan], moving: bool, shared: bool) -> int:
 
 def _forward(part: OffloadPlan, number: int, segments: Segments, *, moving: bool) -> None:
     under_way: deque[int] = deque()
-    begins, copies = part.released_at_first(), part.released_at_last()
+    begins, copies = part.find_released()
     waiting = 0
 
     def arrive(allowed: int) -> None:
@@ -280,7 +255,7 @@ def _forward(part: OffloadPlan, number: int, segments: Segments, *, moving: bool
 def _backward(part: OffloadPlan, number: int, segments: Segments, gradients: Gradients, *, moving: bool) -> None:
     ahead: set[int] = set()
     waiting = deque(part.reload_order() if moving else ())
-    begins, ends = part.released_at_first(), part.released_at_last()
+    begins, ends = part.find_released()
     there = set() if moving else set(begins.values())
     there |= {n for n in begins.values() if part.places[n] is None}
 
@@ -303,16 +278,3 @@ def _backward(part: OffloadPlan, number: int, segments: Segments, gradients: Gra
             gradients.take(part.storages[wanted].nbytes)
         if (last := begins.get(position)) is not None:
             segments.give_back((number, last))
-
-
-def _laid_out(sizes: Sequence[int]) -> tuple[list[Place], tuple[int, ...]]:
-    """Places for storages of `sizes` bytes, one after the other, and the bytes of the slabs that hold them."""
-    places: list[Place] = []
-    used: list[int] = []
-    for size in sizes:
-        rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        if not used or used[-1] + rounded > SLAB_BYTES:
-            used.append(0)
-        places.append(Place(slab=len(used) - 1, offset=used[-1]))
-        used[-1] += rounded
-    return places, tuple(1 << (size - 1).bit_length() for size in used)

@@ -10,7 +10,8 @@ except ModuleNotFoundError as error:  # pragma: no cover - tested in an environm
     raise ModuleNotFoundError(f"thdprof.runtime needs torch: {install_line('runtime')}") from error
 
 from thdprof.dispatch import Bucket, FallbackReason
-from thdprof.runtime.graphs.graphed_module import FallbackError, GraphedModule, graphed
+from thdprof.runtime.dispatched_module import FallbackError
+from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
 from thdprof.runtime.isolation.result import Isolation, Leak
 from thdprof.runtime.isolation.verify import verify_isolation
 from thdprof.runtime.options import GraphOptions

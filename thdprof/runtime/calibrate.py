@@ -1,6 +1,4 @@
-"""Measures the cost of eager and replayed micro-batches on this GPU: a cost table for `thdprof analyze
---cost-table`.
-"""
+"""Measures eager and replayed micro-batches on this GPU: a cost table for `thdprof analyze --cost-table`."""
 
 from __future__ import annotations
 
@@ -26,6 +24,10 @@ from thdprof.runtime.stack import PackedStack
 SCHEMA = "thdprof.costs/1"
 TYPICAL = ((0.0, 1), (0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
 """Share of micro-batches -> number of documents: the example distribution of Megatron-LM's pull request 3869."""
+
+
+_MICROBATCHES = 8
+"""Micro-batches of one timing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +67,8 @@ def random_pack(rng: np.random.Generator, *, documents: int, n_tokens: int, long
     return bounds.astype(np.int32)
 
 
-def built_in_stack(*, layers: int, hidden: int, heads: int) -> nn.Module:
-    """The transformer stack of thdprof.runtime.stack, in bfloat16 on the current GPU, in training mode."""
-    return PackedStack(num_layers=layers, hidden=hidden, heads=heads).cuda().bfloat16().train()
-
-
 def load_module(name: str) -> nn.Module:
-    """The module that the callable called `name` returns.
-
-    Args:
-        name: `package.module:callable`.
+    """The module that the callable `name`, as `package.module:callable`, returns.
 
     Raises:
         ValueError: the name is not of that form, or the callable does not return a torch module.
@@ -101,15 +95,8 @@ def calibrate_module(
 ) -> dict[str, Any]:
     """The cost table of the module that the callable called `name` returns, or of the built-in stack if `name` is None.
 
-    Args:
-        name: `package.module:callable`, or None.
-        layers: layers of the built-in stack.
-        hidden: hidden size, of the input tensor too.
-        heads: attention heads of the built-in stack.
-        attention: name of the attention backend, for the table.
-        grid: the sizes to measure.
-        repeat: rounds over all sizes; the median counts.
-        progress: called with the number of rounds that are done, and of all.
+    `layers`, `hidden` and `heads` are those of the built-in stack, and `hidden` is the input tensor's too. `attention`
+    names the attention backend in the table. The rest is as for `measure`.
 
     Raises:
         MachineError: there is no GPU.
@@ -118,7 +105,10 @@ def calibrate_module(
     if not torch.cuda.is_available():
         raise MachineError("calibrate needs an NVIDIA GPU, and torch sees none here")
     try:
-        module = load_module(name) if name else built_in_stack(layers=layers, hidden=hidden, heads=heads)
+        if name:
+            module = load_module(name)
+        else:
+            module = PackedStack(num_layers=layers, hidden=hidden, heads=heads).cuda().bfloat16().train()
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--module {name}: {error}" if name else str(error)) from error
     dtype = next(module.parameters()).dtype
@@ -137,18 +127,16 @@ def measure(
     *,
     name: str,
     attention: str,
-    repeat: int = 7,
-    microbatches: int = 8,
-    seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    repeat: int,
+    progress: Callable[[int, int], None],
     with_seq_idx: bool = False,
     cp_size: int = 1,
     graphed: Callable[[nn.Module, Sequence[Bucket]], GraphedModule] | None = None,
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of `module`, as a dict.
 
-    Every variant, an eager size or a bucket, runs `microbatches` random micro-batches in each of `repeat` rounds; the
-    rounds go over all variants in turn, and the median counts. A bucket is measured with numbers of documents that are
+    Every variant, an eager size or a bucket, runs 8 random micro-batches in each of `repeat` rounds. The rounds go over
+    all variants in turn, and the median counts. A bucket is measured with numbers of documents that are
     typical of the micro-batches it would get. The host waits for each micro-batch. In a step of several micro-batches
     the host's work for an eager one overlaps with the replays before it, so that it costs less there than the table
     says.
@@ -156,13 +144,8 @@ def measure(
     Args:
         module: a module on a GPU, in training mode, that takes one tensor and one PackedSequence.
         make_input: returns the input tensor, with tokens as its first dimension and requires_grad set.
-        grid: the sizes to measure.
         name: one line that says which module was measured.
-        attention: name of the attention backend.
-        repeat: rounds over all variants.
-        microbatches: micro-batches of one timing.
-        seed: seed of the random packs.
-        progress: called with the number of rounds that are done, and of all.
+        progress: gets the number of rounds that are done, and of all.
         with_seq_idx: whether the module also reads the document of every token.
         cp_size: number of context-parallel ranks that share a micro-batch; its documents are then cut for them.
         graphed: wraps the module so that it runs through graphs of the given buckets, in one slot, without timing any
@@ -171,13 +154,13 @@ def measure(
     Raises:
         RuntimeError: a bucket could not be captured.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     sizes = [(n, s) for s in grid.max_seqlen for n in grid.max_seqs]
-    packs = partial(_packs, rng, microbatches, n_tokens=grid.n_tokens, with_seq_idx=with_seq_idx, cp_size=cp_size)
+    packs = partial(_packs, rng, n_tokens=grid.n_tokens, with_seq_idx=with_seq_idx, cp_size=cp_size)
     eager = {n: packs([n], longest=grid.n_tokens) for n in grid.n_seqs}
     buckets = {}
     for n, s in sizes:
-        documents = [typical_documents(rng, at_most=n) for _ in range(microbatches)]
+        documents = [typical_documents(rng, at_most=n) for _ in range(_MICROBATCHES)]
         buckets[Bucket(n, s, grid.n_tokens // cp_size, cp_size)] = packs(documents, longest=s)
     x = make_input()
     times: dict[Any, list[float]] = {key: [] for key in (*eager, *buckets)}
@@ -191,7 +174,7 @@ def measure(
                 if done > 0:  # the first round warms up and captures
                     times[key].append(ms)
         progress(repeat + 1, repeat + 1)
-        expected = len(buckets) * microbatches * (repeat + 1)
+        expected = len(buckets) * _MICROBATCHES * (repeat + 1)
         if graphs.stats().replays.total() != expected:
             raise RuntimeError(f"not every bucket was replayed: {graphs.stats()}")
         slot_bytes, overhead = slot_costs(graphs.bytes_of_buckets())
@@ -211,18 +194,13 @@ def measure(
 
 
 def slot_costs(grown: Sequence[int]) -> tuple[int, float]:
-    """Bytes of a slot with one bucket, and the share of them that each further bucket adds.
-
-    Args:
-        grown: bytes by which each bucket made the slot's pool grow, in the order of their captures, the largest first.
-    """
+    """Bytes of a slot's first bucket, and the share of them that each further one adds, from the bytes of each."""
     first, *others = grown
     return first, round(statistics.fmean(others) / first, 4) if others and first else 0.0
 
 
 def _packs(
     rng: np.random.Generator,
-    count: int,
     documents: Sequence[int],
     *,
     n_tokens: int,
@@ -232,7 +210,7 @@ def _packs(
 ) -> list[PackedSequence]:
     unit = 2 * cp_size if cp_size > 1 else 1  # context parallelism cuts every document into so many parts
     packs = []
-    for i in range(count):
+    for i in range(_MICROBATCHES):
         boundaries = unit * random_pack(
             rng, documents=documents[i % len(documents)], n_tokens=n_tokens // unit, longest=longest // unit
         )
@@ -244,9 +222,7 @@ def _packs(
 
 
 def _time(runner: GraphedModule, x: torch.Tensor, packs: Iterable[PackedSequence]) -> float:
-    """Mean milliseconds of a micro-batch's forward and backward; the host waits for each, as in a step of one
-    micro-batch.
-    """
+    """Mean milliseconds of a micro-batch's forward and backward; the host waits for each."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     count = 0

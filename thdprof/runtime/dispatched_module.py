@@ -6,6 +6,7 @@ Subclasses capture and replay: `graphs.graphed_module.GraphedModule` replays a w
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -39,9 +40,7 @@ class Call:
     """One call of a dispatched module: its arguments, and the micro-batch that they describe."""
 
     args: tuple[Any, ...]
-    """The positional arguments."""
     kwargs: dict[str, Any]
-    """The keyword arguments."""
     packed: PackedSequence
     """The PackedSequence among the arguments."""
     boundaries: Boundaries
@@ -72,10 +71,8 @@ class Call:
 
 
 def describe_argument(value: Any) -> Any:
-    """The part of an argument that a capture fixes.
-
-    Raises:
-        TypeError: the argument is neither a tensor nor a constant; a change inside it would go unnoticed.
+    """The part of an argument that a capture fixes; TypeError for one that is neither a tensor nor a constant, because
+    a change inside it would go unnoticed.
     """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.device
@@ -92,10 +89,8 @@ def describe_argument(value: Any) -> Any:
 def difference(captured: tuple[Any, ...], given: tuple[Any, ...], num_positional: int) -> str:
     """How a micro-batch differs from the one that graphs were captured for, in one clause; "" if it does not.
 
-    Args:
-        captured: the signature of the call that graphs were captured for, and which of its tensors take a gradient.
-        given: the same of the micro-batch.
-        num_positional: number of the micro-batch's positional arguments.
+    `captured` and `given` are the signature of each call, and which of its tensors take a gradient; the micro-batch has
+    `num_positional` positional arguments.
     """
     (then, took), (now, takes) = captured, given
     if then == now:
@@ -107,11 +102,9 @@ def difference(captured: tuple[Any, ...], given: tuple[Any, ...], num_positional
         for name, old, new in zip(names, then[0], now[0], strict=False):
             if old != new:
                 return f"{name} is {_show(new)}, and in the capture {_show(old)}"
-    return (
-        "it runs under another autocast, or with other modules in training mode"
-        if then[0] == now[0]
-        else ("it gives other arguments")
-    )
+    if then[0] != now[0]:
+        return "it gives other arguments"
+    return "it runs under another autocast, or with other modules in training mode"
 
 
 def _show(description: Any) -> str:
@@ -134,13 +127,8 @@ class DispatchedModule(nn.Module):
     def __init__(
         self, module: nn.Module, buckets: Sequence[Bucket], options: GraphOptions | None = None, **changes: Any
     ) -> None:
-        """A module that will be captured for `buckets`.
-
-        Args:
-            module: a module that takes tensors and one PackedSequence.
-            buckets: the shapes to capture.
-            options: how it is run; None: the defaults.
-            changes: fields of GraphOptions that differ from `options`.
+        """A module that will be captured for `buckets`; it takes tensors and one PackedSequence. `changes` are fields
+        of GraphOptions that differ from `options`.
         """
         super().__init__()
         self.module = module
@@ -157,21 +145,16 @@ class DispatchedModule(nn.Module):
         self._explained: set[FallbackReason] = set()
         self._timers: list[PassTimer] = []
         self._found_outside: FallbackReason | None = None
+        self._watch: Any = None  # a graphs.watch.watch.Watch, where graphs can be watched
         teardown.before_communicators(self)
 
     @abstractmethod
     def _open(self, call: Call) -> None:
-        """Capture the graphs, or prepare their capture. All ranks that communicate inside the module come here
-        together.
-
-        Args:
-            call: a call that shows shapes, dtypes and other arguments.
-        """
+        """Capture graphs, or prepare it, for calls like `call`; ranks that communicate inside come here together."""
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory that graphs hold: their memory pools, and the static inputs that they read.
-
-        Not counted are static metadata and gradients of outputs that lie outside the pools.
+        """Bytes of GPU memory of the graphs' pools and of the static inputs that they read; static metadata and
+        gradients of outputs outside the pools do not count.
         """
         return 0
 
@@ -185,9 +168,7 @@ class DispatchedModule(nn.Module):
 
     @abstractmethod
     def _replay(self, bucket: Bucket, call: Call) -> Any:
-        """Run `call` through the graphs of `bucket`; returns the module's output, or the reason why it cannot be
-        replayed.
-        """
+        """Run `call` through the graphs of `bucket`; returns the module's output, or why it cannot be replayed."""
 
     def stats(self) -> Stats:
         """The counters so far; times are those of passes that the GPU has ended."""
@@ -205,7 +186,10 @@ class DispatchedModule(nn.Module):
             TypeError: the arguments have no tensor, or not exactly one PackedSequence.
             ValueError: the boundaries reach past the tokens.
             FallbackError: under `overflow: error`, the micro-batch fits no bucket.
+            RuntimeError: the eager run of a verified micro-batch failed while other ranks communicated with it.
         """
+        if self._watch is not None and not self._opening_ahead:
+            self._watch.next_microbatch()
         call = self._describe(args, kwargs)
         if self._opening_ahead:
             self._presume(call)
@@ -223,9 +207,9 @@ class DispatchedModule(nn.Module):
         return self._run_eagerly(call)
 
     def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function`, a pass of a micro-batch without packed-sequence metadata. It is neither dispatched nor
-        counted.
-        """
+        """Run `function`, a pass without packed-sequence metadata. It is neither dispatched nor counted."""
+        if self._watch is not None:  # counts it, as it does on ranks to which it came with metadata
+            self._watch.next_microbatch()
         self._run_alike_without_boundaries()
         return function(*args, **kwargs)
 
@@ -262,9 +246,8 @@ class DispatchedModule(nn.Module):
         )
 
     def _decide(self, call: Call) -> tuple[Bucket | FallbackReason, Call]:
-        """The decision of this rank, or of all that share collectives, and `call` with their joint shape and slot.
-
-        Graphs are captured here where the decision says so.
+        """The decision of this rank, or of all that share collectives, which may capture graphs now; and `call` with
+        their joint shape and slot.
         """
         agreed, is_alone = self._agree(call), self._options.agree_on is None
         if agreed.opens and is_alone:
@@ -296,9 +279,11 @@ class DispatchedModule(nn.Module):
         return agree(proposal, self._dispatcher, largest, opens_at=self._opens_at)
 
     def _run_alike_without_boundaries(self) -> None:
-        """Let the ranks that share collectives know of a micro-batch without boundaries, so that all run eagerly."""
+        """Make the ranks that share collectives run a micro-batch without boundaries eagerly, all of them."""
         if self._options.agree_on is not None:
             self._agree(None)
+        if self._watch is not None:
+            self._watch.verifies(replays=False)  # after the agreement, as `_note_fallback` does on other ranks
 
     def _busy_slots(self) -> Sequence[bool]:
         """Whether each slot waits for its backward, as many as there will be; empty where there are no slots."""
@@ -351,11 +336,6 @@ class DispatchedModule(nn.Module):
             yield
         finally:
             self._opening_ahead = False
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether graphs were captured, or are about to be, for arguments that are known."""
-        return self._signature is not None
 
     def _presume(self, call: Call) -> None:
         ready = self._signature is None and self._refusal(call) is None and torch.is_grad_enabled()
@@ -417,28 +397,20 @@ class DispatchedModule(nn.Module):
 
     @contextmanager
     def _timed(self, tensors: Sequence[torch.Tensor], *, replayed: bool) -> Iterator[list[Any]]:
-        """Time one in `sample_every` passes. `tensors` are the pass's inputs; the block appends its outputs to the
-        yielded list.
-        """
+        """Time one in `sample_every` passes over `tensors`; the block appends its outputs to the yielded list."""
         outputs: list[Any] = []
-        timer = None
-        if tensors and tensors[0].is_cuda and torch.is_grad_enabled():
-            timer = self._timer(replayed=replayed)
-        if timer is None or not when_gradient_arrives(tensors, timer.backward_ends):
+        timer, every = None, self._options.sample_every
+        can_be_timed = tensors and tensors[0].is_cuda and torch.is_grad_enabled()
+        if every and can_be_timed and (self._stats.microbatches + replayed) % every == 0:
+            timer = PassTimer(replayed=replayed)
+            self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
+        if timer is None or not when_gradient_arrives(tensors, partial(timer.record, "backward_ends")):
             yield outputs
             return
-        timer.forward_begins()
+        timer.record("forward_begins")
         yield outputs
-        timer.forward_ends()
-        when_gradient_arrives(outputs, timer.backward_begins)
-
-    def _timer(self, *, replayed: bool) -> PassTimer | None:
-        """A timer for one in `sample_every` micro-batches; None for the others."""
-        if self._options.sample_every == 0 or (self._stats.microbatches + replayed) % self._options.sample_every:
-            return None
-        timer = PassTimer(replayed=replayed)
-        self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
-        return timer
+        timer.record("forward_ends")
+        when_gradient_arrives(outputs, partial(timer.record, "backward_begins"))
 
     def _collect_times(self) -> None:
         waiting = []
@@ -451,13 +423,13 @@ class DispatchedModule(nn.Module):
         self._timers = waiting
 
     def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
+        if self._watch is not None:
+            self._watch.verifies(replays=False)  # ranks that replay it must know, before this one runs it
         self._stats.fallbacks[reason] += 1
         self._stats.fallback_sizes[reason, shape.cp_size] += 1
         if reason not in self._explained:
             self._explained.add(reason)
-            together = (
-                "" if self._options.agree_on is None else "; ranks that share captured collectives decide together"
-            )
+            together = "; ranks that share captured collectives decide together" if self._options.agree_on else ""
             logger.warning("%s%s", advice(reason, shape, self._dispatcher.buckets), together)
         if self._options.overflow == "error" and (reason in BY_SHAPE or reason in WRONG_GRAPHS):
             raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
@@ -487,28 +459,29 @@ class DispatchedModule(nn.Module):
         return self._options.token_shards
 
     def generators(self) -> Sequence[torch.Generator]:
-        """CUDA generators, besides the default one, that the module draws from, as far as it was told of them."""
+        """CUDA generators, besides the default one, that the module draws from, as far as they are known."""
         return ()
 
     def changed_outside(self) -> Sequence[torch.Tensor]:
-        """Tensors outside the module that its passes change, as far as it was told of them."""
-        return ()
+        """Tensors outside the module that its passes change (`Surroundings.extra_state`)."""
+        return self._surroundings.extra_state()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run micro-batches that are no part of training inside the block: they are not counted, timed, logged,
-        reported to `on_decision`, or refused by `overflow: error`. Where nothing was captured before, the graphs are
-        dropped at the end, so that training's first micro-batch shows the captures what inputs are like.
+        """Run micro-batches that are no part of training inside the block: they are not counted, timed, verified or
+        logged, reported to `on_decision`, or refused by `overflow: error`. Where nothing was captured before, graphs
+        are dropped at the end, so that training's first micro-batch shows the captures what inputs are like.
         """
-        kept = self._stats, self._explained, self._timers, self._options
+        kept = self._stats, self._explained, self._timers, self._options, self._watch
         captured, presumed, signature = self._signature is not None, self._presumed, self._signature
+        self._watch = None
         self._stats, self._explained, self._timers = Stats(), set(FallbackReason), []
         self._options = replace(self._options, sample_every=0, on_decision=lambda choice: None, overflow="eager")
         try:
             yield
         finally:
             made = self._stats.captures
-            self._stats, self._explained, self._timers, self._options = kept
+            self._stats, self._explained, self._timers, self._options, self._watch = kept
             if presumed and self._signature is signature:
                 self._presumed = True  # training's first micro-batch is still to come
             if captured and (self._signature is signature or not presumed):
@@ -537,20 +510,22 @@ class DispatchedModule(nn.Module):
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        if self._watch is not None:
+            self._watch.graphs_dropped()
         self._signature, self._presumed = None, False
 
-    def _count_capture(self, captured: Captured, *, number: int = 0, of: int = 0) -> None:
-        """Count a capture and tell of it.
+    def _count_captures(self, together: int = 0) -> Callable[[Captured], None]:
+        """A function that counts and reports captures, the first `together` of which are made one after the other."""
+        numbers = itertools.count(1)
 
-        Args:
-            captured: the capture.
-            number: which of the captures that are made together it is, from 1; 0: it is made alone.
-            of: how many they are.
-        """
-        self._stats.captures += 1
-        self._stats.capture_s += captured.seconds
-        which = f" {number} of {of}" if number else ""
-        self._options.say(f"captured{which}: {captured}")
+        def count(captured: Captured) -> None:
+            number = next(numbers)
+            self._stats.captures += 1
+            self._stats.capture_s += captured.seconds
+            which = f" {number} of {together}" if number <= together else ""
+            self._options.say(f"captured{which}: {captured}")
+
+        return count
 
     def close(self) -> None:
         """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
@@ -558,7 +533,7 @@ class DispatchedModule(nn.Module):
         self.recapture()
 
     def holds_graphs(self) -> bool:
-        """Whether graphs were captured and not freed since."""
+        """Whether graphs were captured, or are about to be, and not freed since."""
         return self._signature is not None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:

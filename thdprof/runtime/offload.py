@@ -1,18 +1,15 @@
 """Saved tensors in host memory between forward and backward, around captured passes and eager ones.
 
-A tensor that autograd keeps for a backward is a saved tensor; several may be views of one storage. Offloading moves
-whole storages to host memory after the forward and back before the backward needs them. Order makes this safe, without
-the allocator's record of streams, which a capture would keep until its end:
+A tensor that autograd keeps for a backward is a saved tensor; several may be views of one storage. Whole storages move
+to host memory after the forward, and back before the backward needs them. Order makes this safe, without the
+allocator's record of streams, which a capture would keep until its end:
 
-- A storage is dropped from the device only after the computing stream has waited for its copy to the host, so that
-  whatever reuses the memory runs later.
-- Memory for a reload is allocated on the computing stream, and the copying stream waits for that stream before it
-  writes.
+- A storage is dropped from the device only after the computing stream has waited for its copy to the host.
+- Memory for a reload is allocated on the computing stream, and the copying stream waits for that before it writes.
 - No copy is under way at the end of a forward or a backward, so that each of them can be a graph of its own.
 
 Host memory is pinned outside captures. It belongs to a slot, because it holds the activations of the micro-batch that
-holds the slot. Tensors that an autograd function keeps as plain attributes, without `save_for_backward`, are never
-moved.
+holds the slot. Tensors that an autograd function keeps without `save_for_backward` are never moved.
 """
 
 from __future__ import annotations
@@ -21,9 +18,9 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,39 +31,8 @@ from thdprof.offload.plan import NOT_MOVED, Choice, OffloadPlan, SavedStorage, p
 logger = logging.getLogger(__name__)
 
 
-class Mover(Protocol):
-    """The device that computes, and the copies between it and the host; `CudaMover` is the real one."""
-
-    device: torch.device
-    """The device on which the tensors are computed."""
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Allocate pinned host memory: uint8, shape [nbytes]."""
-        ...
-
-    def out(self, host: torch.Tensor, device: torch.Tensor) -> Any:
-        """Queue a copy from `device` to `host`, after all work queued so far; returns the token that `wait` takes."""
-        ...
-
-    def back(self, device: torch.Tensor, host: torch.Tensor) -> Any:
-        """Queue a copy from `host` to `device`, which is freshly allocated; returns the token that `wait` takes."""
-        ...
-
-    def wait(self, copied: Any) -> None:
-        """Make all work that is queued from now on run after the copy that `copied` stands for."""
-        ...
-
-    def computing(self) -> AbstractContextManager[Any]:
-        """A context in which the stream that computes is the current one."""
-        ...
-
-    def is_computing(self) -> bool:
-        """Whether the current stream is the one that computes."""
-        ...
-
-
-class CudaMover:
-    """Copies over two side streams: one to the host (`outwards`), one back (`inwards`), both ordered with `compute`."""
+class Mover:
+    """Copies to the host (`outwards`) and back (`inwards`) over side streams, both ordered with `compute`."""
 
     def __init__(self, compute: torch.cuda.Stream, outwards: torch.cuda.Stream, inwards: torch.cuda.Stream) -> None:
         self.device = compute.device
@@ -98,7 +64,7 @@ class CudaMover:
         self._compute.wait_event(copied)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """A context in which the computing stream is the current one, on whatever thread: a backward has its own."""
+        """A context in which the stream that computes is the current one, on whatever thread."""
         return torch.cuda.stream(self._compute)
 
     def is_computing(self) -> bool:
@@ -114,9 +80,7 @@ class HostBuffers:
         """Pieces of pinned memory: uint8, shape [bytes]. They are kept until this object is dropped."""
 
     def reserve(self, mover: Mover, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """One slab of at least as many bytes for each of `sizes`; slabs that exist are used before new ones are
-        pinned.
-        """
+        """One slab of at least as many bytes for each of `sizes`, of those that exist or else newly pinned."""
         free, taken = sorted(self.slabs, key=len), []
         for size in sizes:
             slab = next((s for s in free if len(s) >= size), None)
@@ -150,7 +114,7 @@ class MovedStorage:
     reloaded: Any = None
     """The mover's token of the copy back to the device; None before the copy begins and after it was waited for."""
     views: int = 0
-    """Number of the storage's saved tensors that no backward has asked for yet."""
+    """Number of the storage's saved tensors that no backward has read yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,17 +122,12 @@ class Handle:
     """The object that autograd keeps in place of a saved tensor that is moved: its storage, and its view of it."""
 
     entry: MovedStorage
-    """The storage that holds the tensor's values."""
     dtype: torch.dtype
-    """The tensor's dtype."""
     offset: int
     """Elements between the storage's begin and the tensor's."""
     size: torch.Size
-    """The tensor's shape."""
     stride: tuple[int, ...]
-    """The tensor's strides, in elements."""
-    asked: bool = False
-    """Whether a backward has asked for the tensor."""
+    was_read: bool = False
 
     def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor, as a view of `storage`."""
@@ -177,18 +136,16 @@ class Handle:
 
 
 COUNTED_TYPES = (torch.Tensor, nn.Parameter)
-"""Types of the saved tensors that have a position in the plan. Tensors of other types stay on the device and are not
-counted: a compiler's stand-ins, for example, appear in the first pass only.
-"""
+"""Types of saved tensors that have a position in the plan. Others stay on the device: a compiler's stand-ins, for
+example, appear in the first pass only."""
 
 
 class StorageNumbers:
     """Chooses which saved tensors may be offloaded, and numbers their storages.
 
-    Skipped: parameters and inputs (resident anyway); tensors whose storage has fewer than `min_bytes` bytes, such as
-    boundaries, which may share one storage inside a graph and have several outside it; tensors saved on another CUDA
-    stream than the computing one, as by shared experts that run beside the other experts of their layer, because our
-    copies are ordered with the computing stream only.
+    Skipped are parameters and inputs, which are resident anyway; storages of fewer than `min_bytes` bytes, such as
+    boundaries', of which a graph may share one; and tensors saved on another CUDA stream than the computing one, as by
+    shared experts, because copies are ordered with that stream only.
     """
 
     def __init__(self, mover: Mover, min_bytes: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -196,48 +153,33 @@ class StorageNumbers:
         self._inputs = {t.untyped_storage()._cdata for t in inputs}
         self._seen: dict[int, int] = {}
         self.references: list[StorageWeakRef] = []
-        """Weak references to the storages, by number. Each also keeps the storage's address from being given to another
-        one.
-        """
+        """Weak references to the storages, by number; they keep a storage's address from being given to another one."""
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of the tensor's storage, in the order in which storages were first saved; NOT_MOVED if it is
-        skipped.
-        """
-        if not self._movable(tensor):
+        """The number of the tensor's storage, in the order of their first tensors; NOT_MOVED if it is skipped."""
+        # a view that a function's forward made of its input looks like a leaf; its base tells whether it is one
+        source = tensor._base if tensor._base is not None else tensor
+        is_leaf = source.is_leaf and source.requires_grad
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not is_plain or is_leaf or tensor.device != self._mover.device or tensor.is_conj() or tensor.is_neg():
             return NOT_MOVED
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._inputs or storage.nbytes() < self._min_bytes:
+        if not self._mover.is_computing() or key in self._inputs or storage.nbytes() < self._min_bytes:
             return NOT_MOVED
         if key not in self._seen:
             self._seen[key] = len(self.references)
             self.references.append(StorageWeakRef(storage))
         return self._seen[key]
 
-    def _movable(self, tensor: torch.Tensor) -> bool:
-        # a view that a function's forward made of its input looks like a leaf; its base tells whether it is one
-        source = tensor._base if tensor._base is not None else tensor
-        leaf = source.is_leaf and source.requires_grad
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or leaf or tensor.device != self._mover.device or tensor.is_conj() or tensor.is_neg():
-            return False
-        return self._mover.is_computing()
-
 
 def kept_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor to give autograd for a saved tensor that stays on the device.
-
-    It is detached, unless it is a leaf: an output that the function which made it saves would otherwise keep itself
-    alive.
-    """
+    """What autograd gets for a saved tensor that stays: detached, so that no output keeps itself alive; or a leaf."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 
 def handle_of(entry: MovedStorage, tensor: torch.Tensor) -> Handle:
-    """The handle of `tensor`, a view of the storage `entry`; counts it among the views that a backward has yet to ask
-    for.
-    """
+    """The handle of `tensor`, a view of the storage `entry`, which a backward has yet to ask for."""
     entry.views += 1
     return Handle(entry, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
@@ -248,59 +190,39 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Discovery:
-    """A pass that copies every storage it may move to the host at once, and sees which storages that releases.
-
-    The copies are synchronous, so it cannot run during a capture.
+    """A pass that copies every storage it may move to the host at once, which a capture does not allow, and sees which
+    storages that releases.
     """
 
     def __init__(self, module: nn.Module, mover: Mover, choice: Choice, inputs: Sequence[torch.Tensor]) -> None:
-        """A pass over `module`.
-
-        Args:
-            module: the module that runs; the names of its submodules tell who saved a tensor.
-            mover: the device that computes.
-            choice: which storages the plan may move.
-            inputs: the pass's input tensors, which are never moved.
-        """
+        """A pass over `module`, the names of whose submodules tell who saved a tensor. `inputs` are never moved."""
         self._module, self._mover, self._choice = module, mover, choice
         self._numbers = StorageNumbers(mover, choice.min_bytes, inputs)
         self._at: list[int] = []
-        self._hosts: dict[int, torch.Tensor] = {}
-        self._modules: dict[int, list[str]] = {}
-        self._sizes: list[int] = []
+        self._hosts: list[torch.Tensor] = []  # copies of the storages' bytes, by number
+        self._modules: list[dict[str, None]] = []  # names of those that saved their tensors
         self._running: list[str] = [""]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run the forward inside this context. Its outputs must still be alive when the context ends; `plan` is made
-        then.
-        """
+        """Run the forward inside this context, at whose end `plan` is made; its outputs must still be alive then."""
         with self._names(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         gc.collect()  # free storages that only reference cycles keep alive
         self.plan = plan_offload(self._at, self._storages(), self._choice)
 
-    def begin_backward(self) -> None:
-        """Does nothing: a tensor is reloaded when the backward asks for it."""
-
-    def finish(self) -> None:
-        """Does nothing: no copy is under way, because all are synchronous."""
-
     def _storages(self) -> list[SavedStorage]:
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for position, number in enumerate(self._at):
-            first.setdefault(number, position)
-            last[number] = position
+        last = {number: position for position, number in enumerate(self._at)}
+        first = {number: position for position, number in reversed([*enumerate(self._at)])}
         return [
             SavedStorage(
-                nbytes=nbytes,
-                modules=tuple(dict.fromkeys(self._modules[number])),
+                nbytes=len(self._hosts[number]),
+                modules=tuple(self._modules[number]),
                 first=first[number],
                 last=last[number],
                 released=reference.expired(),
             )
-            for number, (nbytes, reference) in enumerate(zip(self._sizes, self._numbers.references, strict=True))
+            for number, reference in enumerate(self._numbers.references)
         ]
 
     @contextmanager
@@ -329,18 +251,14 @@ class Discovery:
         self._at.append(number)
         if number == NOT_MOVED:
             return kept_on_device(tensor)
-        storage = tensor.untyped_storage()
-        self._modules.setdefault(number, []).append(self._running[-1])
-        if number == len(self._sizes):
-            self._sizes.append(storage.nbytes())
-        whole = bytes_of(storage)
-        if number not in self._hosts:
-            self._hosts[number] = torch.empty(len(whole), dtype=torch.uint8)
-        self._hosts[number].copy_(
-            whole
-        )  # copied anew for every tensor of the storage, whose other parts may have been written since
-        entry = MovedStorage(host=self._hosts[number])
-        return handle_of(entry, tensor)
+        whole = bytes_of(tensor.untyped_storage())
+        if number == len(self._hosts):
+            self._hosts.append(torch.empty(len(whole), dtype=torch.uint8))
+            self._modules.append({})
+        self._modules[number][self._running[-1]] = None
+        # copied anew for every tensor of the storage, whose other parts may have been written since
+        self._hosts[number].copy_(whole)
+        return handle_of(MovedStorage(host=self._hosts[number]), tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
@@ -382,15 +300,7 @@ class PlannedMoves:
         *,
         strict: bool,
     ) -> None:
-        """A pass that has not begun.
-
-        Args:
-            plan: which storages are moved, and where to.
-            hosts: pinned memory of each of the plan's slabs: uint8, shape [bytes].
-            mover: copies between the device and the host.
-            inputs: the pass's input tensors, which are never moved.
-            strict: whether a pass that saves other tensors is an error.
-        """
+        """`hosts` is pinned memory of each of the plan's slabs: uint8, shape [bytes]. `inputs` are never moved."""
         self._plan, self._hosts, self._mover, self._strict = plan, hosts, mover, strict
         self._numbers = StorageNumbers(mover, plan.min_bytes, inputs)
         self._position = 0
@@ -403,19 +313,14 @@ class PlannedMoves:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run the forward inside this context, on the computing stream.
-
-        Raises:
-            OffloadError: the pass is strict, and saved other tensors than the plan expects.
+        """Run the forward inside this context, on the computing stream; OffloadError where a strict pass saves other
+        tensors than the plan expects.
         """
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._arrive(0)
-        if self._strict and self._position != len(self._plan.storage_at):
-            raise OffloadError(
-                f"{self._position} tensors were saved for backward, {len(self._plan.storage_at)} in the pass before: a "
-                "module must save the same tensors in every pass"
-            )
+        if self._position != (expected := len(self._plan.storage_at)):
+            self._note_change(f"{self._position} tensors were saved for backward, {expected} in the pass before")
 
     def begin_backward(self) -> None:
         """Begin to reload the storages that the backward needs first."""
@@ -436,12 +341,19 @@ class PlannedMoves:
             return tensor
         position, self._position = self._position, self._position + 1
         number = self._numbers.number(tensor)
-        self._compare(position, number)
+        expected = self._plan.storage_at[position] if position < len(self._plan.storage_at) else None
+        if number != expected:
+            self._agrees = False
+            self._note_change(f"saved tensor {position} is of storage {number}, in the pass before of {expected}")
         if number == NOT_MOVED or not self._agrees:
             return kept_on_device(tensor)
         planned, place = self._plan.storages[number], self._plan.places[number]
         storage = tensor.untyped_storage()
-        if place is None or not self._fits(storage, planned):
+        if place is None:
+            return kept_on_device(tensor)
+        if storage.nbytes() != planned.nbytes:
+            change = f"a storage of {storage.nbytes()} bytes was saved, {planned.nbytes} bytes in the pass before"
+            self._note_change(change)
             return kept_on_device(tensor)
         entry = self._entries.get(number)
         if entry is None:
@@ -455,30 +367,12 @@ class PlannedMoves:
             self._arrive(self._plan.window_bytes)
         return handle_of(entry, tensor)
 
-    def _compare(self, position: int, number: int) -> None:
-        expected = self._plan.storage_at[position] if position < len(self._plan.storage_at) else None
-        if number != expected:
-            self._agrees = False
-            if self._strict:
-                raise OffloadError(
-                    f"saved tensor {position} is of storage {number}, in the pass before of {expected}: a module must "
-                    "save the same tensors in every pass"
-                )
-
-    def _fits(self, storage: torch.UntypedStorage, planned: SavedStorage) -> bool:
-        if storage.nbytes() == planned.nbytes:
-            return True
+    def _note_change(self, change: str) -> None:
         if self._strict:
-            raise OffloadError(
-                f"a storage of {storage.nbytes()} bytes was saved, {planned.nbytes} bytes in the pass before: a "
-                "module must save the same tensors in every pass"
-            )
-        return False
+            raise OffloadError(f"{change}: a module must save the same tensors in every pass")
 
     def _arrive(self, allowed_bytes: int) -> None:
-        """Wait until at most `allowed_bytes` are on their way to the host, and drop the arrived storages from the
-        device.
-        """
+        """Wait until at most `allowed_bytes` are on their way to the host; drop what has arrived from the device."""
         while self._outward_bytes > allowed_bytes:
             entry = self._outward.popleft()
             self._outward_bytes -= len(entry.host)
@@ -499,11 +393,11 @@ class PlannedMoves:
                 entry.reloaded = None
             assert entry.device is not None
             tensor: torch.Tensor = saved.view_of(entry.device.untyped_storage())
-            if not saved.asked:
-                saved.asked = True
+            if not saved.was_read:
+                saved.was_read = True
                 entry.views -= 1
             if entry.views == 0:
-                entry.device = None  # the tensors that the backward asked for keep the memory
+                entry.device = None  # the tensors that the backward has read keep the memory
             self._look_ahead()
         return tensor
 
@@ -533,50 +427,41 @@ class PassOffload:
     def __init__(
         self, module: nn.Module, choice: Choice, mover: Mover, buffers: HostBuffers, inputs: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Offloading of a pass over `module` that has not run yet.
-
-        Args:
-            module: the module that runs.
-            choice: which storages may be moved.
-            mover: copies between the device and the host.
-            buffers: the slot's pinned memory; more is pinned when the plan is made.
-            inputs: the static input tensors, which are never moved.
-        """
+        """`buffers` is the slot's pinned memory; more is pinned when the plan is made. `inputs` are never moved."""
         self._module, self._choice, self._mover, self._buffers = module, choice, mover, buffers
         self._inputs = inputs
         self.plan: OffloadPlan | None = None
         """The plan that the passes follow; None until the first forward has run."""
         self._hosts: list[torch.Tensor] = []
-        self._now: Discovery | PlannedMoves | None = None
+        self._moves: PlannedMoves | None = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run every forward of the pass inside this context. Its outputs must still be alive when the context ends.
-
-        Raises:
-            OffloadError: a later pass saved other tensors than the first.
+        """Run every forward of the pass inside this context, at whose end its outputs must still be alive; OffloadError
+        where a later pass saves other tensors than the first.
         """
-        discovery = None
         if self.plan is None:
-            self._now = discovery = Discovery(self._module, self._mover, self._choice, self._inputs)
-        else:
-            self._now = PlannedMoves(self.plan, self._hosts, self._mover, self._inputs, strict=True)
-        with self._tidy(), self._now.forward():
-            yield
-        if discovery is not None:
+            discovery = Discovery(self._module, self._mover, self._choice, self._inputs)
+            with discovery.forward():
+                yield
             self.plan = discovery.plan
             report(self.plan, self._choice)
             self._hosts = self._buffers.reserve(self._mover, self.plan.slabs)
+            return
+        self._moves = PlannedMoves(self.plan, self._hosts, self._mover, self._inputs, strict=True)
+        with self._tidy(), self._moves.forward():
+            yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run every backward of the pass inside this context."""
-        assert self._now is not None  # a forward has run
         with self._tidy():
-            self._now.begin_backward()
+            if self._moves is not None:
+                self._moves.begin_backward()
             yield
-            self._now.finish()
-        self._now = None
+            if self._moves is not None:
+                self._moves.finish()
+        self._moves = None
 
     @contextmanager
     def _tidy(self) -> Iterator[None]:
@@ -584,33 +469,18 @@ class PassOffload:
         try:
             yield
         except BaseException:
-            if self._now is not None:
+            if self._moves is not None:
                 with suppress(RuntimeError):
-                    self._now.finish()
-            self._now = None
+                    self._moves.finish()
+            self._moves = None
             raise
-
-
-class NoOffload:
-    """Stands for `PassOffload` where all activations stay on the device."""
-
-    plan: OffloadPlan | None = None
-    """Always None."""
-
-    def forward(self) -> AbstractContextManager[None]:
-        """An empty context."""
-        return nullcontext()
-
-    def backward(self) -> AbstractContextManager[None]:
-        """An empty context."""
-        return nullcontext()
 
 
 class EagerOffload:
     """Offloading of eager passes, by the plan that a capture's warm-up made, as far as they save the same tensors.
 
-    It owns the pinned memory of eager passes. A pass gives its memory back for the next one when a backward has asked
-    for all its saved tensors, or when its autograd graph was dropped.
+    It owns the pinned memory of eager passes. A pass gives its memory back for the next one when a backward has read
+    all its saved tensors, or when its autograd graph was dropped.
     """
 
     def __init__(self, outwards: torch.cuda.Stream, inwards: torch.cuda.Stream) -> None:
@@ -621,7 +491,7 @@ class EagerOffload:
 
     def forward(self, plan: OffloadPlan, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """A context for one eager forward of `inputs` on the current stream."""
-        mover = CudaMover(torch.cuda.current_stream(self._streams[0].device), *self._streams)
+        mover = Mover(torch.cuda.current_stream(self._streams[0].device), *self._streams)
         if not self._free:
             self._free.append(HostBuffers())
             self._all.append(self._free[0])
@@ -645,15 +515,7 @@ class EagerPass(PlannedMoves):
         inputs: Sequence[torch.Tensor],
         free: list[HostBuffers],
     ) -> None:
-        """A pass that has not begun.
-
-        Args:
-            plan: which storages are moved, and where to.
-            buffers: the pinned memory that the pass uses.
-            mover: copies between the device and the host.
-            inputs: the pass's input tensors, which are never moved.
-            free: the list that `buffers` is appended to at the end.
-        """
+        """A pass that has not begun; `buffers` is appended to `free` at its end."""
         super().__init__(plan, buffers.reserve(mover, plan.slabs), mover, inputs, strict=False)
         self._buffers, self._free = buffers, free
 

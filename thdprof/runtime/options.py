@@ -31,13 +31,9 @@ class Surroundings:
     on_backward: Callable[[], None] = lambda: None
     """Called after every replayed backward, before the hooks of parameters run."""
     on_piece: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
-    """Called in place of `on_backward` for a pass in several pieces: after the replayed backward of each piece, with
-    the parameters whose gradients are complete, before their hooks run.
-    """
+    """In place of `on_backward` after each of several pieces, before hooks, with the parameters that are complete."""
     quantizing: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Returns a context that is entered around every capture and the warm-up before it, inside `while_capturing` where
-    that is entered: quantized weights and their scales are then left as they were.
-    """
+    """Returns a context, entered inside `while_capturing`, in which quantized weights and scales stay as they were."""
     inside_graph: Callable[[nn.Module], AbstractContextManager[None]] = lambda layer: nullcontext()
     """Returns a context for each pass of a layer that becomes a graph of its own; it is entered inside `quantizing`."""
     before_forward: Callable[[], None] = lambda: None
@@ -47,13 +43,10 @@ class Surroundings:
     after_backward: Callable[[], None] = lambda: None
     """Called after every replayed backward, after the last piece's where it is in several; before `on_backward`."""
     backward_state: Callable[[], Sequence[torch.Tensor]] = tuple
-    """Returns those tensors of `extra_state` that a backward reads: the passes of other micro-batches may change them
-    between a forward and its backward.
-    """
+    """Returns the tensors of `extra_state` that a backward reads, and other micro-batches may change before it."""
     repeating: Callable[[], Callable[[], AbstractContextManager[None]]] = lambda: nullcontext
     """Called between `before_forward` and `after_forward`. Returns a function that returns a context for an eager pass
-    that repeats the replay and is no part of training; `extra_state` is put back before and after it.
-    """
+    that repeats the replay; `extra_state` is put back before and after it."""
     runs_hook: Callable[[Any], bool] = lambda hook: False
     """Returns whether replays run a forward pre-hook of a submodule themselves, so that it may come and go."""
     changed: Callable[[], str] = str
@@ -61,21 +54,17 @@ class Surroundings:
     forget: Callable[[], None] = lambda: None
     """Called when all graphs were dropped."""
     communicates: bool = False
-    """Whether passes communicate with other ranks. A pass that fails half-way on one rank then leaves the ranks out of
-    step.
-    """
+    """Whether passes communicate: one that fails half-way then leaves the ranks out of step."""
     agreed: Callable[[bool], bool] | None = None
-    """Returns whether its argument is true on all ranks that communicate inside passes; all of them call it as often,
-    in the same order. None: they have no way to agree.
-    """
+    """Returns whether its argument is true on all ranks that communicate inside passes, which all call it as often in
+    the same order; None: they have no way to agree."""
     deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled
     """Returns whether two passes over the same numbers give the same numbers bit for bit."""
     rounding: float = 0.0
     """Relative rounding error of the module's products, where it is larger than that of inputs and weights."""
     reducing: Callable[[], bool] = lambda: True
-    """Returns whether hooks of parameters may reduce gradients, over streams of their own, while a backward in several
-    pieces goes on. Such a backward is not replayed again to confirm a suspicion.
-    """
+    """Returns whether hooks may reduce gradients, over streams of their own, while a backward in several pieces goes
+    on. Such a backward is not replayed again to confirm a suspicion."""
     repeats: Repeats | None = None
     """The module's parts that run again in the backward (recomputed activations); None: there are none."""
 
@@ -109,9 +98,7 @@ class GraphOptions:
     offload: Choice | None = None
     """Which activations are in host memory between forward and backward, also of eager micro-batches; None: none."""
     agreed: Callable[[bool], bool] = alone
-    """Whether what succeeded here has succeeded on every rank that shares collectives with the module's passes; all of
-    them call it together, after every capture.
-    """
+    """Whether what succeeded here has succeeded on every rank whose captures share collectives; all ask together."""
     say: Callable[[str], None] = logging.getLogger(__name__).info
     """Reports every capture, in one line."""
     cuts: Sequence[nn.Module] = ()
@@ -129,6 +116,4 @@ class GraphOptions:
     name: str = ""
     """The module's name in what is logged of verified micro-batches."""
     reduced_by_hooks: bool = False
-    """Whether hooks on the parameters' gradient accumulation must run after a replay, as those of a
-    DistributedDataParallel around the module do.
-    """
+    """Whether hooks on gradient accumulation, such as an outer DistributedDataParallel's, run after a replay."""

@@ -27,15 +27,11 @@ class PackedSequence:
     max_seqlen: int
     """Tokens of the longest document, or more: attention kernels size their grid by it."""
     seq_idx: torch.Tensor | None = None
-    """int32, shape [tokens]: the number of each token's document, for state-space layers; computed outside any
-    graph.
-    """
+    """int32, shape [tokens]: number of each token's document, for state-space layers; computed outside graphs."""
     cp_size: int = 1
     """Number of context-parallel ranks that share the micro-batch."""
     host: NDArray[np.int32] | None = None
-    """`cu_seqlens` on the host, shape [documents + 1]; None inside a captured module, or where only the GPU has
-    them.
-    """
+    """`cu_seqlens` on the host, shape [documents + 1]; None in a captured module, or if only the GPU has them."""
     cu_seqlens_padded: torch.Tensor | None = None
     """int32, shape [documents + 1]: where each document begins in memory, if documents are followed by padding."""
     host_padded: NDArray[np.int32] | None = None
@@ -51,9 +47,7 @@ class Boundaries:
     padded: NDArray[np.int32] | torch.Tensor | None = None
     """int32, shape [documents + 1]: `cu_seqlens_padded`, if documents are followed by padding."""
     seq_idx: torch.Tensor | None = None
-    """int32, shape [tokens], on the GPU: the number of each token's document, if the module reads it and only the GPU
-    has the boundaries.
-    """
+    """int32, shape [tokens], on the GPU: number of each token's document, if only the GPU has the boundaries."""
 
     @property
     def n_seqs(self) -> int:
@@ -108,21 +102,14 @@ def pack(
 
 
 def document_of_tokens(host: NDArray[np.int32], n_tokens: int) -> NDArray[np.int32]:
-    """The number of each token's document: int32, shape [n_tokens]. Tokens after the last boundary are one document
-    more.
-    """
+    """The number of each token's document: int32, shape [n_tokens]. Tokens after the last boundary are one more."""
     ends = np.append(host[1:], n_tokens)
     sizes = np.diff(np.concatenate((host[:1], ends)))
     return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
 def with_tail(host: NDArray[np.int32], n_tokens: int, policy: TailPolicy) -> NDArray[np.int32]:
-    """The boundaries after the tail policy, int32.
-
-    Args:
-        host: boundaries on the host, int32, shape [documents + 1].
-        n_tokens: tokens of the micro-batch.
-        policy: the tail policy.
+    """The boundaries `host` of a micro-batch of `n_tokens` tokens after the tail policy: int32, shape [documents + 1].
 
     Raises:
         ValueError: the boundaries reach past `n_tokens`.
@@ -149,7 +136,7 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
     document's padding longer.
 
     Raises:
-        ValueError: boundaries on the host reach past `n_tokens`; or a tail policy is asked for and only the GPU has the
+        ValueError: boundaries on the host reach past `n_tokens`; or there is a tail policy and only the GPU has the
             boundaries, so that the tail's length, and with it the bucket, cannot be known without reading them; or
             `seq_idx` has another number of tokens.
     """
@@ -175,13 +162,7 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
 
 
 def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> Shape:
-    """The host-side integers by which a bucket is chosen.
-
-    Args:
-        packed: the micro-batch's metadata.
-        boundaries: its boundaries after the tail policy.
-        n_tokens: tokens of the micro-batch on this rank.
-    """
+    """The integers by which a bucket is chosen, of `boundaries` after the tail policy and `n_tokens` on this rank."""
     longest, memory = packed.max_seqlen, boundaries.in_memory
     before_tail = packed.host if packed.host_padded is None else packed.host_padded
     if isinstance(memory, np.ndarray) and before_tail is not memory and len(memory) > 1:
@@ -190,9 +171,7 @@ def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> S
 
 
 def fill_padded(target: NDArray[np.int32], host: NDArray[np.int32]) -> None:
-    """Write the boundaries `host` into `target`, shape [max_seqs + 1], and repeat the last one: documents without
-    tokens.
-    """
+    """Write `host` into `target`, shape [max_seqs + 1], and repeat its last entry: documents without tokens."""
     target[: len(host)] = host
     target[len(host) :] = host[-1]
 
@@ -200,13 +179,8 @@ def fill_padded(target: NDArray[np.int32], host: NDArray[np.int32]) -> None:
 def pad_cu_seqlens(
     host: NDArray[np.int32], *, max_seqs: int, n_tokens: int, policy: TailPolicy = "none"
 ) -> NDArray[np.int32]:
-    """Boundaries as a graph of a bucket of `max_seqs` documents reads them: int32, shape [max_seqs + 1].
-
-    Args:
-        host: boundaries on the host, int32, shape [documents + 1].
-        max_seqs: documents of the bucket.
-        n_tokens: tokens of the micro-batch.
-        policy: the tail policy.
+    """The boundaries `host` of a micro-batch of `n_tokens` tokens as a graph of a bucket of `max_seqs` documents reads
+    them: int32, shape [max_seqs + 1].
 
     Raises:
         ValueError: there are more documents than `max_seqs`.

@@ -26,21 +26,14 @@ class RegisteredStates:
     """The random states that graphs have registered, and the check that the module still draws from them."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        """Remember the states that `generators` have now.
-
-        Args:
-            generators: CUDA generators that the graphs register.
-        """
+        """Remember the states that `generators`, which the graphs register, have now."""
         self._states = [generator.graphsafe_get_state() for generator in generators]
 
     def check(self, generators: Sequence[torch.Generator]) -> None:
-        """Make sure that every generator from which the module draws now has a state that the graphs draw from.
+        """Make sure that all `generators`, from which the module draws now, have states that the graphs draw from; they
+        come in the order of those that were registered. It costs the host a few microseconds for each.
 
-        It costs the host a few microseconds for each generator, and does not touch the GPU. Megatron's tracker makes
-        new generators over the same states all the time, so that the generators themselves cannot be compared.
-
-        Args:
-            generators: CUDA generators from which the module draws now, in the order of those that were registered.
+        Megatron's tracker makes new generators over the same states all the time, so that only states are compared.
 
         Raises:
             RuntimeError: a generator has another state than at the capture: replays would draw other numbers than the
@@ -57,11 +50,8 @@ class RegisteredStates:
 
 
 def share_state(one: torch.Generator, other: torch.Generator) -> bool:
-    """Whether two CUDA generators draw from one state, and not only from states that are equal now.
-
-    Args:
-        one: its offset is changed for a moment; what it draws later is the same.
-        other: is only read.
+    """Whether two CUDA generators draw from one state, and not only from states that are equal now. The offset of `one`
+    is changed for a moment; `other` is only read.
     """
     offset = one.get_offset()
     if one.initial_seed() != other.initial_seed() or offset != other.get_offset():
@@ -83,9 +73,7 @@ class Tracker(Protocol):
     """Hands out the generators from which a module draws, and can put others in their place."""
 
     def current(self) -> Sequence[torch.Generator]:
-        """The default CUDA generator, and all others that the module draws from, always in the same order. Several of
-        them may share a state.
-        """
+        """The default CUDA generator and all others of the module, in a fixed order; states may be shared."""
 
     def drawing_from(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
         """A context in which the module draws from the states of `generators`, given in the order of `current`."""
@@ -102,8 +90,8 @@ class RedrawnState:
     state: torch.Generator
     """The generator that the graph of the backward has registered."""
 
-    def noted(self) -> tuple[int, int]:
-        """Seed and offset with which the second run must begin, asked before the forward is replayed."""
+    def note_start(self) -> tuple[int, int]:
+        """Seed and offset with which the second run must begin, read before the forward is replayed."""
         return self.source.initial_seed(), self.source.get_offset() + self.ahead
 
     def begin_at(self, seed: int, offset: int) -> None:
@@ -126,20 +114,13 @@ class _Part:
     drawn: set[int] = field(default_factory=set)
     """The sources of the states from which the second run draws."""
     piece: int = 0
-    """The piece of the pass in whose backward the second run is."""
 
 
 class Repeats:
     """Lets functions that run in a forward and again in its backward draw the same random numbers both times."""
 
     def __init__(self, tracker: Tracker) -> None:
-        """Repeats of a module.
-
-        Args:
-            tracker: hands out the generators from which the module draws.
-        """
         self.tracker = tracker
-        """Hands out the generators from which the module draws."""
         self.captured: PassStates | None = None
         """The states of the pass that is being captured, or warmed up for it; None: passes are eager."""
 
@@ -149,34 +130,18 @@ class Repeats:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not kept:
-                kept.append(self._begins())
+                current, captured = self.tracker.current(), self.captured
+                kept.append(_Part(generators=_copies(current)) if captured is None else captured.begin_part(current))
                 return function(*args, **kwargs)
-            with self._again(kept[0]):
+            redrawn = self.captured.redraw(kept[0]) if self.captured is not None else nullcontext()
+            with self.tracker.drawing_from(kept[0].generators), redrawn:
                 return function(*args, **kwargs)
 
         return run
 
-    def _begins(self) -> _Part:
-        current = self.tracker.current()
-        return _Part(generators=_copies(current)) if self.captured is None else self.captured.begins(current)
-
-    @contextmanager
-    def _again(self, part: _Part) -> Iterator[None]:
-        observed = self.captured.again(part) if self.captured is not None else None
-        with self.tracker.drawing_from(part.generators):
-            if observed is None:
-                yield
-            else:
-                with observed:
-                    yield
-
     @contextmanager
     def of_pass(self, generators: Sequence[torch.Generator]) -> Iterator[PassStates]:
-        """A pass is warmed up and captured inside the block.
-
-        Args:
-            generators: the generators that the pass's graphs register.
-        """
+        """A pass, whose graphs register `generators`, is warmed up and captured inside the block."""
         self.captured = PassStates(generators)
         try:
             yield self.captured
@@ -185,17 +150,12 @@ class Repeats:
 
 
 class PassStates:
-    """The random states of the parts of one pass that run twice: found in warm-up passes, used in its capture.
-
-    The warm-up passes and the captured one must come to the same parts in the same order.
+    """The random states of the parts of one pass that run twice: found in warm-up passes, used in its capture. All of
+    these passes must come to the same parts in the same order.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        """No parts yet.
-
-        Args:
-            generators: the generators that the pass's graphs register, before the pass.
-        """
+        """No parts yet; `generators` are those that the pass's graphs register, before the pass."""
         # of states, not generators: a pass may put another state into the default generator for a while
         self._generators = [generator.graphsafe_get_state() for generator in generators]
         self._starts: list[int] = []
@@ -203,7 +163,6 @@ class PassStates:
         self._known: list[tuple[torch.Generator, int]] = []
         self._upcoming: Iterator[_Part] | None = None
         self.piece = 0
-        """The piece of the pass whose backward runs."""
 
     def warm_up(self) -> None:
         """A warm-up pass begins: forget the parts of the one before."""
@@ -212,9 +171,8 @@ class PassStates:
         self._parts.clear()
 
     def capture(self) -> list[tuple[int, RedrawnState]]:
-        """The warm-up is over. The states that the backward's graphs must register, each with the number of its piece.
-
-        States from which no second run draws are not among them.
+        """The warm-up is over: the states that second runs draw from, which the backward's graphs must register, each
+        with the number of its piece.
         """
         redrawn = []
         for part in self._parts:
@@ -226,15 +184,9 @@ class PassStates:
         self._upcoming = iter(self._parts)
         return redrawn
 
-    def begins(self, current: Sequence[torch.Generator]) -> _Part:
-        """The first run of a part begins.
-
-        Args:
-            current: what the tracker hands out there.
-
-        Raises:
-            RuntimeError: the module draws from a state that the graphs do not register, or the captured pass comes to
-                a part that the warm-up did not have.
+    def begin_part(self, current: Sequence[torch.Generator]) -> _Part:
+        """The first run of a part begins, where the tracker hands out `current`. RuntimeError: the module draws from a
+        state that the graphs do not register, or the captured pass comes to a part that the warm-up did not have.
         """
         if self._upcoming is not None:
             part = next(self._upcoming, None)
@@ -253,7 +205,7 @@ class PassStates:
         return part
 
     @contextmanager
-    def again(self, part: _Part) -> Iterator[None]:
+    def redraw(self, part: _Part) -> Iterator[None]:
         """The second run of a part, inside which other parts may have their first run and their second."""
         if self._upcoming is not None:
             yield
@@ -278,17 +230,8 @@ class PassStates:
         raise RuntimeError("a recomputed part draws from a random state that the graphs do not register")
 
 
-def repeats_of_pass(
-    repeats: Repeats | None, generators: Sequence[torch.Generator]
-) -> AbstractContextManager[PassStates]:
-    """`repeats.of_pass(generators)`; for a module without such parts, states that stay empty."""
-    return nullcontext(PassStates(generators)) if repeats is None else repeats.of_pass(generators)
-
-
 def _copies(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-    """Generators with states of their own, which stand where those of `generators` stand; what shares a state still
-    does.
-    """
+    """Generators with states of their own, equal to those of `generators`; what shares a state still does."""
     pairs: list[tuple[torch.Generator, torch.Generator]] = []
     copies = []
     for generator in generators:

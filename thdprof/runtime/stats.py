@@ -1,6 +1,4 @@
-"""Counters of a training run: micro-batches by bucket and by fallback reason, sampled times, and a plan's
-prediction.
-"""
+"""Counters of a training run by bucket and by fallback reason, sampled times, and a plan's prediction."""
 
 from __future__ import annotations
 
@@ -52,10 +50,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """What is told of one capture that succeeded."""
+    """One capture that succeeded."""
 
     bucket: Bucket
-    """The shape that was captured."""
     seconds: float
     """Seconds that warm-up and capture took."""
     pool_bytes: int
@@ -88,37 +85,29 @@ class Stats:
     mismatches: Counter[Bucket] = field(default_factory=Counter)
     """Number of those that gave other numbers, by bucket."""
     suspicions: Counter[Bucket] = field(default_factory=Counter)
-    """Number of verified micro-batches that differed by more than expected at first, and were not confirmed by more
-    runs, by bucket. They are not counted in `mismatches`.
-    """
+    """Number of verified micro-batches that first differed and were not confirmed; not in `mismatches`."""
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the eager micro-batches."""
     decided: Counter[Bucket | FallbackReason] = field(default_factory=Counter)
-    """Number of micro-batches by the decision that their shape alone gives. The caller counts it with
-    `Dispatcher.decide`: on a machine without CUDA nothing is dispatched, and only these numbers can be compared with a
-    plan.
-    """
+    """Number of micro-batches by the decision that their shape alone gives, which the caller counts: without CUDA only
+    these numbers can be compared with a plan."""
     prediction: Prediction | None = None
     """The plan's prediction, shown beside the counters."""
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
-        """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once;
-        mismatches are counted on each rank that found one, suspicions on each that ran the micro-batch again.
-
-        Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
+        """Counters of all ranks, with each micro-batch counted once, although the context-parallel ranks that share one
+        have all counted it. Mismatches count on each rank that found one, suspicions on each that ran it again.
         """
         total, fallbacks = cls(), Counter[tuple[FallbackReason, int]]()
         for rank in ranks:
-            total.replays.update(rank.replays)
+            for name in ("replays", "verified", "mismatches", "suspicions"):
+                getattr(total, name).update(getattr(rank, name))
             fallbacks.update(rank.fallback_sizes)
             total.captures += rank.captures
             total.capture_s = max(total.capture_s, rank.capture_s)
-            total.verified.update(rank.verified)
-            total.mismatches.update(rank.mismatches)
-            total.suspicions.update(rank.suspicions)
             total.prediction = total.prediction or rank.prediction
         total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
         total.verified = Counter({bucket: n // bucket.cp_size for bucket, n in total.verified.items()})
@@ -160,16 +149,12 @@ class Stats:
 
     @property
     def dispatched(self) -> int:
-        """Number of micro-batches whose shape was looked at; the others ran eagerly for a reason that comes
-        before it.
-        """
+        """Number of micro-batches whose shape was looked at; the others ran eagerly for an earlier reason."""
         return self.microbatches - sum(n for reason, n in self.fallbacks.items() if reason in SHAPE_NOT_ASKED)
 
     @property
     def shape_fallback_rate(self) -> float | None:
-        """Share of the dispatched micro-batches that fell back because of their shape; None where none was
-        dispatched.
-        """
+        """Share of the dispatched micro-batches that fell back because of their shape; None without any."""
         return self.shape_fallbacks / self.dispatched if self.dispatched else None
 
     @property
@@ -180,21 +165,16 @@ class Stats:
 
     @contextmanager
     def expect(self, *, captures: int = 0, replays: int = 0, fallbacks: int = 0) -> Iterator[None]:
-        """Assert how many captures, replays and fallbacks happen inside the block.
-
-        Raises:
-            AssertionError: another number was counted.
-        """
-        before = (self.captures, self.replays.total(), self.fallbacks.total())
+        """Raise AssertionError unless so many captures, replays and fallbacks happen inside the block."""
+        expected = {"captures": captures, "replays": replays, "fallbacks": fallbacks}
+        before = self._totals()
         yield
-        after = (self.captures, self.replays.total(), self.fallbacks.total())
-        seen = tuple(b - a for a, b in zip(before, after, strict=True))
-        if seen != (captures, replays, fallbacks):
-            names = ("captures", "replays", "fallbacks")
-            counts = ", ".join(
-                f"{n} {s} (expected {e})" for n, s, e in zip(names, seen, (captures, replays, fallbacks), strict=True)
-            )
-            raise AssertionError(counts)
+        counted = {name: total - before[name] for name, total in self._totals().items()}
+        if counted != expected:
+            raise AssertionError(", ".join(f"{name} {n} (expected {expected[name]})" for name, n in counted.items()))
+
+    def _totals(self) -> dict[str, int]:
+        return {"captures": self.captures, "replays": self.replays.total(), "fallbacks": self.fallbacks.total()}
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as a JSON object, schema `thdprof.stats/1`."""
@@ -228,17 +208,20 @@ class Stats:
             file.write(json_text({**self.to_dict(), **extra}, indent=None) + "\n")
 
     def write_tensorboard(self, target: ScalarWriter | Path | str, step: int) -> None:
-        """Write the counters so far as scalars under `thdprof/`.
-
-        Args:
-            target: a torch.utils.tensorboard.SummaryWriter, or a directory, for which one is opened and closed here.
-            step: the training step.
+        """Write the counters so far, at the training step `step`, as scalars under `thdprof/`: to a
+        torch.utils.tensorboard.SummaryWriter, or to a directory, for which one is opened and closed here.
 
         Raises:
             ModuleNotFoundError: a directory is given and tensorboard is not installed.
         """
         if isinstance(target, Path | str):
-            writer = _open_tensorboard(target)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ModuleNotFoundError(
+                    "Stats.write_tensorboard needs tensorboard: pip install tensorboard"
+                ) from error
+            writer = SummaryWriter(str(target))
             try:
                 self.write_tensorboard(writer, step)
             finally:
@@ -249,25 +232,20 @@ class Stats:
 
     def scalars(self) -> dict[str, float]:
         """The counters so far by their names in TensorBoard and W&B, such as `thdprof/replayed`."""
-        return {f"thdprof/{name}": value for name, value in self._scalars()}
-
-    def _scalars(self) -> Iterator[tuple[str, float]]:
-        yield "microbatches", self.microbatches
-        yield "replayed", self.replays.total()
-        for reason, n in sorted(self.fallbacks.items()):
-            yield f"eager/{reason}", n
-        yield "captures", self.captures
-        yield from self.findings.items()
+        named: dict[str, float] = {"microbatches": self.microbatches, "replayed": self.replays.total()}
+        named |= {f"eager/{reason}": n for reason, n in sorted(self.fallbacks.items())}
+        named |= {"captures": self.captures, **self.findings}
         if self.shape_fallback_rate is not None:
-            yield "shape_fallback_rate/observed", self.shape_fallback_rate
+            named["shape_fallback_rate/observed"] = self.shape_fallback_rate
         if self.prediction is not None:
-            yield "shape_fallback_rate/predicted", self.prediction.fallback_rate
+            named["shape_fallback_rate/predicted"] = self.prediction.fallback_rate
         for bucket, n in sorted(self.replays.items()):
             context = f"_cp{bucket.cp_size}" if bucket.cp_size > 1 else ""
-            yield f"replays/{bucket.max_seqs}_documents_{bucket.max_seqlen}_tokens{context}", n
+            named[f"replays/{bucket.max_seqs}_documents_{bucket.max_seqlen}_tokens{context}"] = n
         for name, sampled in (("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)):
             if sampled:
-                yield name, fmean(sampled)
+                named[name] = fmean(sampled)
+        return {f"thdprof/{name}": value for name, value in named.items()}
 
     def __str__(self) -> str:
         """One line for each bucket and reason, with the prediction beside it where there is one."""
@@ -298,11 +276,3 @@ def _replays(counts: Mapping[Bucket, int]) -> list[dict[str, int]]:
 
 def _fallbacks(counts: Mapping[FallbackReason, int]) -> dict[str, int]:
     return {str(reason): n for reason, n in sorted(counts.items())}
-
-
-def _open_tensorboard(directory: Path | str) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ModuleNotFoundError("Stats.write_tensorboard needs tensorboard: pip install tensorboard") from error
-    return SummaryWriter(str(directory))

@@ -48,21 +48,13 @@ _known: WeakSet[HasGraphs] = WeakSet()
 
 
 def before_communicators(owner: HasGraphs) -> None:
-    """Close `owner` before torch gives up any communicator that its graphs may hold, and at the interpreter's exit.
-
-    Args:
-        owner: is kept by a weak reference alone, and closed at most where it still has graphs.
-    """
+    """Close `owner`, which is kept weakly, before torch gives up communicators, and at the interpreter's exit."""
     _known.add(owner)
     _follow_torch()
 
 
 def close_all(why: str) -> None:
-    """Close everything that still has graphs; an error of one does not keep the others open.
-
-    Args:
-        why: the occasion, for the log.
-    """
+    """Close everything that still has graphs, for the occasion `why`; an error of one does not keep the others open."""
     for owner in [owner for owner in list(_known) if owner.holds_graphs()]:
         logger.log(
             logging.WARNING if distributed.is_available() and distributed.is_initialized() else logging.INFO,
@@ -76,18 +68,11 @@ def close_all(why: str) -> None:
 
 
 def wait_for_gpu(device: torch.device | None = None, *, limit_s: float = GPU_WAIT_S) -> bool:
-    """Wait until a GPU has done what the current and the default stream hold; one that does not is left alone after a
-    while.
+    """Wait until a GPU (None: the current one) has done what the current and the default stream hold, or `limit_s` are
+    over. Returns whether it is done, or has failed, which every later call on it raises as well.
 
     Freeing a graph that still runs is allowed: the driver frees it when it is done. This only keeps an exit from
     waiting for a kernel that waits for a rank which has ended.
-
-    Args:
-        device: the GPU; None: the current one.
-        limit_s: seconds after which to give up.
-
-    Returns:
-        Whether the GPU is done. It counts as done after an error, which every later call on it raises as well.
     """
     if not torch.cuda.is_available():
         return True
@@ -118,8 +103,6 @@ def _follow_torch() -> None:
 
 
 def _after_graphs(own: Callable[..., Any], close: Callable[[], None]) -> Callable[..., Any]:
-    """A method of process groups that closes graphs first."""
-
     @functools.wraps(own)
     def after_graphs(group: Any, *args: Any, **kwargs: Any) -> Any:
         if _can_be_captured(group):

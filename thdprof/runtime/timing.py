@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -34,37 +35,28 @@ def when_gradient_arrives(values: Sequence[object], passed: Callable[[], None]) 
     return True
 
 
+Mark = Literal["forward_begins", "forward_ends", "backward_begins", "backward_ends"]
+_MARKS: tuple[Mark, ...] = get_args(Mark)
+
+
 class PassTimer:
     """CUDA events at the begin and end of a forward, and of the backward that may follow."""
 
     def __init__(self, *, replayed: bool) -> None:
         self.replayed = replayed
-        """Whether the pass is replayed; else it runs eagerly."""
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        self._events = {mark: torch.cuda.Event(enable_timing=True) for mark in _MARKS}
         self._ended = False
 
-    def forward_begins(self) -> None:
-        """Record the begin of the forward on the current stream."""
-        self._events[0].record()
-
-    def forward_ends(self) -> None:
-        """Record the end of the forward."""
-        self._events[1].record()
-
-    def backward_begins(self) -> None:
-        """Record the begin of the backward."""
-        self._events[2].record()
-
-    def backward_ends(self) -> None:
-        """Record the end of the backward."""
-        self._events[3].record()
-        self._ended = True
+    def record(self, mark: Mark) -> None:
+        """Record on the current stream that the forward or the backward begins or ends now."""
+        self._events[mark].record()
+        self._ended |= mark == "backward_ends"
 
     def ms(self) -> float | None:
         """Milliseconds of forward and backward together; None until the GPU has ended both."""
-        if not self._ended or not self._events[3].query():
+        begin, middle, back, end = (self._events[mark] for mark in _MARKS)
+        if not self._ended or not end.query():
             return None
-        begin, middle, back, end = self._events
         return float(begin.elapsed_time(middle) + back.elapsed_time(end))
 
 
@@ -89,10 +81,7 @@ class _Block(nn.Module):
 
 
 def measure_launch_us(*, rounds: int = 15) -> float:
-    """Microseconds of host time for one launch, over the forward and backward passes of a small stack.
-
-    Args:
-        rounds: passes; the median counts.
+    """Microseconds of host time for one launch: the median over `rounds` forward and backward passes of a small stack.
 
     Raises:
         RuntimeError: there is no GPU.

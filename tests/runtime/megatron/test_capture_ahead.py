@@ -120,7 +120,7 @@ def test_the_call_before_training_is_the_one_that_gpt_model_makes(plan, form, pa
     said: list[str] = []
     openings = Openings(plan, of_config, shards=1, form=form)
     capture_ahead([decoder], [run], openings, [takes_gradient(model)], say=said.append)
-    assert run.is_captured
+    assert run.holds_graphs()
     (told,) = said
     assert told.startswith("captured 1 graph pairs in ")
     tokens = torch.arange(TOKENS)[None]

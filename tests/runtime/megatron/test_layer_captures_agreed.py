@@ -50,7 +50,7 @@ def test_layers_are_captured_before_training_without_a_pass_or_a_gather(monkeypa
     x = inputs(1)[0].requires_grad_()
     with run.ahead_of_training():
         run.module.show(torch.zeros_like(x).requires_grad_(), packed_seq_params([0, len(x)], device="cpu"))
-    assert run.is_captured
+    assert run.holds_graphs()
     assert gathered == []  # Megatron's hooks would begin to gather parameters, which are whole before training
     assert hooked == []
     assert len(engine.calls) == len(BUCKETS)

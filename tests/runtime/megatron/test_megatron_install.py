@@ -332,7 +332,7 @@ def test_a_moved_main_grad_is_noticed():
     storage = torch.zeros(4)
     parameter = nn.Parameter(torch.ones(4))
     parameter.main_grad = storage.view(4)
-    buffers = GradientBuffers.of([parameter])
+    buffers = GradientBuffers.allocate([parameter])
     buffers.attach((True,))
     parameter.main_grad.data = torch.zeros(4)
     with pytest.raises(RuntimeError, match="was replaced or moved after its graphs were captured"):
@@ -404,7 +404,7 @@ def test_a_module_with_main_grads_passes_them_into_the_replay():
 
     module = nn.Linear(2, 2)
     module.weight.main_grad = torch.zeros(2, 2)
-    buffers = GradientBuffers.of(list(module.parameters()))
+    buffers = GradientBuffers.allocate(list(module.parameters()))
     assert buffers.with_main_grad((True, True)) == [module.weight]
     assert buffers.with_main_grad((False, True)) == []
     assert issubclass(chunk.ChunkGraphs, GraphedModule)
@@ -430,7 +430,7 @@ def test_fused_accumulation_is_not_added_twice():
     fused, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     for parameter in (fused, plain):
         parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(3), False
-    buffers = GradientBuffers.of([fused, plain])
+    buffers = GradientBuffers.allocate([fused, plain])
     aliases = []
     for parameter in (fused, plain):
         alias = nn.Parameter(parameter.detach())

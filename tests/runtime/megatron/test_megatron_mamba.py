@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ from support.layer_graphs import (
 )
 from torch import nn
 
-from thdprof.runtime import Bucket, FallbackReason
+from thdprof.runtime import Bucket, FallbackReason, pack
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.slots import Metadata
@@ -198,7 +199,7 @@ def test_eager_padded_and_static_metadata_have_the_same_documents(policy, padded
     bucket = Bucket(5, TOKENS, TOKENS, cp)
     x = torch.zeros(TOKENS, 1, HIDDEN)
     call = SimpleNamespace(packed=read, boundaries=bounds, tensors=(x,))
-    metadata = Metadata([bucket], with_padded=padded is not None, with_seq_idx=True, device=CPU)
+    metadata = Metadata([bucket], read, CPU)
     metadata.stage(Boundaries(valid=np.arange(6, dtype=np.int32)), bucket)  # of another micro-batch
     metadata.stage(bounds, bucket)
     made = [
@@ -225,7 +226,7 @@ def test_documents_of_tokens_can_come_from_the_device_alone():
     bounds = boundaries_of(read, TOKENS, "none")
     bucket = BUCKETS[0]
     call = SimpleNamespace(packed=read, boundaries=bounds, tensors=(torch.zeros(TOKENS, 1, HIDDEN),))
-    metadata = Metadata(BUCKETS, with_padded=False, with_seq_idx=True, device=CPU)
+    metadata = Metadata(BUCKETS, read, CPU)
     metadata.stage(bounds, bucket)
     for packed in (
         to_device(read, bounds, TOKENS, CPU),
@@ -264,7 +265,9 @@ def test_what_a_loader_derived_is_made_anew_where_the_host_has_the_boundaries():
 @pytest.mark.parametrize("num_documents", [1, 30, 63, 64, 200])
 def test_static_documents_of_tokens_begin_where_a_buffer_of_their_own_would(num_documents):
     """Triton compiles a kernel anew for a pointer that is not a multiple of 16 bytes: an eager pass has none such."""
-    metadata = Metadata([Bucket(num_documents, TOKENS, TOKENS)], with_padded=True, with_seq_idx=True, device=CPU)
+    like = pack([0, 1], with_seq_idx=True)
+    like = replace(like, cu_seqlens_padded=like.cu_seqlens)
+    metadata = Metadata([Bucket(num_documents, TOKENS, TOKENS)], like, CPU)
     idx = metadata.packed(Bucket(num_documents, TOKENS, TOKENS)).seq_idx
     assert idx.storage_offset() * idx.element_size() % 256 == 0
     assert idx.storage_offset() >= 2 * (num_documents + 1)

@@ -147,9 +147,9 @@ def compared(monkeypatch):
     """The names of the compared tensors of each verified micro-batch from here on."""
     names, note = [], Watch.note
 
-    def noted(watch, finding, **more):
+    def noted(watch, finding):
         names.append([*finding.compared])
-        note(watch, finding, **more)
+        note(watch, finding)
 
     monkeypatch.setattr(Watch, "note", noted)
     return names

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +22,7 @@ from thdprof.offload.plan import OffloadPlan
 from thdprof.runtime import teardown
 from thdprof.runtime.agreement import alone
 from thdprof.runtime.dispatched_module import Call
-from thdprof.runtime.graphs.capture import CapturedPass, capture_pass
+from thdprof.runtime.graphs.capture import capture_pass
 from thdprof.runtime.graphs.failed_captures import (
     cause_of_warmup,
     is_programming_error,
@@ -33,9 +32,9 @@ from thdprof.runtime.graphs.failed_captures import (
 from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since
 from thdprof.runtime.graphs.slots import FreeSlots, Lease, Metadata, ReplayOrder, Slot, SlotMemory, sample_boundaries
 from thdprof.runtime.graphs.watch.twin import Subject, missing_bytes
-from thdprof.runtime.offload import CudaMover, EagerOffload, PassOffload
+from thdprof.runtime.offload import EagerOffload, Mover, PassOffload
 from thdprof.runtime.options import GraphOptions, Surroundings
-from thdprof.runtime.padding import Boundaries, PackedSequence
+from thdprof.runtime.padding import PackedSequence
 from thdprof.runtime.random_states import RegisteredStates, with_default
 from thdprof.runtime.stats import Captured
 
@@ -45,12 +44,8 @@ ELSEWHERE = "it failed on another rank, which shares its collectives; that rank'
 """The reason of a capture that this rank has dropped although it succeeded here."""
 
 
-RunModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
-"""The type of a function that runs the module on static tensors and static metadata."""
-
-
 class AgreedCaptures[SomeSlot: SlotMemory]:
-    """Captures buckets in slots, on all peers alike."""
+    """Captures buckets in slots, on all peers together."""
 
     def __init__(
         self,
@@ -61,14 +56,10 @@ class AgreedCaptures[SomeSlot: SlotMemory]:
         on_capture: Callable[[Captured], None],
         judged: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
-        """No captures yet.
+        """Captures that `make` makes, which returns the bytes by which the slot's pool grew.
 
-        Args:
-            make: captures a bucket in a slot, and returns the bytes by which the slot's pool grew.
-            agreed: whether what succeeded here has succeeded on every peer; all peers call it together.
-            surroundings: tells whether passes communicate.
-            on_capture: called after every capture that succeeded.
-            judged: the error as which a failure is judged: a WarmupError may be fatal.
+        `agreed` says whether what succeeded here has succeeded on every peer; all call it together. `judged` returns
+        the error as which a failure is judged: a WarmupError may be fatal.
         """
         self._make, self._agreed, self._surroundings = make, agreed, surroundings
         self._on_capture, self._judged = on_capture, judged
@@ -131,7 +122,7 @@ class Bank:
     def __init__(
         self,
         module: nn.Module,
-        call: RunModule,
+        call: Callable[[Sequence[torch.Tensor], PackedSequence], Any],
         sample: Call,
         buckets: Sequence[Bucket],
         options: GraphOptions,
@@ -140,74 +131,42 @@ class Bank:
         on_capture: Callable[[Captured], None],
         is_joint: bool,
     ) -> None:
-        """A bank without graphs.
+        """A bank without graphs of `module`, which `call` runs on static tensors and metadata.
 
         Args:
-            module: the module whose passes are captured.
-            call: runs the module on static tensors and metadata.
             sample: a micro-batch on the GPU, after which the static inputs are shaped.
-            buckets: the shapes to capture.
-            options: how the module is run.
             find_generators: returns the CUDA generators, besides the default one, from which the module draws now;
                 those of this moment are registered with the graphs.
-            on_capture: called after every capture of a bucket in a slot.
-            is_joint: whether ranks that share collectives run every micro-batch together, so that they take the same
-                slots.
+            on_capture: called after every capture that succeeded.
+            is_joint: whether ranks that share collectives run every micro-batch together, and take the same slots.
         """
-        tensors = sample.tensors
-        self._device = device = tensors[0].device
+        self._device = device = sample.tensors[0].device
         self._module, self._call, self._options, self._on_capture = module, call, options, on_capture
-        self._buckets = buckets
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
-        self._gradients = GradientBuffers.of(
+        self._gradients = GradientBuffers.allocate(
             [p for p in module.parameters() if p.requires_grad], all_are_inputs=options.reduced_by_hooks
         )
         self._find_generators = lambda: with_default(device, find_generators())
         self._generators = self._find_generators()
         self._states = RegisteredStates(self._generators)
         self._placement: Placement | None = None  # made after the first capture: layers may make buffers in it
-        self._new_metadata = partial(
-            Metadata,
-            with_padded=sample.packed.cu_seqlens_padded is not None,
-            with_seq_idx=sample.packed.seq_idx is not None,
-            device=device,
-        )
-        self.slots = [
-            Slot(
-                tensors,
-                buckets,
-                with_padded=sample.packed.cu_seqlens_padded is not None,
-                with_seq_idx=sample.packed.seq_idx is not None,
-                device=device,
-            )
-            for _ in range(options.num_slots)
-        ]
+        self.slots = [Slot(buckets, sample) for _ in range(options.num_slots)]
         """The slots; none after `close`."""
         self._free, self._order = FreeSlots(options.agreed if is_joint else alone), ReplayOrder(device)
-        self._captures = AgreedCaptures(
+        self.captures = AgreedCaptures(
             self._make, agreed=options.agreed, surroundings=options.surroundings, on_capture=self._captured
         )
         self._eager = EagerOffload(self._outwards, self._inwards)
-
-    @property
-    def failures(self) -> Mapping[Bucket, str]:
-        """Buckets that could not be captured, and the reason of each."""
-        return self._captures.failures
-
-    def capture(self, slot: Slot, bucket: Bucket) -> CapturedPass | None:
-        """The pass of `bucket` in `slot`, captured now unless it was captured before; None if its capture has failed.
-
-        Raises:
-            RuntimeError: a warm-up pass failed while other ranks communicate with this one, or a failed capture left
-                torch in a state that could not be put right.
-        """
-        return slot.passes[bucket] if self._captures.has(slot, bucket) else None
 
     def _make(self, slot: Slot, bucket: Bucket) -> int:
         """Capture `bucket` in `slot`; returns the bytes by which the slot's pool grew."""
         packed = slot.metadata.packed(bucket)
         slot.metadata.stage(sample_boundaries(bucket), bucket)
-        around = self._options.surroundings
+        options, around = self._options, self._options.surroundings
+        offload = None
+        if options.offload is not None:
+            mover = Mover(self._stream, self._outwards, self._inwards)
+            offload = PassOffload(self._module, options.offload, mover, slot.host, slot.inputs)
         with around.while_capturing(), around.quantizing():
             slot.passes[bucket] = capture_pass(
                 self._module,
@@ -218,10 +177,10 @@ class Bank:
                 generators=self._generators,
                 pool=slot.pool,
                 stream=self._stream,
-                extra_state=self._options.surroundings.extra_state,
-                offload=self._offload_of(slot),
-                cuts=self._options.cuts,
-                repeats=self._options.surroundings.repeats,
+                extra_state=around.extra_state,
+                offload=offload,
+                cuts=options.cuts,
+                repeats=around.repeats,
             )
         return slot.passes[bucket].pool_bytes
 
@@ -229,51 +188,25 @@ class Bank:
         self._placement = self._placement or Placement(self._module, self._options.surroundings.runs_hook)
         self._on_capture(captured)
 
-    def capture_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture every bucket in every slot. The largest bucket comes first, so that the others fit into its memory.
-
-        Args:
-            progress: called with the number of captures that are done, and of all.
-        """
-        total = len(self.slots) * len(self._buckets)
-        for done, _ in enumerate(self._captures.all_of(self.slots, self._buckets)):
-            progress(done, total)
-        progress(total, total)
-
     def lease(self, bucket: Bucket, slot: int | None = None) -> Lease | FallbackReason:
-        """A lease of a free slot for `bucket`, or the reason why there is none.
-
-        Args:
-            bucket: the shape to replay.
-            slot: index of the slot; None: the first that is free.
+        """A lease of slot number `slot`, or of the first free one, for `bucket`; or the reason why there is none.
 
         Raises:
-            RuntimeError: the module was changed since the captures, as `Placement.check` says; or a random state was
-                replaced.
+            RuntimeError: the module or a random state was changed since the captures; or as `AgreedCaptures.has`.
         """
         if self._placement is not None:
             self._placement.check()
         self._check_states()
         free = self._free.find(self.slots, slot)
         for one in free:
-            if self.capture(one, bucket) is not None:
-                around = self._options.surroundings
-                callbacks = around.on_backward, around.on_piece, around.after_backward
-                return Lease(one, bucket, self._gradients, self._order, *callbacks)
+            if self.captures.has(one, bucket):
+                return Lease(one, bucket, self._gradients, self._order, self._options.surroundings)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def changed(self) -> str:
-        """How the module differs from the one that was captured, in memory, in its parameters' marks or in what it
-        draws random numbers from; "" if not.
-        """
-        if moved := changes_since(self._placement):
-            return moved
-        try:
-            self._gradients.check()
-            self._check_states()
-        except RuntimeError as error:
-            return str(error)
-        return self._options.surroundings.changed()
+        """How the module, its `main_grad`s or its random states differ from those that were captured; "" if not."""
+        changed = changes_since(self._placement, self._gradients.check, self._check_states)
+        return changed or self._options.surroundings.changed()
 
     def _check_states(self) -> None:
         self._states.check(self._find_generators())
@@ -284,32 +217,22 @@ class Bank:
             module=self._module,
             call=self._call,
             generators=self._generators,
-            extra_state=self._options.surroundings.extra_state,
-            backward_state=self._options.surroundings.backward_state,
-            uncompared=self._options.surroundings.uncompared,
-            rounding=self._options.surroundings.rounding,
+            surroundings=self._options.surroundings,
             around=self._options.surroundings.repeating(),
             around_forward=self.eager_offload,
         )
 
     def missing_for_eager(self, slot: Slot) -> int:
         """Bytes of GPU memory that are missing to run a micro-batch of `slot` eagerly, and to compare; 0 if it fits."""
-        slot_bytes = sum(p.pool_bytes for p in slot.passes.values())
         largest = max((b.nbytes for b in self._gradients.buffers), default=0)
-        copies = WATCHED_COPIES + bool(self._options.cuts)
-        return missing_bytes(slot.inputs[0].device, slot_bytes=slot_bytes, others=copies * max(largest, WATCHED_BYTES))
+        others = (WATCHED_COPIES + bool(self._options.cuts)) * max(largest, WATCHED_BYTES)
+        return missing_bytes(slot.inputs[0].device, slot_bytes=slot.pool_bytes(), others=others)
 
-    def metadata_of(self, boundaries: Boundaries, bucket: Bucket) -> PackedSequence:
+    def metadata_of(self, call: Call, bucket: Bucket) -> PackedSequence:
         """One micro-batch's metadata as the graphs of `bucket` read it, in memory of its own."""
-        metadata = self._new_metadata([bucket])
-        metadata.stage(boundaries, bucket)
+        metadata = Metadata([bucket], call.packed, self._device)
+        metadata.stage(call.boundaries, bucket)
         return metadata.packed(bucket)
-
-    def _offload_of(self, slot: Slot) -> PassOffload | None:
-        if self._options.offload is None:
-            return None
-        mover = CudaMover(self._stream, self._outwards, self._inwards)
-        return PassOffload(self._module, self._options.offload, mover, slot.host, slot.inputs)
 
     def offloaded(self) -> OffloadPlan | None:
         """The offload plan of the largest captured bucket; None where nothing was captured or all activations stay."""
@@ -322,21 +245,11 @@ class Bank:
         return nullcontext() if plan is None else self._eager.forward(plan, inputs)
 
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory: of all slots, and of eager passes."""
+        """Bytes of pinned host memory, also of eager passes."""
         return self._eager.nbytes() + sum(slot.host.nbytes() for slot in self.slots)
 
-    def pool_bytes(self) -> int:
-        """Bytes of GPU memory that all slots' pools hold; `static_bytes` comes on top."""
-        return sum(p.pool_bytes for slot in self.slots for p in slot.passes.values())
-
-    def static_bytes(self) -> int:
-        """Bytes of GPU memory of all slots' static inputs, which lie outside the pools."""
-        return sum(slot.static_bytes() for slot in self.slots)
-
     def close(self) -> None:
-        """Free all graphs and their memory; the parameters' gradients stay. The backward of a lease that is still held
-        raises. Any thread may call it.
-        """
+        """Free all graphs; gradients stay. A held lease's backward then raises. Any thread may call it."""
         teardown.wait_for_gpu(self._device)
         with teardown.LAUNCH:
             for slot in self.slots:

@@ -13,33 +13,30 @@ memory pool and read each other's tensors in place: a cut copies nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import WARMUP_PASSES
 from thdprof.offload.plan import OffloadPlan
 from thdprof.runtime.graphs.failed_captures import WarmupError, undone_if_failed
 from thdprof.runtime.graphs.module_state import GradientBuffers, aliased_parameters, spare_main_grads, unchanged_state
-from thdprof.runtime.offload import NoOffload, PassOffload
-from thdprof.runtime.random_states import RedrawnState, Repeats, repeats_of_pass
+from thdprof.runtime.offload import PassOffload
+from thdprof.runtime.random_states import PassStates, RedrawnState, Repeats
 
 
 class Graphs:
     """The graphs of one direction of a pass, in the order of their replays. It is replayed and freed like one graph."""
 
     def __init__(self, count: int, generators: Sequence[torch.Generator], default: torch.Generator) -> None:
-        """Empty graphs that know the module's random generators.
+        """`count` empty graphs that know the module's random `generators`.
 
-        Args:
-            count: number of graphs.
-            generators: every generator that the module draws from.
-            default: the device's own generator. torch registers the state that it has at the start of a capture, which
-                is another one where the capture starts inside a fork of Megatron's tracker.
+        torch itself registers the state that `default`, the device's own generator, has at the start of a capture,
+        which is another one where the capture starts inside a fork of Megatron's tracker.
         """
         self.each = [torch.cuda.CUDAGraph() for _ in range(count)]
         """The graphs, in the order of their replays."""
@@ -49,7 +46,7 @@ class Graphs:
                     one.register_generator_state(generator)
 
     def replay(self) -> None:
-        """Queue all graphs, one after the other."""
+        """Queue all graphs in their order."""
         for one in self.each:
             one.replay()
 
@@ -60,16 +57,9 @@ class Graphs:
 
 
 @contextmanager
-def recorded(graphs: Sequence[Any], *, pool: Any, stream: torch.cuda.Stream) -> Iterator[Callable[[], None]]:
-    """Capture the work of the block into `graphs`; the yielded function ends one graph and begins the next.
-
-    Args:
-        graphs: graphs that were not captured yet.
-        pool: handle of the memory pool to capture into.
-        stream: the stream that is captured.
-
-    Raises:
-        RuntimeError: the block did not ask for as many graphs as there are.
+def record_graphs(graphs: Sequence[Any], *, pool: Any, stream: torch.cuda.Stream) -> Iterator[Callable[[], None]]:
+    """Capture the work of the block on `stream` into new `graphs`, over the memory of `pool`; the yielded function ends
+    one graph and begins the next. RuntimeError: the block did not use exactly as many as there are.
     """
     waiting = iter(graphs)
     with ExitStack() as current:
@@ -121,11 +111,8 @@ class Joints:
     ) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
         """For every piece, the last first: its number, what its backward starts from, and the gradients of that.
 
-        Run each piece's backward before asking for the next one. A piece that gets no gradient has no tensors.
-
-        Args:
-            heads: the outputs of the pass that take a gradient.
-            grads: their gradients.
+        Run each piece's backward before asking for the next one. A piece that gets no gradient has no tensors. `heads`
+        are the outputs of the pass that take a gradient, `grads` their gradients.
         """
         yield len(self._pairs), list(heads), list(grads)
         for piece in reversed(range(len(self._pairs))):
@@ -136,14 +123,8 @@ class Joints:
 
 @contextmanager
 def cut_before(modules: Sequence[nn.Module], on_cut: Callable[[], None] = lambda: None) -> Iterator[Joints]:
-    """Cut every pass inside the block before each of `modules`, which it must call once each, in this order.
-
-    Args:
-        modules: submodules; none: the pass stays whole.
-        on_cut: called at every cut, before the submodule runs.
-
-    Raises:
-        RuntimeError: a submodule was called twice, or in another order.
+    """Cut the pass inside the block before each of `modules`; it stays whole without any. `on_cut` is called at every
+    cut. RuntimeError where the pass does not call each of them once, in this order.
     """
     joints = Joints()
 
@@ -169,13 +150,8 @@ def cut_before(modules: Sequence[nn.Module], on_cut: Callable[[], None] = lambda
         )
 
 
-def completed(touched: Sequence[set[int]], count: int) -> tuple[tuple[bool, ...], ...]:
-    """For every piece, whether each parameter's gradient is complete after the piece's backward.
-
-    Args:
-        touched: positions of the parameters that get a gradient in the backward of each piece.
-        count: number of parameters.
-    """
+def mark_completed(touched: Sequence[set[int]], count: int) -> tuple[tuple[bool, ...], ...]:
+    """`CapturedPass.completed` of `count` parameters, of which the backward of each piece touches these positions."""
     earlier: set[int] = set()
     marks = []
     for positions in touched:  # the backward of piece 0 runs last
@@ -186,26 +162,20 @@ def completed(touched: Sequence[set[int]], count: int) -> tuple[tuple[bool, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPass:
-    """Graphs of a pass. Write the static inputs and replay `forward`; write the output gradients and replay
-    `backward`.
-    """
+    """Write the static inputs and replay `forward`; write the output gradients and replay `backward`."""
 
     forward: Graphs
     """Graphs of the forward: one for every piece, in order."""
     backward: Graphs
     """Graphs of the backward: one for every piece, the last piece first."""
     outputs: tuple[torch.Tensor, ...]
-    """The module's output tensors, in the slot's pool. Every forward replay writes them; the slot's next replay
-    overwrites them.
-    """
+    """The module's outputs, in the slot's pool, which every replay of the slot overwrites."""
     differentiable: tuple[bool, ...]
     """Whether each output takes a gradient."""
     spec: Any
-    """The structure in which the module returned its outputs, for `restore`."""
+    """The pytree structure in which the module returned its outputs."""
     input_grads: tuple[torch.Tensor | None, ...]
-    """Gradients of the inputs, in the slot's pool, which every backward replay writes; None for inputs without a
-    gradient.
-    """
+    """Gradients of the inputs, in the slot's pool, which a backward replay writes; None without a gradient."""
     output_grads: tuple[torch.Tensor, ...]
     """Gradients of the differentiable outputs, to be written before a backward replay. The slot owns them."""
     touched: tuple[bool, ...]
@@ -215,9 +185,7 @@ class CapturedPass:
     offload: OffloadPlan | None = None
     """Which activations are in host memory between forward and backward; None: all stay on the device."""
     completed: tuple[tuple[bool, ...], ...] = ()
-    """For every piece, whether each parameter's gradient is complete after the piece's backward; empty: the pass is
-    one piece.
-    """
+    """For every piece, whether each parameter's gradient is complete after its backward; empty: it is whole."""
     redrawn: tuple[RedrawnState, ...] = ()
     """The random states from which recomputed parts draw again in the backward; each micro-batch sets them."""
 
@@ -240,19 +208,15 @@ def capture_pass(
     """Warm up and capture one forward and one backward of `call()`, which runs `module` on static inputs.
 
     Args:
-        module: the module that `call` runs; its parameters' gradients go to `gradients`.
-        call: runs the module on its static inputs and metadata.
         inputs: the static input tensors, leaves on the GPU; those that require a gradient get one.
         static_output_grads: returns static gradients for the differentiable outputs.
         gradients: gradient buffers of the parameters.
         generators: every random generator that the module draws from; all are registered with both graphs.
         pool: handle of the memory pool to capture into.
         stream: side stream for warm-up and capture.
-        extra_state: returns tensors, besides the module's buffers, that the passes must leave as they were.
         offload: moves activations to the host, over `stream`; None: all stay on the device.
-        cuts: submodules before which the pass is cut into pieces, each with graphs of its own; none: it stays whole.
-            `call` must call each of them once, in this order.
-        repeats: the module's parts that run again in the backward (recomputed activations); None: there are none.
+        extra_state, repeats: as in `Surroundings`.
+        cuts: as in `GraphOptions`.
 
     An error leaves the current stream, the allocator and the generators as they were before.
 
@@ -263,14 +227,13 @@ def capture_pass(
     """
     _refuse_hooks(gradients.parameters)
     device = stream.device
-    moves = offload or NoOffload()
+    moving_forward, moving_backward = (offload.forward, offload.backward) if offload else (nullcontext, nullcontext)
     with (
         aliased_parameters(module) as aliases,
         unchanged_state(module, generators, extra_state),
-        _no_autocast_cache(),
-        _no_gradients_kept(inputs),
+        _without_leftovers(inputs),
         undone_if_failed(device, generators),
-        repeats_of_pass(repeats, generators) as parts,
+        nullcontext(PassStates(generators)) if repeats is None else repeats.of_pass(generators) as parts,
     ):
         parameters = [aliases[id(p)] for p in gradients.parameters]
         spare_main_grads(parameters)
@@ -279,12 +242,12 @@ def capture_pass(
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_PASSES):
                     parts.warm_up()
-                    with moves.forward(), cut_before(cuts) as joints:
+                    with moving_forward(), cut_before(cuts) as joints:
                         warm_outputs = _tensors(call())
                     heads = _heads(warm_outputs)
                     del warm_outputs
                     # training runs the backward outside the forward's autocast
-                    with torch.autocast("cuda", enabled=False), moves.backward():
+                    with torch.autocast("cuda", enabled=False), moving_backward():
                         for parts.piece, tensors, grads in joints.backwards(heads, static_output_grads(heads)):
                             if tensors:
                                 torch.autograd.backward(tensors, grads)
@@ -303,8 +266,8 @@ def capture_pass(
         for piece, again in redrawn:
             backward.each[len(cuts) - piece].register_generator_state(again.state)
         with (
-            recorded(forward.each, pool=pool, stream=stream) as next_piece,
-            moves.forward(),
+            record_graphs(forward.each, pool=pool, stream=stream) as next_piece,
+            moving_forward(),
             cut_before(cuts, next_piece) as joints,
         ):
             result = call()
@@ -313,9 +276,9 @@ def capture_pass(
         output_grads = static_output_grads(heads)
         in_pieces: list[set[int]] = [set() for _ in backward.each]
         with (
-            recorded(backward.each, pool=pool, stream=stream) as next_piece,
+            record_graphs(backward.each, pool=pool, stream=stream) as next_piece,
             torch.autocast("cuda", enabled=False),
-            moves.backward(),
+            moving_backward(),
         ):
             for piece, tensors, grads in joints.backwards(heads, output_grads):
                 if piece < len(cuts):
@@ -336,8 +299,8 @@ def capture_pass(
             output_grads=tuple(output_grads),
             touched=tuple(i in touched for i in range(len(parameters))),
             pool_bytes=pool_bytes(device, pool) - before,
-            offload=moves.plan,
-            completed=completed(in_pieces, len(parameters)) if cuts else (),
+            offload=offload.plan if offload else None,
+            completed=mark_completed(in_pieces, len(parameters)) if cuts else (),
             redrawn=tuple(again for _, again in redrawn),
         )
         for parameter in parameters:
@@ -353,42 +316,29 @@ def _heads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _no_gradients_kept(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Take the gradients off the static inputs at the end: those of a failed capture must not be added to."""
-    try:
-        yield
-    finally:
-        for leaf in inputs:
-            leaf.grad = None
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Cast weights anew in every pass: a graph that reads a cached cast would never see the weights change."""
+def _without_leftovers(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keep no gradient of the static inputs, which a later capture would add to; and cast weights anew in every pass: a
+    graph that reads a cached cast would never see the weights change.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
+        for leaf in inputs:
+            leaf.grad = None
         torch.set_autocast_cache_enabled(enabled)
 
 
 def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Raise where a parameter has a gradient hook. It runs in Python, which a replay does not: the numbers would be
-    wrong.
-    """
+    """Raise where a parameter has a gradient hook: a replay cannot run it, and numbers would be wrong."""
     for parameter in parameters:
         if parameter._backward_hooks:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} has a gradient hook (Tensor.register_hook), which a "
                 "replay cannot run; use register_post_accumulate_grad_hook"
             )
-
-
-def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:
-    """The outputs in the structure in which the module returned them."""
-    return tree_unflatten(list(outputs), spec)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -400,7 +350,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def pool_bytes(device: torch.device, pool: Any) -> int:
-    """Bytes of GPU memory that the memory pool with the handle `pool` has reserved on `device`."""
+    """Bytes that the memory pool with the handle `pool` has reserved on `device`."""
     segments = torch.cuda.memory_snapshot()
     return sum(
         s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool) and s["device"] == device.index

@@ -1,10 +1,9 @@
 """What a failed capture leaves behind in torch and how it is undone, and which failures end the run.
 
 A capture in which Python raises, as for too little memory, ends in order. One that the driver has invalidated, as by
-`.item()`, does not: `torch.cuda.graph` raises where it should end, so that its stream stays the current one, the
-allocator goes on believing that it captures into the graph's pool (and neither reuses blocks that other streams have
-used nor captures into that pool again), and every random generator of the graph refuses to draw, because it waits for
-the end of the capture.
+`.item()`, does not: `torch.cuda.graph` raises where it should end. Its stream then stays the current one, the allocator
+goes on believing that it captures into the graph's pool (it neither reuses blocks of other streams nor captures into
+that pool again), and every random generator of the graph refuses to draw until the capture ends.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ import torch
 from thdprof.runtime.options import Surroundings
 
 _HUSKS: list[Any] = []
-"""Graphs whose capture has not ended. They hold no memory; the allocator of pinned host memory, which cannot be told
-that they are over, goes on asking them whether they capture.
+"""Graphs whose capture has not ended. They hold no memory; the allocator of pinned host memory, which cannot know that
+they are over, goes on asking them whether they capture.
 """
-
-
 _BUGS = (AttributeError, NameError, TypeError)
 """Errors of a program that does not fit its own objects, whoever raises them."""
 _BUGS_HERE = (ArithmeticError, AssertionError, LookupError)
@@ -44,14 +41,7 @@ def undone_if_failed(device: torch.device, generators: Sequence[torch.Generator]
     """Leave stream, allocator and generators as they were if a capture fails inside the block; the error goes on.
 
     Memory in the graph's pool that was allocated for the failed capture stays there until all graphs of the pool are
-    reset.
-
-    Args:
-        device: the GPU on which the block captures.
-        generators: every generator that the block registers with graphs.
-
-    Raises:
-        StateLostError: they could not be put right.
+    reset. `generators` are all that the block registers with graphs. StateLostError: not all could be put right.
     """
     before = torch.cuda.current_stream(device)
     try:
@@ -117,11 +107,7 @@ def _undo(
 
 
 def _end(context: Any) -> None:
-    """Make sure that the stream of the capture is no longer captured.
-
-    Raises:
-        RuntimeError: it is.
-    """
+    """Make sure that the stream of the capture is no longer captured; RuntimeError where it is."""
     with torch.cuda.stream(context.capture_stream):
         if torch.cuda.is_current_stream_capturing():
             with suppress(RuntimeError):  # it has failed, which is known
@@ -131,7 +117,7 @@ def _end(context: Any) -> None:
 
 
 def _stop_allocating(device: torch.device, pool: Any) -> bool:
-    """End the allocations into `pool` for a capture that has not ended them itself; whether there was such a one."""
+    """End the allocations into `pool` for a capture that has not ended them; returns whether there was such a one."""
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
     except RuntimeError:  # not recording to it
@@ -144,17 +130,12 @@ def _leave_capture_mode(device: torch.device, generators: Sequence[torch.Generat
     """Let generators draw again: a small capture that all of them take part in ends for them in order."""
     scratch = torch.zeros((), device=device)
     graph = torch.cuda.CUDAGraph()
-    register(graph, generators, device)
+    for generator in generators:
+        if generator is not torch.cuda.default_generators[device.index]:  # which torch registers itself
+            graph.register_generator_state(generator)
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
         scratch.add_(1)
     graph.reset()
-
-
-def register(graph: Any, generators: Sequence[torch.Generator], device: torch.device) -> None:
-    """Register `generators` with `graph`, except the device's default one, which torch registers itself."""
-    for generator in generators:
-        if generator is not torch.cuda.default_generators[device.index]:
-            graph.register_generator_state(generator)
 
 
 def cause_of_warmup(error: BaseException) -> BaseException:
@@ -177,12 +158,8 @@ def is_programming_error(error: BaseException) -> bool:
 
 
 def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:
-    """Raise, instead of going on eagerly, when a warm-up pass failed on this rank while other ranks communicate with
-    it.
-
-    Raises:
-        RuntimeError: the other ranks are inside communication that this rank has left, so that any result could be
-            wrong.
+    """Raise RuntimeError, instead of going on eagerly, when a warm-up pass failed while other ranks communicate with
+    this one: they are inside communication that it has left, so that any result could be wrong.
     """
     if surroundings.communicates and isinstance(error, WarmupError):
         remedy = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -12,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_unflatten
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime import teardown
-from thdprof.runtime.dispatched_module import Call, FallbackError
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.bank import Bank
-from thdprof.runtime.graphs.capture import restore
-from thdprof.runtime.graphs.slots import Lease
-from thdprof.runtime.graphs.watch.watch import Watched, WatchedModule
+from thdprof.runtime.graphs.slots import Lease, Slot
+from thdprof.runtime.graphs.watch.watch import Watch, Watched, make_watch
 from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence
-from thdprof.runtime.stats import Captured, Prediction
+from thdprof.runtime.stats import Prediction
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -31,18 +30,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ReplayPiece(torch.autograd.Function):
+class _ReplayPiece(torch.autograd.Function):
     """Replays one piece of a leased pass inside autograd. The pieces hang together by tokens, which hold no data.
 
-    Parameters whose gradient goes to `main_grad`, and is complete after the piece's backward, are inputs of the piece.
-    Its backward returns no gradient to them, because the replay has added it already. Autograd runs the hooks on their
-    gradient accumulation right after that backward, before the one of the piece before: such nodes come first in its
-    queue, on the same thread (checked in torch 2.11).
+    Parameters are inputs as of `ReplayPass`, where their gradient is complete after the piece's backward. Autograd runs
+    the hooks on their gradient accumulation right after that backward, before the one of the piece before: such nodes
+    come first in its queue, on the same thread (checked in torch 2.11).
     """
 
     @staticmethod
     def forward(ctx: Any, lease: Lease, piece: int, before: torch.Tensor, *tensors: torch.Tensor) -> Any:
-        """Replay the forward of `piece`; returns copies of the outputs after the last piece, else a token."""
         ctx.lease, ctx.piece, ctx.num_tensors = lease, piece, len(tensors)
         ctx.set_materialize_grads(False)
         captured = lease.captured
@@ -57,7 +54,6 @@ class ReplayPiece(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Replay the backward of the piece; the one of piece 0 returns copies of the input gradients."""
         lease, piece = ctx.lease, ctx.piece
         captured = lease.captured
         if piece == len(captured.completed) - 1:
@@ -67,39 +63,6 @@ class ReplayPiece(torch.autograd.Function):
             token = captured.outputs[0].new_empty(0, dtype=torch.float32)
             return (None, None, token, *[None] * ctx.num_tensors)
         return (None, None, None, *inputs, *[None] * (ctx.num_tensors - len(inputs)))
-
-
-def replay_in_pieces(
-    lease: Lease,
-    boundaries: Boundaries,
-    anchor: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    before_piece: Callable[[int], None],
-) -> tuple[torch.Tensor, ...]:
-    """Replay the forward of a pass in several pieces; returns copies of its outputs, which lead back to the pieces.
-
-    Args:
-        lease: the lease of a slot whose pass is in pieces.
-        boundaries: the micro-batch's boundaries.
-        anchor: a tensor of shape [] that takes a gradient, so that every piece has a backward.
-        tensors: the micro-batch's tensors.
-        before_piece: called with the number of each piece before its forward is queued.
-    """
-    lease.stage(tensors, boundaries)
-    token, results = anchor, ()
-    last = len(lease.captured.completed) - 1
-    for piece in range(last + 1):
-        before_piece(piece)
-        inputs = tensors if piece == 0 else ()
-        result = ReplayPiece.apply(lease, piece, token, *inputs, *lease.accumulated_in(piece))
-        if piece < last:
-            token = result
-        else:
-            results = result
-    return results
-
-
-__all__ = ["FallbackError", "GraphedModule"]
 
 
 class ReplayPass(torch.autograd.Function):
@@ -112,6 +75,7 @@ class ReplayPass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lease: Lease, boundaries: Boundaries, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        """Copies of the replayed outputs."""
         ctx.lease = lease
         ctx.num_inputs = len(tensors)
         captured = lease.captured
@@ -123,11 +87,12 @@ class ReplayPass(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *output_grads: torch.Tensor | None) -> Any:
+        """Copies of the inputs' gradients."""
         grads = ctx.lease.backward(output_grads)
         return (None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads)))
 
 
-class GraphedModule(WatchedModule):
+class GraphedModule(DispatchedModule):
     """Runs `module` through a bank of padded CUDA graphs, and eagerly where no bucket fits.
 
     Call it as you would call the module: with tensors, and one `PackedSequence` from `thdprof.runtime.pack`. Dimension
@@ -159,11 +124,7 @@ class GraphedModule(WatchedModule):
     ) -> None:
         """A module that will be captured for `buckets`, such as `GraphedModule(module, buckets, num_slots=2)`.
 
-        Args:
-            module: a module that takes tensors and one PackedSequence.
-            buckets: the shapes to capture.
-            options: how it is run; None: the defaults.
-            changes: fields of `GraphOptions` that differ from `options`.
+        `module` takes tensors and one PackedSequence; `changes` are fields of GraphOptions that differ from `options`.
 
         Raises:
             ValueError: `num_slots` is less than 1, or both `offload` and `cuts` are given.
@@ -180,27 +141,25 @@ class GraphedModule(WatchedModule):
         if self._options.offload is not None and self._options.cuts:
             raise ValueError("offload and cuts: copies to the host span the pieces of a pass; give one of the two")
         self._generators = tuple(self._options.generators)
+        self._watch: Watch | None = make_watch(self._options, lambda: self._stats) if self._buckets else None
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
 
-    def _is_reducing(self) -> bool:
-        return bool(self._options.cuts) and self._surroundings.reducing()
+    @property
+    def _slots(self) -> Sequence[Slot]:
+        return () if self._bank is None else self._bank.slots
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs."""
-        return self._bank.pool_bytes() + self._bank.static_bytes() if self._bank is not None else 0
+        return sum(slot.pool_bytes() + sum(t.nbytes for t in slot.inputs) for slot in self._slots)
 
     def generators(self) -> Sequence[torch.Generator]:
         """CUDA generators, besides the default one, that the module draws from."""
         return self._generators
 
-    def changed_outside(self) -> Sequence[torch.Tensor]:
-        """Tensors outside the module that its passes change."""
-        return self._surroundings.extra_state()
-
     def bytes_of_buckets(self) -> list[int]:
         """Bytes by which each bucket made the pool of the first slot grow, in the order of their captures."""
-        return [captured.pool_bytes for captured in self._bank.slots[0].passes.values()] if self._bank else []
+        return [captured.pool_bytes for slot in self._slots[:1] for captured in slot.passes.values()]
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory that hold activations between forward and backward."""
@@ -228,12 +187,6 @@ class GraphedModule(WatchedModule):
 
         is_startup = self._options.capture == "startup"
         together = len(self._buckets) * self._options.num_slots if is_startup else 0
-        numbers = itertools.count(1)
-
-        def count(captured: Captured) -> None:
-            number = next(numbers)
-            self._count_capture(captured, number=number if number <= together else 0, of=together)
-
         self._anchor = torch.zeros((), device=call.tensors[0].device, requires_grad=True)
         self._bank = Bank(
             self.module,
@@ -242,28 +195,26 @@ class GraphedModule(WatchedModule):
             self._buckets,
             self._options,
             find_generators=self._find_generators,
-            on_capture=count,
+            on_capture=self._count_captures(together),
             is_joint=self.decides_jointly,
         )
         if is_startup:
-            self._bank.capture_all(_show_captures)
+            for done, _ in enumerate(self._bank.captures.all_of(self._slots, self._buckets)):
+                _show_captures(done, together)
+            _show_captures(together, together)
 
     def _find_generators(self) -> Sequence[torch.Generator]:
-        """CUDA generators, besides the default one, from which the module draws now."""
         return self._generators
 
     def _changed(self) -> str:
         return self._bank.changed() if self._bank is not None else ""
 
     def _busy_slots(self) -> Sequence[bool]:
-        return (
-            [slot.busy and not slot.dropped for slot in self._bank.slots]
-            if self._bank is not None
-            else [False] * self._options.num_slots
-        )
+        return [slot.busy and not slot.dropped for slot in self._slots] or [False] * self._options.num_slots
 
     def _failed(self) -> Sequence[bool]:
-        return [self._bank is not None and bucket in self._bank.failures for bucket in self._dispatcher.buckets]
+        failures = {} if self._bank is None else self._bank.captures.failures
+        return [bucket in failures for bucket in self._dispatcher.buckets]
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it
@@ -277,16 +228,26 @@ class GraphedModule(WatchedModule):
         watched = self._watched(lease, call)
         with self._timed(() if watched else call.tensors, replayed=True) as outputs:
             if self._options.cuts:
-                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
+                outputs.extend(self._replay_in_pieces(lease, call, self._anchor))
             else:
-                parameters = lease.accumulated_elsewhere()
+                parameters = lease.find_accumulated()
                 outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         if watched is not None:
             watched.forward_ended(outputs)
         self._surroundings.after_forward()
         if not torch.is_grad_enabled():
             lease.release()  # there is no backward
-        return restore(outputs, lease.captured.spec)
+        return tree_unflatten(outputs, lease.captured.spec)
+
+    def _replay_in_pieces(self, lease: Lease, call: Call, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Copies of the outputs of a pass in several pieces, which lead back to the pieces."""
+        lease.stage(call.tensors, call.boundaries)
+        result: Any = anchor  # which takes a gradient, so that every piece has a backward
+        for piece in range(len(lease.captured.completed)):
+            self._before_piece(piece)
+            inputs = call.tensors if piece == 0 else ()
+            result = _ReplayPiece.apply(lease, piece, result, *inputs, *lease.find_accumulated(piece))
+        return result  # type: ignore[no-any-return]
 
     def _before_piece(self, piece: int) -> None:
         """Called before the forward of every piece of a replay; subclasses wait here for what its graphs read."""
@@ -300,7 +261,7 @@ class GraphedModule(WatchedModule):
         if not watch.verifies(replays=torch.is_grad_enabled(), missing_bytes=missing):
             return None
         try:
-            metadata = bank.metadata_of(call.boundaries, lease.bucket)
+            metadata = bank.metadata_of(call, lease.bucket)
             slot = bank.slots.index(lease.slot)
             subject = replace(bank.subject(), as_in_forward=self._as_now())
             lease.witness = watched = watch.begin(subject, lease, call.tensors, metadata, call.boundaries, slot)
@@ -310,9 +271,7 @@ class GraphedModule(WatchedModule):
         return watched
 
     def _as_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that returns a context, in which the module runs the micro-batch that it runs now, even
-        where it reads more than its arguments.
-        """
+        """Returns a function that returns a context, in which the module runs the present micro-batch again."""
         return nullcontext
 
     def recapture(self) -> None:
@@ -336,14 +295,14 @@ def offload_of(plan: Plan) -> Choice | None:
     Raises:
         ValueError: the plan delays copies, which graphs cannot do.
     """
-    asked = plan.graphs.offload
-    if asked is None:
+    wanted = plan.graphs.offload
+    if wanted is None:
         return None
-    if asked.delayed_commit:
+    if wanted.delayed_commit:
         raise ValueError(
             "graphs.offload.delayed_commit is true: copies inside graphs cannot be delayed; set it to false"
         )
-    return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
+    return Choice(modules=tuple(wanted.modules), fraction=wanted.fraction, min_bytes=wanted.min_bytes)
 
 
 def graphed(

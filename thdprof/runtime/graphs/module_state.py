@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter, methodcaller
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
 def find_hooked_modules(module: nn.Module, *, known: Collection[str] = (), name: str = "") -> Iterator[str]:
-    """Names of `module` and its submodules that have hooks which a replay would leave out.
+    """Names of `module` and its submodules that have hooks which a replay would leave out; they begin with `name`.
 
     These are torch's hooks and pre-hooks of forward and backward passes, and those with which accelerate moves weights.
-
-    Args:
-        module: the module that is to be captured.
-        known: modules of Python whose hooks do not count.
-        name: name of `module` itself, which the others begin with; empty: its class is named.
+    Hooks that one of the modules of Python in `known` defines do not count.
     """
     for path, part in module.named_modules(prefix=name):
         kinds = (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
@@ -55,37 +53,136 @@ def unchanged_state(
     generators: Sequence[torch.Generator],
     extra: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> Iterator[None]:
-    """Restore generators' states, the module's buffers and the `extra` tensors after the block, so that warm-up passes
-    change no number of the run.
-
-    Tensors that `extra` returns only after the block, because the block made them, are set to zero.
-
-    Args:
-        module: the module whose buffers are restored.
-        generators: CUDA generators whose states are restored.
-        extra: returns further tensors that passes change.
-    """
+    """Restore generators' states, buffers and the `extra` tensors after the block, so that warm-up passes change no
+    number of the run; tensors that `extra` returns only after the block are set to zero."""
     states = [generator.get_state() for generator in generators]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in (*module.buffers(), *extra())]
+    kept = KeptTensors(module, extra)
     try:
         yield
     finally:
         torch.cuda.synchronize()
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        kept.put_back(replaced=False)  # graphs read the memory of buffers that took the place of others
+
+
+@contextmanager
+def unchanged(
+    module: nn.Module,
+    device: torch.device,
+    generators: Sequence[torch.Generator],
+    extra: Callable[[], Sequence[torch.Tensor]],
+    random_states: Sequence[Callable[[], object]] = (),
+) -> Iterator[Callable[[], None]]:
+    """Yield a function that puts random states, the module's buffers and the `extra` tensors back as they are now.
+
+    It is called at the end, too, and the parameters' gradients are then put back as well. Inside the block their
+    post-accumulate hooks are taken off, so that no replayed backward runs them.
+
+    `generators` are those that the module draws from besides torch's default ones for the host and `device`.
+    `random_states` are functions that set further random states to what they are now.
+    """
+    states = [*states_of(device, generators), *random_states]
+    kept = KeptTensors(module, extra)
+    gradients = [_Gradient(parameter) for parameter in module.parameters()]
+
+    def put_back() -> None:
+        for put in states:
+            put()
+        kept.put_back()
+
+    try:
+        yield put_back
+    finally:
+        put_back()
+        for gradient in gradients:
+            gradient.put_back()
+
+
+class KeptTensors:
+    """The values that a module's buffers, and the tensors outside it that `extra` returns, have when this is made."""
+
+    def __init__(self, module: nn.Module, extra: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._extra = extra
+        self._buffers = [
+            (owner._buffers, name, f"{prefix}.{name}".lstrip("."), buffer, buffer.detach().clone())
+            for prefix, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._others = [(tensor, tensor.detach().clone()) for tensor in extra()]
+
+    def put_back(self, *, replaced: bool = True) -> None:
+        """Give all tensors these values again, also buffers that were `replaced` since then, which come back; tensors
+        that `extra` returns only since then are set to zero.
+        """
         with torch.no_grad():
-            for buffer, saved in buffers:
+            for table, name, _, buffer, saved in self._buffers:
                 buffer.copy_(saved)
-            known = {id(buffer) for buffer, _ in buffers}
-            for buffer in extra():
-                if id(buffer) not in known:
-                    buffer.zero_()
+                if replaced:
+                    table[name] = buffer
+            for tensor, saved in self._others:
+                tensor.copy_(saved)
+            known = {id(tensor) for tensor in (*(b[3] for b in self._buffers), *(t for t, _ in self._others))}
+            for tensor in self._extra():
+                if id(tensor) not in known:
+                    tensor.zero_()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The copies, by the name of the buffer, or by the number of the tensor outside the module."""
+        others = {f"outside the module, tensor {i}": saved for i, (_, saved) in enumerate(self._others)}
+        return {**{path: saved for _, _, path, _, saved in self._buffers}, **others}
+
+
+def states_of(device: torch.device, generators: Sequence[torch.Generator]) -> list[Callable[[], object]]:
+    """Functions that set Python's, NumPy's, torch's (host and `device`) and the `generators`' states to the present."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    found: list[Callable[[], object]] = [
+        lambda: random.setstate(python),
+        lambda: np.random.set_state(numpy),
+        lambda: torch.set_rng_state(host),
+    ]
+    if device.type == "cuda":
+        gpu = torch.cuda.get_rng_state(device)
+        found.append(lambda: torch.cuda.set_rng_state(gpu, device))
+    found += [partial(generator.set_state, generator.get_state()) for generator in generators]
+    return found
+
+
+class _Gradient:
+    """A parameter's gradients as they are now: `.grad`, `main_grad`, and what kernels note of them."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._tensors = {name: getattr(parameter, name, None) for name in ("grad", "main_grad")}
+        self._values = {name: None if t is None else t.detach().clone() for name, t in self._tensors.items()}
+        self._added: Any = getattr(parameter, "grad_added_to_main_grad", None)
+        self._hooks: Any = parameter._post_accumulate_grad_hooks
+        if self._hooks:
+            self._set_hooks(None)
+
+    def put_back(self) -> None:
+        parameter = self._parameter
+        for name, tensor in self._tensors.items():
+            values = self._values[name]
+            if tensor is not None and values is not None:
+                with torch.no_grad():
+                    tensor.copy_(values)
+                setattr(parameter, name, tensor)
+        if self._tensors["grad"] is None:
+            parameter.grad = None
+        if self._added is not None:
+            parameter.grad_added_to_main_grad = self._added  # type: ignore[attr-defined]
+        if self._hooks:
+            self._set_hooks(self._hooks)
+
+    def _set_hooks(self, hooks: Any) -> None:
+        self._parameter._post_accumulate_grad_hooks = hooks
 
 
 @contextmanager
 def aliased_parameters(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace the module's parameters, inside the block, by fresh ones over the same memory; yields id of original ->
-    alias.
+    """Replace the module's parameters, inside the block, by fresh ones over the same memory, by original id.
 
     Autograd remembers the stream on which a parameter's first gradient was made, and a capture on another stream then
     fails. Fresh parameters have no such memory.
@@ -109,27 +206,23 @@ def aliased_parameters(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 def parameter_homes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
     """Every place in which the module's passes look a parameter up: (table, name in the table, parameter).
 
-    These are the modules' own tables, and the attributes of plain objects that modules hold: Megatron's mixer of
-    state-space layers has such an object, which keeps the mixer's parameters.
+    These are modules' tables, and attributes of plain objects that modules hold, as Megatron's state-space mixer does.
     """
     own = {id(p) for p in module.parameters()}
     for owner in module.modules():
-        held = (v.__dict__ for v in vars(owner).values() if _is_plain(v))
+        plain = (value for value in vars(owner).values() if not isinstance(value, nn.Module | torch.Tensor))
+        held = (home for value in plain if isinstance(home := getattr(value, "__dict__", None), dict))
         for home in (owner._parameters, *held):
             for name, value in home.items():
                 if isinstance(value, nn.Parameter) and id(value) in own:
                     yield home, name, value
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether `value` is an object with attributes of its own, and neither a module nor a tensor."""
-    attributes = getattr(value, "__dict__", None)
-    return isinstance(attributes, dict) and not isinstance(value, nn.Module | torch.Tensor)
-
-
 _AT_A_TIME = 100
 """Submodules, and parameters, of which one check looks at what takes turns."""
 _TAKES_GRADIENT, _GRADIENT_HOOKS = attrgetter("requires_grad"), attrgetter("_backward_hooks")
+_Comparison = tuple[Callable[..., Any], list[Iterable[Any]], list[Any]]
+"""A function, the lists of its arguments, and the results that it must have for all of them."""
 
 
 class Placement:
@@ -144,12 +237,7 @@ class Placement:
     """
 
     def __init__(self, module: nn.Module, runs_hook: Callable[[Any], bool] = lambda hook: False) -> None:
-        """Remember what `module` is made of now.
-
-        Args:
-            module: the module whose graphs were captured.
-            runs_hook: whether replays run a forward pre-hook themselves: such hooks may come and go.
-        """
+        """Remember what the captured `module` is made of now; `runs_hook`: as in `Surroundings`."""
         self._parts = [_Part(name, part, runs_hook) for name, part in module.named_modules()]
         self._parameters = [one for part in self._parts for one in part.placed("parameter", part.module._parameters)]
         self._buffers = [one for part in self._parts for one in part.placed("buffer", part.module._buffers)]
@@ -157,12 +245,8 @@ class Placement:
         self._prepare()
 
     def check(self) -> None:
-        """Make sure that replays do what the module would do now.
-
-        It costs the host about 40 microseconds for 400 submodules and 300 parameters.
-
-        Raises:
-            RuntimeError: names what was added, removed, replaced, moved or set to another value since the captures.
+        """Make sure that replays do what the module would do now, in about 40 microseconds for 400 submodules and 300
+        parameters. RuntimeError names what was added, removed, replaced, moved or set to another value.
         """
         if self._is_unchanged():
             return
@@ -183,25 +267,33 @@ class Placement:
         self._filled: list[dict[Any, Any]] = [table for table in (*tables, *hooks) if table]
         self._copies = [dict(table) for table in self._filled]
         self._empty, empty_hooks = ([table for table in some if not table] for some in (tables, hooks))
-        self._tensors = [*parameters, *(one.tensor for one in self._buffers)]
-        own = any(type(tensor).data_ptr is not torch.Tensor.data_ptr for tensor in self._tensors)
-        self._address = methodcaller("data_ptr") if own else torch.Tensor.data_ptr
-        self._addresses = [one.address for one in (*self._parameters, *self._buffers)]
+        placed = [*self._parameters, *self._buffers]
+        own = any(type(one.tensor).data_ptr is not torch.Tensor.data_ptr for one in placed)
+        address = methodcaller("data_ptr") if own else torch.Tensor.data_ptr
         # equal tensors of one element could pass for one another, and tables of buffers may grow
         self._one_by_one = [*self._buffers, *(one for one in self._parameters if one.tensor.numel() == 1)]
         rates = [rate for part in self._parts for rate in part.rates]
-        self._rate_tables, self._rate_keys = [rate[0] for rate in rates], [rate[1] for rate in rates]
-        self._rates = [rate[3] for rate in rates]
+        self._always: list[_Comparison] = [
+            (address, [[one.tensor for one in placed]], [one.address for one in placed]),
+            (dict.get, [[rate[0] for rate in rates], [rate[1] for rate in rates]], [rate[3] for rate in rates]),
+        ]
         self._hooks_made = RemovableHandle.next_id
-        self._hooks = empty_hooks, parameters, [*map(_GRADIENT_HOOKS, parameters)]
+        self._hooks: list[_Comparison] = [
+            (len, [empty_hooks], [0] * len(empty_hooks)),
+            (_GRADIENT_HOOKS, [parameters], [*map(_GRADIENT_HOOKS, parameters)]),
+        ]
         turns = -(-max(len(modules), len(parameters)) // _AT_A_TIME)
-        self._turns = [
-            _Turn(
-                modules=self._parts[turn::turns],
-                parameters=self._parameters[turn::turns],
-                hooks=empty_hooks[turn::turns],
-            )
-            for turn in range(turns)
+        self._turns = [self._take_turn(slice(turn, None, turns), empty_hooks) for turn in range(turns)]
+
+    def _take_turn(self, some: slice, empty_hooks: list[dict[int, Any]]) -> list[_Comparison]:
+        """The part of a module that one check looks at more closely."""
+        parts, parameters, hooks = self._parts[some], self._parameters[some], empty_hooks[some]
+        modules = [part.module for part in parts]
+        return [
+            (_TAKES_GRADIENT, [[one.tensor for one in parameters]], [one.takes_gradient for one in parameters]),
+            (dict.get, [[vars(m) for m in modules], repeat("forward")], [part.forward for part in parts]),
+            (type, [modules], [part.kind for part in parts]),
+            (len, [hooks], [0] * len(hooks)),
         ]
 
     def _is_unchanged(self) -> bool:
@@ -211,10 +303,9 @@ class Placement:
             return (
                 self._filled == self._copies
                 and not any(self._empty)
-                and [*map(self._address, self._tensors)] == self._addresses
+                and _are_equal(self._always)
                 and all(one.home.get(one.key) is one.tensor for one in self._one_by_one)
-                and [*map(dict.get, self._rate_tables, self._rate_keys)] == self._rates
-                and self._turns[self._turn].is_unchanged()
+                and _are_equal(self._turns[self._turn])
                 and (RemovableHandle.next_id == self._hooks_made or self._has_no_new_hook())
             )
         except Exception:  # a tensor took the place of another one: what they are compared to has no truth
@@ -223,11 +314,14 @@ class Placement:
     def _has_no_new_hook(self) -> bool:
         """Whether hooks that were made since the last look, on any module or tensor, are none of this module's."""
         made = RemovableHandle.next_id
-        tables, parameters, hooks = self._hooks
-        if any(tables) or [*map(_GRADIENT_HOOKS, parameters)] != hooks:
+        if not _are_equal(self._hooks):
             return False
         self._hooks_made = made
         return True
+
+
+def _are_equal(comparisons: list[_Comparison]) -> bool:
+    return all([*map(function, *arguments)] == expected for function, arguments, expected in comparisons)
 
 
 class _Part:
@@ -310,34 +404,13 @@ class _Placed:
         return ""
 
 
-class _Turn:
-    """The part of a module that one check looks at more closely."""
-
-    def __init__(
-        self, modules: Sequence[_Part], parameters: Sequence[_Placed], hooks: Sequence[dict[int, Any]]
-    ) -> None:
-        self._modules, self._kinds = [part.module for part in modules], [part.kind for part in modules]
-        self._attributes, self._forwards = [vars(part.module) for part in modules], [part.forward for part in modules]
-        self._parameters, self._takes = [p.tensor for p in parameters], [p.takes_gradient for p in parameters]
-        self._hooks = hooks
-
-    def is_unchanged(self) -> bool:
-        return (
-            [*map(_TAKES_GRADIENT, self._parameters)] == self._takes
-            and [*map(dict.get, self._attributes, repeat("forward"))] == self._forwards
-            and [*map(type, self._modules)] == self._kinds
-            and not any(self._hooks)
-        )
-
-
-def changes_since(placement: Placement | None) -> str:
-    """How parameters and buffers differ from what `placement` remembers; "" if they do not, or nothing is known."""
-    if placement is None:
-        return ""
-    try:
-        placement.check()
-    except RuntimeError as error:
-        return str(error)
+def changes_since(placement: Placement | None, *checks: Callable[[], None]) -> str:
+    """What the first failing check of `placement`, if there is one, and of `checks` reports; "" if none fails."""
+    for check in (*([placement.check] if placement is not None else []), *checks):
+        try:
+            check()
+        except RuntimeError as error:
+            return str(error)
     return ""
 
 
@@ -350,25 +423,19 @@ class GradientBuffers:
     """
 
     parameters: list[nn.Parameter]
-    """The module's trainable parameters."""
     buffers: list[torch.Tensor] = field(default_factory=list)
     """The buffer of each parameter, of its shape and on its device."""
     uses_main_grad: list[bool] = field(default_factory=list)
     """Whether each parameter's buffer is its `main_grad`."""
     all_are_inputs: bool = False
-    """Whether replays take every parameter as an input, so that autograd runs the hooks on its gradient
-    accumulation, such as those of torch's DistributedDataParallel.
-    """
+    """Whether every parameter is an input of replays: autograd runs the hooks on its accumulation, such as DDP's."""
     _pointers: list[int] = field(default_factory=list)
-    """Address of each buffer when it was made."""
     _chosen: dict[tuple[bool, ...], list[nn.Parameter]] = field(default_factory=dict)
     """Results of `with_main_grad`, by its argument."""
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], *, all_are_inputs: bool = False) -> GradientBuffers:
-        """Buffers for `parameters`: their `main_grad` where they have one, else new tensors that become their
-        `.grad`.
-        """
+    def allocate(cls, parameters: Sequence[nn.Parameter], *, all_are_inputs: bool = False) -> GradientBuffers:
+        """The parameters' `main_grad` where they have one, else new tensors that become their `.grad`."""
         accumulators = cls(list(parameters), all_are_inputs=all_are_inputs)
         _fires_without_gradient()  # cached here: the check runs a backward, and must not run inside another one
         for parameter in accumulators.parameters:
@@ -379,11 +446,7 @@ class GradientBuffers:
         return accumulators
 
     def with_main_grad(self, touched: Sequence[bool]) -> list[nn.Parameter]:
-        """Parameters whose gradient a backward pass adds to `main_grad`; to `.grad` too where `all_are_inputs`.
-
-        Args:
-            touched: whether the backward pass gives each parameter a gradient.
-        """
+        """The `touched` parameters whose gradient a backward adds to `main_grad`, or to `.grad` if `all_are_inputs`."""
         key = tuple(touched)
         if key not in self._chosen:
             marks = zip(self.parameters, self.uses_main_grad, touched, strict=True)
@@ -393,14 +456,10 @@ class GradientBuffers:
     def collect(self, aliases: Sequence[nn.Parameter]) -> set[int]:
         """Make the next pass over `aliases` add each gradient to its buffer as soon as autograd has it.
 
-        Kernels that have added a gradient to `main_grad` themselves set `grad_added_to_main_grad` on the parameter and
-        hand a dummy to autograd: Transformer Engine and megatron-core's DistributedDataParallel have agreed on this.
-
-        Args:
-            aliases: the fresh parameters that stand for the module's own in the pass, in the same order.
-
-        Returns:
-            The positions of the parameters that got a gradient; the set fills while the pass runs.
+        `aliases` stand for the module's own parameters in the pass, in the same order. Kernels that have added a
+        gradient to `main_grad` themselves set `grad_added_to_main_grad` on the parameter and hand a dummy to autograd:
+        Transformer Engine and megatron-core's DistributedDataParallel have agreed on this. The returned positions of
+        the parameters that got a gradient fill while the pass runs.
         """
         touched: set[int] = set()
 
@@ -425,11 +484,7 @@ class GradientBuffers:
         return touched
 
     def check(self) -> None:
-        """Make sure that every parameter's `main_grad` is still the buffer that graphs add to.
-
-        Raises:
-            RuntimeError: it was replaced or moved since the captures.
-        """
+        """Raise RuntimeError where a parameter's `main_grad` is no longer the buffer that graphs add to."""
         for parameter, buffer, pointer, main in zip(
             self.parameters, self.buffers, self._pointers, self.uses_main_grad, strict=True
         ):
@@ -444,13 +499,7 @@ class GradientBuffers:
         """Make each buffer its parameter's `.grad`, so that a backward graph adds to the gradient that is there.
 
         A `.grad` of None counts as zero. A `.grad` that an eager pass or the user made is copied into the buffer.
-
-        Args:
-            touched: whether the backward graph gives each parameter a gradient.
-
-        Raises:
-            RuntimeError: a parameter's `main_grad` was replaced since the captures, or a buffer moved in memory, as
-                `parameter.grad.data = ...` moves it.
+        RuntimeError: a `main_grad` was replaced since the captures, or a buffer moved, as by `parameter.grad.data =`.
         """
         empty, targets, sources = [], [], []
         for parameter, buffer, pointer, main, used in zip(
@@ -478,13 +527,10 @@ class GradientBuffers:
             torch._foreach_copy_(targets, sources)
 
     def run_hooks(self, touched: Sequence[bool]) -> None:
-        """Run the parameters' post-accumulate hooks, as autograd would after adding to `.grad`.
+        """Run the post-accumulate hooks of the `touched` parameters, as autograd would after adding to `.grad`.
 
         Parameters with `main_grad`, or all, are inputs of the replay, to which the replay returns no gradient. Some
         versions of torch run their hooks all the same; the hooks are then left to torch, so that they run once.
-
-        Args:
-            touched: whether the backward graph gives each parameter a gradient.
         """
         for parameter, used, main in zip(self.parameters, touched, self.uses_main_grad, strict=True):
             hooks = parameter._post_accumulate_grad_hooks
@@ -494,11 +540,7 @@ class GradientBuffers:
 
 
 def spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
-    """Give `aliases` scratch memory as `main_grad`, so that warm-up passes, whose kernels may write to it, change no
-    gradient.
-
-    The scratch memory stays until the caller sets `main_grad` again.
-    """
+    """Give `aliases` a scratch `main_grad` until the caller sets it: kernels of warm-up passes may write to it."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     grads = [(alias, g) for alias in aliases if (g := getattr(alias, "main_grad", None)) is not None]
     for _, grad in grads:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,8 @@ SPARE_SEQS = 4
 """Documents without tokens by which boundaries are padded where neither the caller nor a plan names a bucket."""
 
 Run = Callable[[Sequence[torch.Tensor]], Any]
-"""The type of a function that runs the module on tensors, and returns its output."""
 CallModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
-"""The type of a function that runs what is verified on tensors and metadata, and returns its output."""
+"""Runs what is verified on tensors and metadata, and returns its output."""
 _NO_INPUT = ("", torch.empty(0), 0)
 
 
@@ -42,51 +41,29 @@ class Subject:
     call: CallModule
     """Runs the module. Metadata is on the host for modules in `dispatched`, else on the device of the tensors."""
     dispatched: tuple[DispatchedModule, ...] = ()
-    """The modules inside that replay graphs."""
     generators: Sequence[torch.Generator] = ()
     """Generators, besides torch's default ones, that the module draws from."""
     random_states: Sequence[Callable[[], object]] = ()
     """Functions that set further random states to what they are now."""
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
-    """Returns tensors outside the module that passes change."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One packed micro-batch as a subject runs it."""
 
     packed: PackedSequence
     """The caller's metadata."""
     boundaries: Boundaries
-    """The boundaries after the tail policy, on the host."""
     shape: Shape
-    """Its documents, its longest document and its tokens."""
-    policy: TailPolicy
-    """The tail policy."""
-    device: torch.device
-    """The device of the tensors."""
-    on_gpu: bool
-    """Whether graphs could replay there."""
+    first: torch.Tensor
 
     @classmethod
-    def of(
-        cls, packed: PackedSequence, tensors: Sequence[torch.Tensor], *, token_dim: int, policy: TailPolicy
-    ) -> MicroBatch:
-        """The micro-batch of `tensors`; dimension `token_dim` of the first runs over tokens.
-
-        Raises:
-            ValueError: the boundaries reach past the tokens.
-        """
-        n_tokens = tensors[0].shape[token_dim]
+    def describe(cls, packed: PackedSequence, tensor: torch.Tensor, token_dim: int, policy: TailPolicy) -> MicroBatch:
+        """The micro-batch whose tokens dimension `token_dim` of `tensor` runs over; ValueError: as `boundaries_of`."""
+        n_tokens = tensor.shape[token_dim]
         boundaries = boundaries_of(packed, n_tokens, policy)
-        return cls(
-            packed=packed,
-            boundaries=boundaries,
-            shape=shape_of(packed, boundaries, n_tokens),
-            policy=policy,
-            device=tensors[0].device,
-            on_gpu=tensors[0].is_cuda,
-        )
+        return cls(packed, boundaries, shape_of(packed, boundaries, n_tokens), tensor)
 
     def padded(self, bucket: Bucket) -> PackedSequence:
         """The metadata with boundaries on the host, padded to `bucket` by repeated end entries."""
@@ -98,59 +75,44 @@ class MicroBatch:
 
         valid = pad(self.boundaries.valid)
         memory = None if self.boundaries.padded is None else pad(self.boundaries.padded)
-        return PackedSequence(
+        return replace(
+            self.packed,
             cu_seqlens=torch.from_numpy(valid),
             max_seqlen=bucket.max_seqlen,
-            seq_idx=self.packed.seq_idx,
-            cp_size=self.packed.cp_size,
             host=valid,
             cu_seqlens_padded=None if memory is None else torch.from_numpy(memory),
             host_padded=memory,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModeRun:
+class ModeRun(NamedTuple):
     """How one mode runs a micro-batch."""
 
     mode: Mode
-    """The mode."""
     bucket: Bucket | None
     """The bucket of `padded` and `replayed`."""
     run: Run
-    """Runs the module on tensors."""
 
 
 def plan_runs(
-    subject: Subject, batch: MicroBatch, bucket: Bucket | None, wanted: Sequence[Mode]
+    subject: Subject, batch: MicroBatch, bucket: Bucket | None, wanted: Sequence[Mode], policy: TailPolicy
 ) -> tuple[list[ModeRun], dict[Mode, str]]:
-    """How `subject` runs `batch` in the wanted modes, and why it cannot in others.
-
-    Args:
-        subject: what is verified.
-        batch: the micro-batch.
-        bucket: the bucket to pad to; None: the one that the subject's plan chooses, or without a plan one with
-            `SPARE_SEQS` documents more.
-        wanted: the modes that the caller wants.
-
-    Raises:
-        ValueError: the micro-batch does not fit `bucket`.
+    """How `subject` runs `batch` in the `wanted` modes, and why it cannot in others; ValueError where it does not fit
+    `bucket`. Without that it pads to the subject's plan's choice, or without a plan by `SPARE_SEQS` documents.
     """
     runs, skipped = list[ModeRun](), dict[Mode, str]()
     target = _choose_bucket(subject, batch, bucket)
     for mode in wanted:
         if mode == "eager":
-            runs.append(ModeRun(mode=mode, bucket=None, run=_eagerly(subject, batch, batch.packed)))
+            runs.append(ModeRun(mode, None, _run_eagerly(subject, batch, batch.packed, policy)))
         elif not isinstance(target, Bucket):
             skipped[mode] = target
         elif mode == "padded":
-            runs.append(ModeRun(mode=mode, bucket=target, run=_eagerly(subject, batch, batch.padded(target))))
+            runs.append(ModeRun(mode, target, _run_eagerly(subject, batch, batch.padded(target), policy)))
+        elif reason := _find_obstacle(subject, batch):
+            skipped[mode] = reason
         else:
-            reason = _why_not_replayed(subject, batch)
-            if reason:
-                skipped[mode] = reason
-            else:
-                runs.append(ModeRun(mode=mode, bucket=target, run=_replayed(subject, batch)))
+            runs.append(ModeRun(mode, target, _run_replayed(subject, batch)))
     return runs, skipped
 
 
@@ -169,20 +131,20 @@ def _choose_bucket(subject: Subject, batch: MicroBatch, bucket: Bucket | None) -
     return choice if isinstance(choice, Bucket) else advice(choice, shape, buckets)
 
 
-def _why_not_replayed(subject: Subject, batch: MicroBatch) -> str:
+def _find_obstacle(subject: Subject, batch: MicroBatch) -> str:
+    """Why the micro-batch cannot be replayed; "" if it can."""
     if not subject.dispatched:
         return "the module has no graphs: give a graphed module, or call verify_isolation of an Installation"
-    if not batch.on_gpu:
+    if not batch.first.is_cuda:
         return "the inputs are not on a GPU"
     return next((one.why_no_rehearsal for one in subject.dispatched if one.why_no_rehearsal), "")
 
 
-def _eagerly(subject: Subject, batch: MicroBatch, packed: PackedSequence) -> Run:
+def _run_eagerly(subject: Subject, batch: MicroBatch, packed: PackedSequence, policy: TailPolicy) -> Run:
     """Runs the module eagerly with the boundaries of `packed`."""
-    moved = packed
+    moved, n_tokens = packed, batch.shape.n_tokens
     if not subject.dispatched:
-        n_tokens = batch.shape.n_tokens
-        moved = to_device(packed, boundaries_of(packed, n_tokens, batch.policy), n_tokens, batch.device)
+        moved = to_device(packed, boundaries_of(packed, n_tokens, policy), n_tokens, batch.first.device)
 
     def run(tensors: Sequence[torch.Tensor]) -> Any:
         with ExitStack() as stack:
@@ -193,7 +155,7 @@ def _eagerly(subject: Subject, batch: MicroBatch, packed: PackedSequence) -> Run
     return run
 
 
-def _replayed(subject: Subject, batch: MicroBatch) -> Run:
+def _run_replayed(subject: Subject, batch: MicroBatch) -> Run:
     """Runs the module as training does, and makes sure that it was replayed."""
 
     def run(tensors: Sequence[torch.Tensor]) -> Any:
@@ -237,10 +199,8 @@ def other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
     """Values of the shape and dtype of `tensor`, none of which should equal the tensor's own at its place.
 
     Floating-point values are drawn with the mean and standard deviation of the tensor. Integers and booleans are drawn
-    from the values in the tensor, so that tokens stay in their vocabulary and positions in their table.
-
-    Returns:
-        None for integers that are all equal.
+    from the values in the tensor, so that tokens stay in their vocabulary and positions in their table. None for
+    integers that are all equal.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         kind = torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -265,7 +225,7 @@ def token_mask(regions: Iterable[Region], n_tokens: int, device: torch.device) -
     return mask.to(device)
 
 
-def along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def broadcast_mask(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """`mask`, shape [n_tokens], as a view that broadcasts over `tensor`, whose dimension `dim` is the tokens."""
     shape = [1] * tensor.dim()
     shape[dim] = len(mask)
@@ -273,23 +233,17 @@ def along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def token_dim_of(tensor: torch.Tensor, n_tokens: int, preferred: int) -> int | None:
-    """The dimension of `tensor` that runs over tokens: `preferred` if it has their number, else the first that has.
-
-    Returns:
-        None where no dimension has their number.
-    """
+    """The dimension of `tensor` with the number of tokens: `preferred` if it has it, else the first, or None."""
     dims = [dim for dim, size in enumerate(tensor.shape) if size == n_tokens]
     if preferred < 0:
         preferred += tensor.dim()
     return preferred if preferred in dims else next(iter(dims), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class Watched(NamedTuple):
     """One tensor of a pass that is compared: an output, or the gradient of an input."""
 
     what: Literal["output", "gradient"]
-    """Which of the two it is."""
     name: str
     """How a message calls it."""
     values: torch.Tensor
@@ -306,8 +260,7 @@ def unequal_shapes(name: str, one: torch.Tensor, other: torch.Tensor) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
+class Input(NamedTuple):
     """One tensor argument, and the values that replace it where a region is perturbed."""
 
     values: torch.Tensor
@@ -321,30 +274,23 @@ class Input:
         """A new tensor: the other values at the tokens in `mask`, the caller's elsewhere."""
         if self.others is None:
             return self.values.detach().clone()
-        return torch.where(along(mask, self.values, self.dim), self.others, self.values.detach())
+        return torch.where(broadcast_mask(mask, self.values, self.dim), self.others, self.values.detach())
 
 
-def inputs_of(
+def perturb_inputs(
     tensors: Sequence[torch.Tensor], n_tokens: int, *, token_dim: int, shared: Sequence[int], seed: int
 ) -> tuple[Input, ...]:
-    """The tensor arguments with their other values.
+    """The tensor arguments with their other values, which `seed` draws; ValueError where none can be perturbed.
 
-    Args:
-        tensors: the tensors; dimension `token_dim` of the first runs over tokens.
-        n_tokens: tokens of the micro-batch.
-        token_dim: see above; of the other tensors, it is preferred where several dimensions could be the tokens'.
-        shared: positions of tensors that belong to no document.
-        seed: seed of the other values.
-
-    Raises:
-        ValueError: no tensor can be perturbed.
+    Dimension `token_dim` of the first runs over tokens; of the others it is preferred where several dimensions could.
+    Those at the positions in `shared` belong to no document.
     """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for position, tensor in enumerate(tensors):
         dim = token_dim_of(tensor, n_tokens, token_dim)
         others = None if dim is None or position in shared else other_values(tensor, generator)
-        found.append(Input(values=tensor, others=others, dim=0 if dim is None or others is None else dim))
+        found.append(Input(tensor, others, 0 if dim is None or others is None else dim))
     if all(one.others is None for one in found):
         raise ValueError(
             f"none of the {len(tensors)} tensors can be perturbed: they are shared, do not run over the {n_tokens} "
@@ -363,28 +309,18 @@ class Passes:
     """Runs the module in this mode. Replayed, inputs take a gradient only where the caller's do, as a graph was
     captured; else all that can do."""
     put_back: Callable[[], None]
-    """Puts random states and buffers back."""
     inputs: Sequence[Input]
-    """The tensor arguments."""
     documents: Sequence[Region]
     """The documents; output gradients are zero at all other tokens, as a loss mask makes them."""
     n_tokens: int
-    """Tokens of the micro-batch."""
     output_dim: int
     """The preferred dimension of outputs that runs over tokens."""
     gradients: bool
-    """Whether to run backward passes."""
     seed: int
-    """Seed of the output gradients."""
     count: int = 0
-    """Number of passes so far."""
     _output_grads: dict[int, Input] = field(default_factory=dict)
 
-    @property
-    def _as_given(self) -> bool:
-        return self.way.mode == "replayed"
-
-    def perturbed(self, regions: Sequence[Region]) -> list[Watched]:
+    def run_perturbed(self, regions: Sequence[Region]) -> list[Watched]:
         """The compared tensors of a pass in which inputs and output gradients of `regions` have other values.
 
         Raises:
@@ -394,44 +330,27 @@ class Passes:
         """
         self.count += 1
         self.put_back()
-        tensors = self._inputs(regions)
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(self.gradients or self._as_given):
+        replays, tensors = self.way.mode == "replayed", list[torch.Tensor]()
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(self.gradients or replays):
+            for one in self.inputs:
+                tensor = one.with_others(token_mask(regions, self.n_tokens, one.values.device))
+                can = one.others is not None and _can_take_gradient(tensor)
+                tensors.append(tensor.requires_grad_(one.values.requires_grad if replays else can))
+            sources, integers = [], {}
+            for position, (tensor, one) in enumerate(zip(tensors, self.inputs, strict=True)):
+                if one.others is not None and tensor.requires_grad:
+                    sources.append((f"tensors[{position}].grad", tensor, one.dim))
+                elif one.others is not None and not replays and self.gradients and not _can_take_gradient(tensor):
+                    integers[tensor.data_ptr()] = f"tensors[{position}] embedded, .grad", tensor, one.dim
             # in training, inputs are made by other modules: a module may then change them in place
             given = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-            integers = {} if self._as_given or not self.gradients else self._integers(given)
-            with embedded(self.module, integers) as embeddings:
+            with find_embeddings(self.module, integers) as embeddings:
                 leaves = [leaf for leaf in tree_flatten(self.way.run(given))[0] if isinstance(leaf, torch.Tensor)]
             outputs = self._over_tokens(leaves)
-            watched = [
-                Watched(what="output", name=f"outputs[{position}]", values=leaves[position].detach(), dim=dim)
-                for position, dim in outputs.items()
-            ]
+            watched = [Watched("output", f"outputs[{i}]", leaves[i].detach(), dim) for i, dim in outputs.items()]
             if not self.gradients:
                 return watched
-            sources = [
-                (f"tensors[{position}].grad", tensor, one.dim)
-                for position, (tensor, one) in enumerate(zip(tensors, self.inputs, strict=True))
-                if tensor.requires_grad and one.others is not None
-            ]
             return watched + self._gradients(leaves, outputs, [*sources, *embeddings], regions)
-
-    def _inputs(self, regions: Sequence[Region]) -> list[torch.Tensor]:
-        mask = token_mask(regions, self.n_tokens, self.inputs[0].values.device)
-        tensors = []
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for one in self.inputs:
-                tensor = one.with_others(mask.to(one.values.device))
-                can = one.others is not None and (tensor.is_floating_point() or tensor.is_complex())
-                tensors.append(tensor.requires_grad_(one.values.requires_grad if self._as_given else can))
-        return tensors
-
-    def _integers(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[str, torch.Tensor, int]]:
-        """The integer tensors over tokens by their addresses, each with its name and its dimension over tokens."""
-        return {
-            tensor.data_ptr(): (f"tensors[{position}] embedded, .grad", tensor, one.dim)
-            for position, (tensor, one) in enumerate(zip(tensors, self.inputs, strict=True))
-            if one.others is not None and not (tensor.is_floating_point() or tensor.is_complex())
-        }
 
     def _over_tokens(self, leaves: Sequence[torch.Tensor]) -> dict[int, int]:
         """Position of every output that runs over tokens, and its dimension that does."""
@@ -458,49 +377,42 @@ class Passes:
         if not differentiable or not sources:
             return []
         grads = [
-            self._output_grad(position, leaves[position], dim).with_others(self._mask(regions, leaves[position]))
+            self._output_grad(position, leaves[position], dim).with_others(
+                token_mask(regions, self.n_tokens, leaves[position].device)
+            )
             for position, dim in differentiable.items()
         ]
-        found = torch.autograd.grad(
-            [leaves[p] for p in differentiable], [tensor for _, tensor, _ in sources], grads, allow_unused=True
-        )
-        return [
-            Watched(
-                what="gradient", name=name, values=tensor.new_zeros(tensor.shape) if grad is None else grad, dim=dim
-            )
-            for (name, tensor, dim), grad in zip(sources, found, strict=True)
-        ]
-
-    def _mask(self, regions: Sequence[Region], like: torch.Tensor) -> torch.Tensor:
-        return token_mask(regions, self.n_tokens, like.device)
+        heads, inputs = [leaves[position] for position in differentiable], [tensor for _, tensor, _ in sources]
+        found = torch.autograd.grad(heads, inputs, grads, allow_unused=True, materialize_grads=True)
+        return [Watched("gradient", name, grad, dim) for (name, _, dim), grad in zip(sources, found, strict=True)]
 
     def _output_grad(self, position: int, output: torch.Tensor, dim: int) -> Input:
         """The gradient of an output, the same in all passes, and its other values: both zero outside documents."""
         if position not in self._output_grads:
             generator = torch.Generator().manual_seed(self.seed + 1 + position)
-            real = along(self._mask(self.documents, output), output, dim)
+            real = broadcast_mask(token_mask(self.documents, self.n_tokens, output.device), output, dim)
             drawn = [torch.randn(output.shape, generator=generator, dtype=torch.float32) for _ in range(2)]
             given, others = (d.to(output.device, output.dtype) * real for d in drawn)
-            self._output_grads[position] = Input(values=given, others=others, dim=dim)
+            self._output_grads[position] = Input(given, others, dim)
         made = self._output_grads[position]
         if made.values.shape != output.shape:
             raise ValueError(unequal_shapes(f"outputs[{position}]", made.values, output))
         return made
 
 
+def _can_take_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 @contextmanager
-def embedded(
+def find_embeddings(
     module: nn.Module, integers: Mapping[int, tuple[str, torch.Tensor, int]]
 ) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
     """Find, while the block runs the module, what its embeddings make of integer inputs, which cannot have gradients.
 
-    Args:
-        module: the module.
-        integers: integer inputs by their addresses, each with a name and its dimension over tokens.
-
-    Yields:
-        A list that fills in the block: for each integer input the name, the differentiable tensor that the first
-        submodule made of it, with the input's dimensions before its own, and the dimension over tokens.
+    `integers` are integer inputs by their addresses, each with a name and its dimension over tokens. The yielded list
+    fills in the block: for each of them the name, the differentiable tensor that the first submodule made of it, with
+    the input's dimensions before its own, and the dimension over tokens.
     """
     found: list[tuple[str, torch.Tensor, int]] = []
 

@@ -36,15 +36,13 @@ class Leak:
     """One document that moved although only others were perturbed."""
 
     mode: Mode
-    """The mode in which it was seen."""
+    """The mode in which it moved."""
     what: Literal["output", "gradient"]
     """Whether an output moved, or an input's gradient."""
     name: str
     """The tensor that moved, such as `outputs[0]` or `tensors[0].grad`."""
     sources: tuple[Region, ...]
-    """What was perturbed: one document, the padding after one, or the tail. Several where none of them alone moves the
-    other document.
-    """
+    """What was perturbed: a document, padding, the tail; several where none of them alone moves the document."""
     document: int
     """The document that moved, counted from 0."""
     token: int
@@ -88,9 +86,7 @@ class ModeCheck:
     passes: int
     """Number of forward passes, with their backward passes where gradients are compared."""
     unseen: tuple[int, ...]
-    """Documents whose own outputs, or own gradients, did not move when they were perturbed: nothing is proved of
-    them.
-    """
+    """Documents whose own outputs or gradients did not move when perturbed: nothing is proved of them."""
 
     def __str__(self) -> str:
         to = "" if self.bucket is None else f", {self.bucket.max_seqs} documents"
@@ -101,9 +97,7 @@ class ModeCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """Whether the documents of a micro-batch stay apart in a module. It is true where they do, in every mode that was
-    asked for.
-    """
+    """Whether the documents of a micro-batch stay apart in a module; true where they do in every wanted mode."""
 
     documents: int
     """Number of documents with tokens."""
@@ -114,7 +108,7 @@ class Isolation:
     skipped: Mapping[Mode, str]
     """The modes that did not run, and why."""
     missing: tuple[Mode, ...]
-    """The modes of `skipped` that the caller had asked for by name."""
+    """The modes of `skipped` that the caller named."""
     notes: tuple[str, ...]
     """Parts of the module that mix documents on purpose, each with what to change for a proof."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.graphs.module_state import unchanged
 from thdprof.runtime.isolation.passes import (
     CallModule,
     MicroBatch,
@@ -20,14 +21,13 @@ from thdprof.runtime.isolation.passes import (
     Passes,
     Subject,
     Watched,
-    inputs_of,
     mixes_on_purpose,
+    perturb_inputs,
     plan_runs,
     token_mask,
     unequal_shapes,
 )
 from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck, Region
-from thdprof.runtime.isolation.state import unchanged
 from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.training import TailPolicy
 
@@ -75,10 +75,9 @@ def verify_isolation(
 
     Every document in turn gets other inputs and another output gradient. No output and no input gradient of any other
     document may then change, value for value, because the kernels do the same work on the same numbers. A module whose
-    unperturbed passes differ among themselves is compared within four times its own spread instead. Padding between
-    documents, and a tail that belongs to no document, are perturbed like documents, but not watched. All pairs of
-    documents are covered: of N documents by N passes, or by 2 * log2(N) where that is less. More passes are made only
-    to name a leak.
+    unperturbed passes differ among themselves is compared within four times its own spread instead. Padding and a tail
+    that belong to no document are perturbed, but not watched. All pairs of N documents are covered, by N passes, or by
+    2 * log2(N) where that is less. More passes are made only to name a leak.
 
     The micro-batch runs eagerly; eagerly with its boundaries padded to a bucket (the end repeated, after the tail
     policy); and, for a graphed module on a GPU, replayed. Give tensors that take gradients as in training: only those
@@ -90,10 +89,10 @@ def verify_isolation(
     and of their gradients' accumulation do not. One more copy of the gradients is held meanwhile.
 
     It cannot see what depends on another document's length alone (positions that count on across documents), nor what
-    the weights hide: an attention whose output projection is still zero moves nothing. A module that mixes documents
-    on purpose is not isolated, and `notes` of the result says what to change for a proof: experts with a capacity,
-    auxiliary losses of routers, batch statistics. Dropless experts may also round otherwise when other documents are
-    routed otherwise: give a small `tolerance`.
+    the weights hide: an attention whose output projection is still zero moves nothing. Experts with a capacity,
+    auxiliary losses of routers and batch statistics mix documents on purpose: `notes` of the result says what to change
+    for a proof. Dropless experts may round otherwise when other documents are routed otherwise: give a small
+    `tolerance`.
 
     Args:
         module: any module; a graphed one is also replayed. Of a Megatron decoder under an installation, call
@@ -157,19 +156,23 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
     if not -tensors[0].dim() <= token_dim < tensors[0].dim():
         raise ValueError(f"token_dim {token_dim}: the first tensor has shape {tuple(tensors[0].shape)}")
     policy = settings.tail_policy or (first.tail_policy if first else "none")
-    batch = MicroBatch.of(packed, tensors, token_dim=token_dim, policy=policy)
+    batch = MicroBatch.describe(packed, tensors[0], token_dim, policy)
     regions = regions_of(batch.boundaries, batch.shape.n_tokens)
     documents = tuple(region for region in regions if region.kind == "document")
     if not documents or len(regions) < 2:
         raise ValueError(
             f"the micro-batch has {len(documents)} documents with tokens, and no padding: give at least two documents"
         )
-    inputs = inputs_of(tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed)
-    runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode))
+    inputs = perturb_inputs(
+        tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed
+    )
+    runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode), policy)
     checks: list[ModeCheck] = []
     leak: Leak | None = None
     with ExitStack() as stack:
-        kept = unchanged(subject.module, batch.device, subject.generators, subject.extra_state, subject.random_states)
+        kept = unchanged(
+            subject.module, tensors[0].device, subject.generators, subject.extra_state, subject.random_states
+        )
         put_back = stack.enter_context(kept)
         for one in subject.dispatched:
             stack.enter_context(one.rehearsal())
@@ -204,11 +207,7 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
 
 
 def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Settings) -> None:
-    """Refuse arguments that cannot be verified.
-
-    Raises:
-        TypeError, ValueError: as `verify_isolation`.
-    """
+    """Raise TypeError or ValueError for arguments that cannot be verified."""
     if not isinstance(packed, PackedSequence):
         raise TypeError(f"packed is a {type(packed).__name__}: give a PackedSequence, from thdprof.runtime.pack")
     if packed.host is None:
@@ -234,12 +233,7 @@ def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Sett
 
 
 def regions_of(boundaries: Boundaries, n_tokens: int) -> tuple[Region, ...]:
-    """The regions of a micro-batch in the order of their tokens, those without a token left out.
-
-    Args:
-        boundaries: boundaries after the tail policy, on the host.
-        n_tokens: tokens of the micro-batch.
-    """
+    """The regions of a micro-batch in the order of their tokens, those without a token left out."""
     valid, memory = np.asarray(boundaries.valid), np.asarray(boundaries.in_memory)
     found = []
     for number, (begin, end, length) in enumerate(zip(memory[:-1], memory[1:], np.diff(valid), strict=True)):
@@ -269,9 +263,7 @@ def rounds(regions: Sequence[Region]) -> tuple[tuple[Region, ...], ...]:
 
 def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
     """Largest absolute difference at each token: shape [n_tokens]; infinite where one is no number and the other is.
-
-    Raises:
-        ValueError: the tensors have different shapes.
+    ValueError: the tensors have different shapes.
     """
     a, b = one.values, other.values
     if a.shape != b.shape or one.name != other.name:
@@ -289,23 +281,18 @@ class Search:
     """Looks for the first leak in one mode: unperturbed passes, what moves beyond them, and what moved it."""
 
     def __init__(self, passes: Passes, regions: Sequence[Region], tolerance: float) -> None:
-        """Run the first unperturbed pass.
+        """Run the first unperturbed pass; ValueError where a value is infinite or no number, so that no movement shows.
 
-        Args:
-            passes: runs the mode.
-            regions: what is perturbed; the documents among them are watched.
-            tolerance: largest difference that counts as none, as a share of a tensor's largest absolute value.
-
-        Raises:
-            ValueError: a value is infinite or no number, so that it could not be seen to move.
+        The `regions` are perturbed, and the documents among them watched. `tolerance` is the largest difference that
+        counts as none, as a share of a tensor's largest absolute value.
         """
         self._passes, self._regions = passes, regions
-        self._tensors = passes.perturbed(())
+        self._tensors = passes.run_perturbed(())
         self._spreads = [0.0 for _ in self._tensors]
         self._allowed = []
         for tensor in self._tensors:
-            mask = token_mask(passes.documents, passes.n_tokens, tensor.values.device)
-            sizes = moved_by_token(tensor, replace(tensor, values=torch.zeros_like(tensor.values)))
+            mask = self._mask(passes.documents, tensor.values)
+            sizes = moved_by_token(tensor, tensor._replace(values=torch.zeros_like(tensor.values)))
             if not bool(torch.isfinite(sizes[mask]).all()):
                 token = int(torch.nonzero(mask & ~torch.isfinite(sizes))[0])
                 raise ValueError(
@@ -347,16 +334,22 @@ class Search:
         return check, named
 
     def _is_deterministic(self) -> bool:
-        """Whether all unperturbed passes so far were equal, value for value, over the documents' tokens."""
+        """Whether all unperturbed passes so far were equal over the documents' tokens."""
         return not any(self._spreads)
+
+    def _mask(self, regions: Sequence[Region], like: torch.Tensor) -> torch.Tensor:
+        return token_mask(regions, self._passes.n_tokens, like.device)
+
+    def _run(self, together: Sequence[Region]) -> list[torch.Tensor]:
+        """Largest difference at each token, for each tensor, of a pass in which `together` is perturbed."""
+        now = self._passes.run_perturbed(together)
+        return [moved_by_token(tensor, other) for tensor, other in zip(self._tensors, now, strict=True)]
 
     def _repeat(self, times: int) -> None:
         """Widen the spreads by further unperturbed passes."""
         for _ in range(times):
-            again = self._passes.perturbed(())
-            for position, (tensor, other) in enumerate(zip(self._tensors, again, strict=True)):
-                mask = token_mask(self._passes.documents, self._passes.n_tokens, tensor.values.device)
-                spread = float(moved_by_token(tensor, other)[mask].max())
+            for position, moved in enumerate(self._run(())):
+                spread = float(moved[self._mask(self._passes.documents, moved)].max())
                 self._spreads[position] = max(self._spreads[position], spread)
 
     def _limit(self, position: int) -> float:
@@ -364,20 +357,17 @@ class Search:
         return max(SPREADS_ALLOWED * self._spreads[position], self._allowed[position])
 
     def _perturb(self, together: Sequence[Region]) -> tuple[Leak | None, set[int]]:
-        """The first movement of a document outside `together` when those are perturbed, and the documents inside that
-        did not move.
-        """
-        now = self._passes.perturbed(together)
+        """The first movement outside `together` when that is perturbed, and the documents inside that did not move."""
+        moved = self._run(together)
         watch = [document for document in self._passes.documents if document not in together]
-        return self._first_moved(now, together, watch), self._unmoved(now, together)
+        return self._find_leak(moved, together, watch), self._find_unmoved(moved, together)
 
-    def _first_moved(self, now: Sequence[Watched], sources: Sequence[Region], watch: Sequence[Region]) -> Leak | None:
+    def _find_leak(
+        self, by_tensor: Sequence[torch.Tensor], sources: Sequence[Region], watch: Sequence[Region]
+    ) -> Leak | None:
         """The first movement of a document in `watch`: outputs before gradients, then by token; None without one."""
-        if not watch:
-            return None
-        for position, (tensor, other) in enumerate(zip(self._tensors, now, strict=True)):
-            moved = moved_by_token(tensor, other)
-            beyond = token_mask(watch, self._passes.n_tokens, moved.device) & (moved > self._limit(position))
+        for position, (tensor, moved) in enumerate(zip(self._tensors, by_tensor, strict=True)):
+            beyond = self._mask(watch, moved) & (moved > self._limit(position))
             if not bool(beyond.any()):
                 continue
             token = int(torch.nonzero(beyond)[0])
@@ -396,26 +386,22 @@ class Search:
             )
         return None
 
-    def _unmoved(self, now: Sequence[Watched], perturbed: Sequence[Region]) -> set[int]:
+    def _find_unmoved(self, by_tensor: Sequence[torch.Tensor], perturbed: Sequence[Region]) -> set[int]:
         """Documents in `perturbed` of which no output moved, or no gradient although gradients are compared."""
         documents = [region for region in perturbed if region.kind == "document"]
-        seen: dict[str, set[int]] = {}
-        for position, (tensor, other) in enumerate(zip(self._tensors, now, strict=True)):
-            beyond = (moved_by_token(tensor, other) > self._limit(position)).cpu()
-            numbers = seen.setdefault(tensor.what, set())
-            numbers |= {r.number for r in documents if bool(beyond[r.begin : r.end].any())}
-        return {r.number for r in documents if not all(r.number in numbers for numbers in seen.values())}
+        moving: dict[str, set[int]] = {tensor.what: set() for tensor in self._tensors}
+        for position, (tensor, moved) in enumerate(zip(self._tensors, by_tensor, strict=True)):
+            beyond = (moved > self._limit(position)).cpu()
+            moving[tensor.what] |= {r.number for r in documents if bool(beyond[r.begin : r.end].any())}
+        return {r.number for r in documents if not all(r.number in numbers for numbers in moving.values())}
 
     def _halve(self, leak: Leak) -> Leak:
         """The leak of the fewest sources that still move its document, by halving."""
         victims = [document for document in self._passes.documents if document.number == leak.document]
-        while len(leak.sources) > 1:
-            middle = len(leak.sources) // 2
-            for half in (leak.sources[:middle], leak.sources[middle:]):
-                again = self._first_moved(self._passes.perturbed(half), half, victims)
-                if again is not None:
-                    leak = again
-                    break
-            else:
-                break
+        smaller: Leak | None = leak
+        while smaller is not None:
+            leak, middle = smaller, len(smaller.sources) // 2
+            halves = (leak.sources[:middle], leak.sources[middle:]) if middle else ()
+            found = (self._find_leak(self._run(half), half, victims) for half in halves)
+            smaller = next(filter(None, found), None)
         return self._perturb(leak.sources)[0] or leak

@@ -19,7 +19,7 @@ from torch import nn
 
 from thdprof.offload.allocator import Gradients, Segments
 from thdprof.offload.plan import Choice, OffloadPlan, freed_in_turn, plan_in_turn
-from thdprof.runtime.offload import CudaMover, Discovery, HostBuffers, Mover, PlannedMoves, report
+from thdprof.runtime.offload import Discovery, HostBuffers, Mover, PlannedMoves, report
 
 Stays = frozenset[tuple[str, int]]
 """Groups that stay on the device: their name, and how many groups of that name came before in the pass."""
@@ -228,7 +228,7 @@ class LayerOffload(LayerMoves):
     def on_cuda(cls, choice: Choice, num_layers: int, streams: Sequence[torch.cuda.Stream]) -> LayerOffload:
         """Moves that copy on two side streams: to the host, and back."""
         outwards, inwards = streams
-        return cls(choice, num_layers, lambda: CudaMover(torch.cuda.current_stream(outwards.device), outwards, inwards))
+        return cls(choice, num_layers, lambda: Mover(torch.cuda.current_stream(outwards.device), outwards, inwards))
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see which tensors it saves; returns the layer's output."""

@@ -127,7 +127,7 @@ def capture_ahead(
     for decoder, run, takes in zip(decoders, runs, takes_grad, strict=True):
         with run.ahead_of_training():
             decoder.show(openings.hidden_states(decoder, takes_grad=takes), openings.params(decoder))
-    if not all(run.is_captured for run in runs):
+    if not all(run.holds_graphs() for run in runs):
         say("no graphs are captured before the first step: the model is not in training mode on a GPU")
         return
     pairs, mib = sum(run.stats().captures for run in runs), sum(run.pool_bytes() for run in runs) / 2**20

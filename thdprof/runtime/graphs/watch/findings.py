@@ -27,7 +27,6 @@ APART = 0.004
 FAINT = 0.01
 """A gradient whose values are so small beside the largest of all that differ may be made of rounding errors alone."""
 _SHOWN = 3
-"""Most tensors that a message names."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +36,6 @@ class Evidence:
     name: str
     """What the tensor is, such as `output 0` or `gradient of linear.weight`."""
     elements: int
-    """Number of its values."""
     replay: Distance
     """Where the first replay lies."""
     is_gradient: bool = False
@@ -80,9 +78,9 @@ class Evidence:
         return run.squared > self.apart**2 * size and run.squared > FAR**2 * self.spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Finding:
-    """What was found of one verified micro-batch."""
+    """What was found so far of one verified micro-batch, each of whose parts has graphs and a backward of its own."""
 
     number: int
     """The micro-batch's number among the module's calls, from 0."""
@@ -90,10 +88,12 @@ class Finding:
     """The bucket that it replayed."""
     slot: int
     """Number of the slot in which it did, from 0."""
-    compared: Sequence[str]
-    """Names of the compared tensors."""
-    wrong: Sequence[Evidence]
-    """The tensors that are wrong; those of the first steps of the pass come first."""
+    left: int = 1
+    """Number of parts whose backward has not ended."""
+    was_suspicious: bool = False
+    compared: list[str] = field(default_factory=list)
+    wrong: list[Evidence] = field(default_factory=list)
+    """The tensors that are wrong, those of the first part first; the last part's backward comes first."""
 
     def describe(self) -> str:
         """The mismatch in words, with its numbers."""
@@ -111,16 +111,15 @@ class Finding:
 def _describe(one: Evidence) -> str:
     replay, spread = one.replay, sqrt(one.spread)
     size = sqrt(replay.size) or 1.0
+    worse = sum(other.squared > one.spread for other in one.replayed)
+    replays = (
+        f"{worse} of {len(one.replayed)} further replays differ more" if one.replayed else "it is not replayed again"
+    )
     return (
         f"{one.name}: {replay.unequal:,} of {one.elements:,} values, by up to {replay.largest:.3g} (largest value "
         f"{replay.scale:.3g}), together {sqrt(replay.squared) / size:.2g} of its size, where {len(one.eager) + 1} "
-        f"eager runs differ by {spread / size:.2g} of it; {_describe_replays(one)}"
+        f"eager runs differ by {spread / size:.2g} of it; {replays}"
     )
-
-
-def _describe_replays(one: Evidence) -> str:
-    wrong = sum(replay.squared > one.spread for replay in one.replayed)
-    return f"{wrong} of {len(one.replayed)} further replays differ more" if one.replayed else "it is not replayed again"
 
 
 _PIECE = 2**22
@@ -136,23 +135,17 @@ class Distance:
     squared: float
     """Sum of the squared differences; infinite where one value alone is NaN or infinite, or where shapes differ."""
     largest: float
-    """Largest absolute difference."""
     size: float
     """Sum of squares of the reference; only finite values count."""
     scale: float
     """Largest absolute value of the reference; only finite values count."""
     slope: float
-    """The multiple of the reference that comes nearest to the run: 1 where they are equal; NaN where the reference is
-    zero.
-    """
+    """The multiple of the reference that comes nearest to the run; NaN where the reference is zero."""
 
 
 def find_unequal(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> list[int]:
-    """Positions of the pairs that are not equal bit for bit, or hold NaN; waits for the device.
-
-    Args:
-        ours: tensors of one run, of any shape, dtype and device; None counts as zeros.
-        theirs: the same tensors of a reference run.
+    """Positions of the pairs that are not equal bit for bit, or hold NaN; waits for the device. They are tensors of a
+    run and of a reference run, of any shape, dtype and device; None counts as zeros.
     """
     pairs = [_with_zeros(one, other) for one, other in zip(ours, theirs, strict=True)]
     marks = [(one != other).any() if one.shape == other.shape else torch.tensor(True) for one, other in pairs]
@@ -164,13 +157,7 @@ def measure_distances(
     theirs: Sequence[torch.Tensor | None],
     before: Sequence[torch.Tensor | None],
 ) -> list[Distance]:
-    """The distance of each pair of tensors; waits for the device.
-
-    Args:
-        ours: tensors of one run, of any shape, dtype and device; None counts as zeros.
-        theirs: the same tensors of a reference run.
-        before: what both runs have added their values to; None: zeros.
-    """
+    """The distance of each pair of `find_unequal`, to which both runs added to `before`; waits for the device."""
     triples = zip(ours, theirs, before, strict=True)
     return [
         Distance(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import WATCHED_BYTES, Bucket
-from thdprof.runtime.graphs.module_state import GradientBuffers, aliased_parameters
+from thdprof.runtime.graphs.module_state import GradientBuffers, KeptTensors, aliased_parameters, states_of
 from thdprof.runtime.graphs.watch.findings import (
     APART,
     FAINT,
@@ -23,7 +23,7 @@ from thdprof.runtime.graphs.watch.findings import (
     find_unequal,
     measure_distances,
 )
-from thdprof.runtime.isolation.state import KeptTensors, states_of
+from thdprof.runtime.options import Surroundings
 from thdprof.runtime.padding import Boundaries, PackedSequence
 
 
@@ -32,23 +32,15 @@ class Subject:
     """The module that is watched, and the state that its passes change."""
 
     module: nn.Module
-    """The module."""
     call: Callable[[Sequence[torch.Tensor], PackedSequence], object]
     """Runs the module on tensors and padded metadata, as its graphs were captured."""
     generators: Sequence[torch.Generator]
     """Every CUDA generator that the module draws from."""
-    extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
-    """Returns the tensors that a pass changes besides the module's buffers and gradients."""
-    backward_state: Callable[[], Sequence[torch.Tensor]] = tuple
-    """Returns those of them that a backward reads, and that other micro-batches may change before it."""
+    surroundings: Surroundings
     compares_backward_state: bool = True
-    """Whether what the backward makes of them is compared."""
-    uncompared: frozenset[str] = frozenset()
-    """Names, without their modules', of buffers that are not compared."""
+    """Whether what the backward makes of `Surroundings.backward_state` is compared."""
     written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple
     """Returns a pass's outputs with zeros where no kernel has written."""
-    rounding: float = 0.0
-    """Relative rounding error of the module's products, where it is larger than that of inputs and weights."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for an eager run."""
     around_forward: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda tensors: nullcontext()
@@ -60,25 +52,15 @@ class Subject:
 class Replayable(Protocol):
     """Graphs that can be replayed once more in the backward of the micro-batch that they replayed."""
 
-    @property
-    def bucket(self) -> Bucket:
-        """The bucket of the graphs."""
-
-    @property
-    def touched(self) -> Sequence[bool]:
-        """Whether the backward gives each parameter a gradient."""
+    bucket: Bucket
+    touched: Sequence[bool]
 
     def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> Sequence[torch.Tensor]:
         """Replay the forward; the outputs are copies."""
 
     def backward_again(self, output_grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Replay the backward after another forward, add to the gradients, and run no hook.
-
-        Args:
-            output_grads: the gradient of every output; None counts as zeros.
-
-        Returns:
-            Copies of the gradients of the inputs.
+        """Replay the backward after another forward, add to the gradients, and run no hook; a None among `output_grads`
+        counts as zeros. Returns copies of the gradients of the inputs.
         """
 
 
@@ -103,12 +85,7 @@ class Rotation:
         self._first = 0
 
     def take(self, sizes: Sequence[int], limit: int) -> list[int]:
-        """Positions of the next parameters: one at least, and more while all together keep to `limit`.
-
-        Args:
-            sizes: bytes of the gradient of each parameter, as many in every call.
-            limit: most bytes of all that are taken.
-        """
+        """Positions of the next parameters: one at least, more while the bytes of their gradients fit `limit`."""
         if not sizes:
             return []
         chosen: list[int] = []
@@ -137,16 +114,10 @@ class Twin:
         rotation: Rotation,
         exact: bool,
     ) -> None:
-        """Keep what the replay is about to read and change.
+        """Keep what the replay of `lease` is about to read and change.
 
-        Args:
-            subject: the module.
-            lease: the lease with which the micro-batch is replayed.
-            tensors: the micro-batch's tensor arguments.
-            packed: its metadata, padded for its bucket, in memory that no other micro-batch writes to.
-            boundaries: its boundaries.
-            rotation: chooses the parameters that are compared.
-            exact: whether replays and eager runs must be equal bit for bit.
+        `packed` is the micro-batch's metadata, padded for its bucket, in memory that no other micro-batch writes to.
+        `rotation` chooses the parameters that are compared. If `exact`, runs must be equal bit for bit.
         """
         self._subject, self._packed, self._boundaries = subject, packed, boundaries
         self._lease = proxy(lease)  # whose witness leads here: in a cycle, it would hold its slot until it is collected
@@ -155,9 +126,12 @@ class Twin:
         self._inputs = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         self._takes_grad = [t.requires_grad for t in tensors]
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        self._noise = ROUNDINGS * max(subject.rounding, self._find_rounding())
+        dtypes = {t.dtype for t in (*self._inputs, *subject.module.parameters()) if t.is_floating_point()}
+        dtypes |= {self._autocast} if self._autocast is not None else set()
+        rounding = max([2.0**-10, *(torch.finfo(dtype).eps for dtype in dtypes)])  # of float32 that of TF32
+        self._noise = ROUNDINGS * max(subject.surroundings.rounding, rounding)
         self._random = states_of(self._device, subject.generators)
-        self._kept = KeptTensors(subject.module, subject.extra_state)
+        self._kept = KeptTensors(subject.module, subject.surroundings.extra_state)
         self._for_backward: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replay: Run | None = None
         self._sample: dict[int, str] = {}
@@ -166,34 +140,20 @@ class Twin:
         self._complete: dict[int, torch.Tensor] = {}
 
     def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Keep what the replay of the forward has made.
-
-        Args:
-            outputs: the replay's outputs.
-        """
+        """Keep what the replay of the forward has made."""
         self._replay = self._keep_results(outputs)
 
     def backward_begins(self, gradients: GradientBuffers, output_grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep the gradients of a sample of parameters, to which the replay of the backward is about to add.
-
-        Args:
-            gradients: the parameters' gradient buffers.
-            output_grads: the gradient of every output; None counts as zeros.
-        """
+        """Keep the gradients of a sample of parameters, to which the replay of the backward is about to add."""
         self._output_grads = output_grads
-        self._for_backward = [(state, state.detach().clone()) for state in self._subject.backward_state()]
+        self._for_backward = [(state, state.detach().clone()) for state in self._subject.surroundings.backward_state()]
         names = {id(p): name for name, p in self._subject.module.named_parameters()}
         chosen = self._rotation.take([buffer.nbytes for buffer in gradients.buffers], WATCHED_BYTES)
         self._sample = {i: f"gradient of {names.get(id(gradients.parameters[i]), f'parameter {i}')}" for i in chosen}
         self._before = {i: gradients.buffers[i].detach().clone() for i in chosen}
 
     def gradients_complete(self, gradients: GradientBuffers, complete: Sequence[bool]) -> None:
-        """Keep gradients that a piece of the replay has completed: hooks may reduce them before the backward has ended.
-
-        Args:
-            gradients: the parameters' gradient buffers.
-            complete: whether each parameter's gradient is complete since this piece.
-        """
+        """Keep gradients that a piece of the replay has completed, and that hooks may reduce from here on."""
         self._complete |= {i: gradients.buffers[i].detach().clone() for i in self._sample if complete[i]}
 
     @contextmanager
@@ -201,15 +161,9 @@ class Twin:
         self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[Run, Callable[[], Run], Callable[[], Run]]]:
         """Run the micro-batch again inside the block, after the replay of the backward and before any hook of
-        parameters whose gradients were not complete until then. All state is put back at its end.
-
-        Args:
-            gradients: the parameters' gradient buffers, to which the replay has added.
-            input_grads: copies of the gradients that the replay gave the inputs.
-
-        Yields:
-            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again. Examine
-            what the replay made before that: its gradients are the buffers themselves.
+        parameters whose gradients were not complete until then. All state is put back at its end. It yields what the
+        replay made, a function that runs the micro-batch eagerly, and one that replays it again. Examine what the
+        replay made before that: its gradients are the buffers themselves.
         """
         assert self._replay is not None  # a backward comes after its forward
         replay, subject = self._replay, self._subject
@@ -222,7 +176,8 @@ class Twin:
                 kept.extend(copy_gradients(gradients, self._lease.touched))
             return self._run_graphs(gradients)
 
-        random, state = states_of(self._device, subject.generators), KeptTensors(subject.module, subject.extra_state)
+        random = states_of(self._device, subject.generators)
+        state = KeptTensors(subject.module, subject.surroundings.extra_state)
         try:
             yield replay, lambda: self._run_eagerly(gradients), run_again
         finally:
@@ -233,12 +188,10 @@ class Twin:
                 buffer.copy_(saved)
 
     def examine(self, replay: Run, eager: Run) -> tuple[list[str], list[Evidence]]:
-        """The names of the compared tensors, which are all but those that are declared uncompared; and what a replay
-        and an eager run show about those that look wrong.
-        """
+        """The names of the compared tensors, and what a replay and an eager run show of those that look wrong."""
         ours, theirs = replay.tensors(), eager.tensors()
         named = [*ours, *(name for name in theirs if name not in ours)]
-        every = [name for name in named if name.rpartition(".")[2] not in self._subject.uncompared]
+        every = [name for name in named if name.rpartition(".")[2] not in self._subject.surroundings.uncompared]
         unequal = find_unequal([ours.get(n) for n in every], [theirs.get(n) for n in every])
         names = [every[position] for position in unequal]
         found = [
@@ -295,12 +248,6 @@ class Twin:
         run.gradients = self._name_gradients(input_grads, {i: gradients.buffers[i].detach() for i in self._sample})
         return run
 
-    def _find_rounding(self) -> float:
-        """Relative rounding error of the coarsest dtype of inputs, weights and autocast; of float32 that of TF32."""
-        dtypes = {t.dtype for t in (*self._inputs, *self._subject.module.parameters()) if t.is_floating_point()}
-        dtypes |= {self._autocast} if self._autocast is not None else set()
-        return max([2.0**-10, *(torch.finfo(dtype).eps for dtype in dtypes)])
-
     def _put_back(self) -> None:
         for put in self._random:
             put()
@@ -314,7 +261,7 @@ class Twin:
         states: dict[str, torch.Tensor | None] = {
             f"output {i}": o.detach().clone() for i, o in enumerate(self._subject.written(outputs))
         }
-        states |= KeptTensors(self._subject.module, self._subject.extra_state).values()
+        states |= KeptTensors(self._subject.module, self._subject.surroundings.extra_state).values()
         states |= {f"random state {i}": generator.get_state() for i, generator in enumerate(self._subject.generators)}
         return Run(results=states)
 
@@ -356,12 +303,7 @@ class Twin:
 
 
 def copy_gradients(gradients: GradientBuffers, touched: Sequence[bool]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The gradient buffers that a backward changes, each with a copy, on the host where the GPU is full.
-
-    Args:
-        gradients: the parameters' gradient buffers.
-        touched: whether the backward gives each parameter a gradient.
-    """
+    """The `touched` gradient buffers, which a backward changes, each with a copy, on the host where the GPU is full."""
     buffers = [buffer.detach() for buffer, used in zip(gradients.buffers, touched, strict=True) if used]
     try:
         return [(buffer, buffer.clone()) for buffer in buffers]
@@ -379,30 +321,17 @@ _EAGER_PER_SLOT = 1.25
 """Memory that an eager pass is taken to need, as a multiple of a slot's pool: it also keeps what the graphs reuse."""
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that torch can allocate outside the pools of graphs: those that the driver has, and those kept for reuse.
-
-    Args:
-        device: a GPU.
-    """
-    free, _ = torch.cuda.mem_get_info(device)
-    segments = torch.cuda.memory_snapshot()
-    kept = (
-        s["total_size"] - s["active_size"]
-        for s in segments
-        if tuple(s["segment_pool_id"]) == (0, 0) and s["device"] == device.index
-    )
-    return int(free + sum(kept))
-
-
 def missing_bytes(device: torch.device, *, slot_bytes: int, others: int) -> int:
-    """Bytes that are missing for one eager pass; 0 if it fits, or if the device is no GPU.
-
-    Args:
-        device: where the pass runs.
-        slot_bytes: bytes of the pool of a slot, whose largest graph does the same work.
-        others: bytes that the verification needs besides the pass.
+    """Bytes that are missing for one eager pass, and `others` that the verification needs; 0 on a host. `slot_bytes`
+    are those of the pool of a slot, whose largest graph does the same work. Torch can allocate what the driver has, and
+    what it keeps for reuse outside the pools.
     """
     if device.type != "cuda":
         return 0
-    return max(0, int(_EAGER_PER_SLOT * slot_bytes) + others - free_bytes(device))
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = (
+        s["total_size"] - s["active_size"]
+        for s in torch.cuda.memory_snapshot()
+        if tuple(s["segment_pool_id"]) == (0, 0) and s["device"] == device.index
+    )
+    return max(0, int(_EAGER_PER_SLOT * slot_bytes) + others - int(free + sum(kept)))

@@ -105,22 +105,13 @@ class LayerReplays:
 class LayerSlot(SlotMemory):
     """A slot whose graphs hold single layers: static tensors, and the graphs of all layers for each bucket."""
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        buckets: Sequence[Bucket],
-        *,
-        with_padded: bool,
-        with_seq_idx: bool,
-        device: torch.device,
-        outside: Sequence[bool] = (),
-    ) -> None:
-        """A slot without graphs, for micro-batches whose tensor arguments are like `tensors`; the first is the hidden
-        states.
+    def __init__(self, buckets: Sequence[Bucket], sample: Call, *, outside: Sequence[bool] = ()) -> None:
+        """A slot without graphs, for micro-batches like `sample`, whose first tensor is the hidden states.
 
         `outside` says whether each of the others is read between layers alone; empty: none is.
         """
-        super().__init__(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
+        super().__init__(buckets, sample)
+        tensors = sample.tensors
         self._outside = tuple(outside) or (False,) * (len(tensors) - 1)
         self.others = [
             t.new_zeros(()).expand_as(t) if skipped else torch.zeros_like(t, memory_format=torch.contiguous_format)
@@ -164,8 +155,7 @@ class LayerSlot(SlotMemory):
 
     def close(self) -> None:
         """Free the graphs. A backward that is still to come raises."""
-        self.closed = True
-        self._free_graphs()
+        super().close()
         self.moves = None
         self.hidden.clear()
 
@@ -424,12 +414,9 @@ class LayerCapture:
             module=split.layer,
             call=run,
             generators=self._generators,
-            extra_state=around.extra_state,
-            backward_state=around.backward_state,
+            surroundings=around,
             compares_backward_state=False,  # the first layer's backward has updated them all, by Transformer Engine
-            uncompared=around.uncompared,
             written=split.written,
-            rounding=around.rounding,
             around=apart,
         )
 

@@ -12,7 +12,6 @@ with dropless experts the graph ends at the router (`expert_layers`).
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,14 +24,15 @@ from torch.utils._pytree import tree_flatten
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, FallbackReason
 from thdprof.runtime import teardown
 from thdprof.runtime.agreement import alone
-from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.bank import AgreedCaptures
 from thdprof.runtime.graphs.capture import pool_bytes
 from thdprof.runtime.graphs.failed_captures import WarmupError
 from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since
 from thdprof.runtime.graphs.slots import FreeSlots, Metadata, ReplayOrder
+from thdprof.runtime.graphs.watch.findings import Finding
 from thdprof.runtime.graphs.watch.twin import Subject, missing_bytes
-from thdprof.runtime.graphs.watch.watch import Parts, Watch, Watched, WatchedModule
+from thdprof.runtime.graphs.watch.watch import Watch, Watched, make_watch
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.parts import has_fused_operations, has_gated_delta_net, is_mamba
@@ -121,7 +121,8 @@ class WatchedLayers:
         """
         self._watch, self._subject_of, self._parameters, self._lease = watch, subject_of, parameters, lease
         self._rest = packed, boundaries, slot
-        self._parts = Parts(left=len(lease.replays.graphs))
+        graphs = lease.replays.graphs
+        self._finding = Finding(number=watch.number, bucket=lease.bucket, slot=slot, left=len(graphs))
 
     def run(self, number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
         """As `LayerLease.run`, for a layer that is called with these `constants` besides its hidden states."""
@@ -132,7 +133,7 @@ class WatchedLayers:
             subject = self._subject_of(number, constants)
             layer = WatchedLayer(replays, number, lease.bucket, self._parameters[number], subject.around)
             given, name = [hidden.detach().requires_grad_()], f"layer {number}: "
-            watched = self._watch.begin(subject, layer, given, *self._rest, parts=self._parts, name=name)
+            watched = self._watch.begin(subject, layer, given, *self._rest, finding=self._finding, name=name)
         except Exception as error:
             self._watch.end(error)
             return lease.run(number, hidden)
@@ -159,7 +160,7 @@ class WatchedLayer:
         self._fused = [id(p) in replays.fused for p in self._own]
         others = [p for p in parameters if all(p is not own for own in self._own)]  # the graphs give them no gradient
         self._parameters = [*self._own, *others]
-        self.touched = [True] * len(self._own) + [False] * len(others)
+        self.touched: Sequence[bool] = [True] * len(self._own) + [False] * len(others)
         self._gradients = GradientBuffers([])
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
@@ -229,7 +230,7 @@ class WatchedLayer:
         return [None if hidden is None else hidden.clone()]
 
 
-class LayerGraphs(WatchedModule):
+class LayerGraphs(DispatchedModule):
     """A decoder whose layers are replayed one by one, through Transformer Engine's graphed callables.
 
     Gradients reach the model's parameters through autograd, so that Megatron's hooks on their accumulation run as they
@@ -262,7 +263,7 @@ class LayerGraphs(WatchedModule):
             generators: returns the CUDA generators of Megatron's tracker.
             make: `make_graphed_callables`; None: Transformer Engine's.
             offload: moves activations to the host; None: all stay on the device.
-            options: further arguments of WatchedModule.
+            options: further arguments of DispatchedModule.
 
         Raises:
             SettingsError: no layer can be captured, two layers share a parameter, or the tracker of random states is
@@ -272,6 +273,7 @@ class LayerGraphs(WatchedModule):
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
         super().__init__(decoder, buckets, **options)
+        self._watch: Watch | None = make_watch(self._options, lambda: self._stats) if self._buckets else None
         self._layers = self._graphed(decoder.layers)
         self._splits = find_splits(self._layers, modules)
         self._eager_layers = EagerLayers(decoder, self._layers)
@@ -333,17 +335,7 @@ class LayerGraphs(WatchedModule):
             device=device,
             in_block=self.in_block,
         )
-        self._slots = [
-            LayerSlot(
-                call.tensors,
-                self._buckets,
-                outside=outside,
-                with_padded=call.packed.cu_seqlens_padded is not None,
-                with_seq_idx=call.packed.seq_idx is not None,
-                device=device,
-            )
-            for _ in range(self._num_slots)
-        ]
+        self._slots = [LayerSlot(self._buckets, call, outside=outside) for _ in range(self._num_slots)]
         if self._offload is not None:
             for slot in self._slots:
                 slot.moves = self._offload.slot(self._layers, device)
@@ -421,12 +413,7 @@ class LayerGraphs(WatchedModule):
         if not watch.verifies(replays=trains, missing_bytes=self._missing_for_eager(lease.slot, call) if trains else 0):
             return None
         try:
-            metadata = Metadata(
-                [lease.bucket],
-                with_padded=call.packed.cu_seqlens_padded is not None,
-                with_seq_idx=call.packed.seq_idx is not None,
-                device=self._device,
-            )
+            metadata = Metadata([lease.bucket], call.packed, self._device)
             metadata.stage(call.boundaries, lease.bucket)
             parameters = [
                 [p for part in split.parts() for p in part.parameters() if p.requires_grad] for split in self._splits
@@ -468,12 +455,11 @@ class LayerGraphs(WatchedModule):
 
     def _new_captures(self, together: int = 0) -> AgreedCaptures[LayerSlot]:
         """Captures of which the first `together` are made one after the other."""
-        numbers = itertools.count(1)
+        count = self._count_captures(together)
 
         def report(captured: Captured) -> None:
             self._placement = self._placement or Placement(self.module, self._surroundings.runs_hook)
-            number = next(numbers)
-            self._count_capture(captured, number=number if number <= together else 0, of=together)
+            count(captured)
 
         return AgreedCaptures(
             self._make_graphs,
@@ -496,13 +482,7 @@ class LayerGraphs(WatchedModule):
         return pool_bytes(self._device, slot.pool) - before
 
     def _changed(self) -> str:
-        if moved := changes_since(self._placement):
-            return moved
-        try:
-            self._check_states()
-        except RuntimeError as error:
-            return str(error)
-        return self._surroundings.changed()
+        return changes_since(self._placement, self._check_states) or self._surroundings.changed()
 
     def _check_states(self) -> None:
         assert self._states is not None  # `_open` has made it
