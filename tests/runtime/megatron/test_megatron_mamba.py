@@ -41,7 +41,6 @@ from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.install import PaddedEager
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.models import facts_of
 from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.refusals import Facts, SettingsError, refuse_mamba
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
@@ -478,7 +477,7 @@ def test_mamba_layers_of_multi_token_prediction_are_found():
     model.decoder = make_stack("*")
     assert not parts.has_mamba(model)
     model.mtp = make_stack("*M")
-    assert facts_of([model], [model]).has_mamba
+    assert parts.facts_of([model], [model]).has_mamba
 
 
 def test_mamba_layers_of_multi_token_prediction_that_cannot_be_replayed_are_refused():

@@ -15,7 +15,6 @@ from thdprof.runtime.megatron import decoder_surroundings, refusals, versions
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import input_given, rope_of
 from thdprof.runtime.megatron.kinds import chunk
-from thdprof.runtime.megatron.models import facts_of, unwrapped
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.rotary import keep_tables
 from thdprof.runtime.padding import PackedSequence
@@ -33,9 +32,7 @@ class PackedDecoder(nn.Module):
         self._tables: dict[int, torch.Tensor] = {}  # kept: graphs read them at their address
 
     def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
-        """Hidden states after the decoder's layers: shape [tokens of this rank, hidden size], dtype and device of
-        `x`.
-        """
+        """Hidden states after the decoder's layers, of dtype and device of `x`: [tokens of this rank, hidden size]."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         rope = {}
@@ -88,13 +85,13 @@ def measure_decoder(
     from megatron.core import parallel_state
 
     versions.check()
-    model = unwrapped(model_chunk)
+    model = parts.unwrapped(model_chunk)
     if "forward" in vars(model.decoder):
         raise SettingsError(
             f"the forward of {type(model.decoder).__name__} is replaced: close the installation that is there, or undo "
             "what replaced it"
         )
-    refusals.check_decoder(config, facts_of([model_chunk], [model]))
+    refusals.check_decoder(config, parts.facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     cp_size = config.context_parallel_size
     communicates = decoder_surroundings.communicates(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,31 +19,18 @@ from thdprof.runtime.padding import PackedSequence
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-
 
 def verify_decoder(
     decoder: Decoder, run: DispatchedModule, params: PackedSeqParams, hidden_states: torch.Tensor, settings: Settings
 ) -> Isolation:
-    """`Installation.verify_isolation` of one decoder.
-
-    Args:
-        decoder: an attached decoder.
-        run: decides how its micro-batches run.
-        params: the micro-batch's metadata, with boundaries on the host.
-        hidden_states: shape [tokens, 1, hidden size].
-        settings: how to verify.
+    """`Installation.verify_isolation` of an attached decoder, whose micro-batches run as `run` decides.
 
     Raises:
         TypeError, ValueError: as `Installation.verify_isolation`.
     """
-    _refuse_several_ranks(getattr(decoder.block, "config", None))
-    _refuse_shared_factors(getattr(decoder.block, "config", None))
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    _refuse(getattr(decoder.block, "config", None))
     if getattr(params, "local_cp_size", None) not in (None, 1):
         raise ValueError(f"local_cp_size {params.local_cp_size}: verify a micro-batch that is on one rank")
     packed = packed_seq_params.read(params, cp_size=1, tail=run.tail_policy)
@@ -55,12 +42,17 @@ def verify_decoder(
     def call(tensors: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
         return decoder.call_block(tensors[0], _written(metadata, params, hidden_states.device))
 
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states() if tracker.is_initialized() else {}
+    saved = {name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in states.items()}
+    current = decoder_surroundings.generators() if tracker.is_initialized() else ()
     subject = Subject(
         module=decoder,
         call=call,
         dispatched=(run,),
-        generators=(*run.generators(), *_generators()),
-        random_states=_tracker_states(),
+        generators=(*run.generators(), *(state for state in current if isinstance(state, torch.Generator))),
+        # where the tracker's states are tensors
+        random_states=[lambda: tracker.set_states(dict(saved))] if any(map(torch.is_tensor, saved.values())) else (),
         extra_state=decoder_surroundings.expert_metrics,
     )
     return verify(subject, packed, [hidden_states], settings)
@@ -85,11 +77,11 @@ def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device
     return made
 
 
-def _refuse_several_ranks(config: Any) -> None:
-    """Raise ValueError where a decoder's passes need other ranks, whose numbers of passes could differ."""
+def _refuse(config: Any) -> None:
+    """Raise ValueError where passes need other ranks, or documents share scaling factors by design."""
     from megatron.core import parallel_state
 
-    sizes = {name: getattr(config, name, 1) or 1 for name in _SIZES}
+    sizes = {name: getattr(config, name, 1) or 1 for name in decoder_surroundings.COMMUNICATING}
     large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if large:
         raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
@@ -98,10 +90,6 @@ def _refuse_several_ranks(config: Any) -> None:
             "moe_router_load_balancing_type has global_aux_loss, which counts the tokens of all data-parallel ranks: "
             "verify the same layers in a model on one rank"
         )
-
-
-def _refuse_shared_factors(config: Any) -> None:
-    """Raise ValueError where documents move each other by design, because their numbers share a scaling factor."""
     recipe = getattr(config, "fp8_recipe", None)
     recipe = getattr(recipe, "value", recipe) or "delayed"
     if getattr(config, "fp8", None) and recipe in ("delayed", "tensorwise"):
@@ -109,27 +97,3 @@ def _refuse_shared_factors(config: Any) -> None:
             f"fp8_recipe {recipe}: all documents of a micro-batch share the scaling factor of each tensor, so that "
             "none stays apart bit for bit; verify the same layers without FP8"
         )
-
-
-def _tracker() -> Any:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    return tracker if tracker.is_initialized() else None
-
-
-def _generators() -> tuple[torch.Generator, ...]:
-    """The generators of Megatron's tracker, if its states are such."""
-    if _tracker() is None:
-        return ()
-    return tuple(state for state in decoder_surroundings.generators() if isinstance(state, torch.Generator))
-
-
-def _tracker_states() -> Sequence[Callable[[], object]]:
-    """A function that sets the tracker's states to what they are now, where they are tensors."""
-    tracker = _tracker()
-    states = {} if tracker is None else tracker.get_states()
-    if not any(isinstance(state, torch.Tensor) for state in states.values()):
-        return ()
-    saved = {name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in states.items()}
-    return [lambda: tracker.set_states(dict(saved))]

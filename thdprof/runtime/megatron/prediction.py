@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +17,7 @@ from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import decoder_surroundings, recompute
 from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import KNOWN_ARGUMENTS, Decoder, Rope, rope_of
-from thdprof.runtime.megatron.kinds.layer_graphs import capturable
 from thdprof.runtime.megatron.refusals import SettingsError
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
 
 _EMBEDDED = "decoder_input"
 """The argument with the embedding of the tokens that were shifted."""
@@ -78,13 +73,8 @@ class PredictionLayer(Decoder):
         """Whether the layer runs over the random state of this tensor-parallel rank alone."""
         return bool(self._config.sequence_parallel)
 
-    def show(self, hidden: torch.Tensor, params: PackedSeqParams) -> None:
-        """As `Decoder.show`; the embedding is one of zeros, of the hidden states' dtype."""
-        embedded = torch.zeros_like(hidden, requires_grad=self._embeds_grad)
-        rope = self._sampled(hidden)
-        if self._rope is not None:
-            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only its presence counts
-        getattr(self.block, self._entry)(hidden_states=hidden, decoder_input=embedded, packed_seq_params=params, **rope)
+    def _further_inputs(self, hidden: torch.Tensor) -> dict[str, Any]:
+        return {_EMBEDDED: torch.zeros_like(hidden, requires_grad=self._embeds_grad)}
 
 
 def inner_layers(layer: Any) -> tuple[nn.Module, ...]:
@@ -148,7 +138,7 @@ def why_eager(found: Sequence[Any], config: Any, *, impl: str, offloads: bool = 
         )
     if foreign := [*(parts.find_foreign_layers(inner) if chunk else ())]:
         return f"it has a {foreign[0]}, which was not checked in a graph"
-    if not chunk and not capturable(inner):
+    if not chunk and not parts.find_capturable(inner):
         return "none of its layers can be a graph"
     for name, check in _IN_THE_WAY.items():
         if chunk or name != "fused operations":

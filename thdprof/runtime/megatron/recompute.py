@@ -22,9 +22,7 @@ class MegatronTracker:
     """The default CUDA generator and those of Megatron's RNG tracker, whose states graphs can register."""
 
     def current(self) -> Sequence[torch.Generator]:
-        """The default generator of the current device, and then the tracker's, in the order in which they were
-        added.
-        """
+        """The default generator of the current device, then the tracker's, in the order of their addition."""
         return [_default(), *_tracker().get_states().values()]
 
     @contextmanager
@@ -89,7 +87,7 @@ def is_full(config: Any) -> bool:
 @contextmanager
 def layer_by_layer(config: Any) -> Iterator[None]:
     """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
-    are graphs keep what they would recompute, and the others are recomputed one by one (`layer_graphs.EagerLayers`).
+    are graphs keep what they would recompute, and the others are recomputed one by one.
     """
     with replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext():
         yield

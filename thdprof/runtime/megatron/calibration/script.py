@@ -21,14 +21,14 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.errors import MachineError, UsageError
 from thdprof.runtime.calibrate import SCHEMA, slot_costs
-from thdprof.runtime.megatron import decoder_surroundings, prediction, refusals, token_shift, versions
+from thdprof.runtime.megatron import decoder_surroundings, prediction, refusals, rotary, versions
 from thdprof.runtime.megatron.calibration import arguments
 from thdprof.runtime.megatron.calibration import steps as training_steps
 from thdprof.runtime.megatron.calibration.solve import Measured, Scale, Solved, layers_that_fit, solve
 from thdprof.runtime.megatron.calibration.steps import MicroBatch, Shape, Training
-from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.decoder import Decoder, decoder_of
+from thdprof.runtime.megatron.decoder.parts import facts_of, unwrapped
 from thdprof.runtime.megatron.kinds.chunk import ChunkGraphs
-from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.run_stamp import stamp_here
 from thdprof.words import install_line
@@ -143,7 +143,7 @@ class Replayable:
 
     def _shifting(self) -> contextlib.AbstractContextManager[None]:
         predicts = prediction.prediction_layers(self.model)
-        return token_shift.shifting_together() if predicts else contextlib.nullcontext()
+        return rotary.shifting_together() if predicts else contextlib.nullcontext()
 
     @property
     def predicts(self) -> bool:

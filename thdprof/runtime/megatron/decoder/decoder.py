@@ -25,7 +25,7 @@ from thdprof.training import TailPolicy
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from thdprof.runtime.megatron.decoder.context_parallel import ContextGroups
+    from thdprof.runtime.megatron.decoder.packed_seq_params import ContextGroups
 
 
 KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})
@@ -69,7 +69,7 @@ _TOKENS, _FEATURES = "deepstack_tokens", "deepstack_features_"
 
 
 def is_between_layers(name: str) -> bool:
-    """Whether the argument of that name is read between layers, and by none of them."""
+    """Whether an argument is read between layers, and by none of them."""
     return name == _TOKENS or name.startswith(_FEATURES)
 
 
@@ -93,10 +93,9 @@ class DeepStack:
         if own is None:
             return
 
-        def add(hidden: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        def add(hidden: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> Any:
             if features.dim() == 2:
-                rows: torch.Tensor = own(hidden, mask, features)
-                return rows
+                return own(hidden, mask, features)
             return torch.where(mask.reshape(-1, 1, 1), hidden + features, hidden)
 
         vars(self._block)[_ADD] = add
@@ -119,25 +118,19 @@ class DeepStack:
         arguments.pop(_ROWS, None)
         if self._num == 0:
             return {}
-        return dict(self._tensors(mask, rows, hidden))
-
-    def _tensors(
-        self, mask: torch.Tensor | None, rows: Any, hidden: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        tokens = int(hidden.shape[0])
-        takes_grad = torch.is_grad_enabled()
+        tokens, takes_grad = int(hidden.shape[0]), torch.is_grad_enabled()
         if mask is None or rows is None:
-            yield _TOKENS, torch.zeros(tokens, dtype=torch.bool, device=hidden.device)
-            for number in range(self._num):
-                yield f"{_FEATURES}{number}", torch.zeros_like(hidden, requires_grad=takes_grad)
-            return
-        yield _TOKENS, mask.reshape(-1)
-        places = torch.nonzero_static(mask.reshape(-1), size=len(rows[0])).reshape(-1)
-        for number, of_layer in enumerate(rows):
-            empty = torch.zeros(tokens, of_layer.shape[-1], dtype=of_layer.dtype, device=of_layer.device)
-            if takes_grad:
-                empty.requires_grad_()
-            yield f"{_FEATURES}{number}", empty.index_copy(0, places, of_layer).unsqueeze(1)
+            mask = torch.zeros(tokens, dtype=torch.bool, device=hidden.device)
+            features = [torch.zeros_like(hidden, requires_grad=takes_grad) for _ in range(self._num)]
+        else:
+            mask = mask.reshape(-1)
+            places = torch.nonzero_static(mask, size=len(rows[0])).reshape(-1)
+            features = []
+            for own in rows:
+                shape = tokens, own.shape[-1]
+                empty = torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=takes_grad)
+                features.append(empty.index_copy(0, places, own).unsqueeze(1))
+        return {_TOKENS: mask, **{f"{_FEATURES}{number}": one for number, one in enumerate(features)}}
 
 
 def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +149,8 @@ Rope = Callable[[int], torch.Tensor]
 
 
 class Decoder(nn.Module):
-    """Calls a decoder's own forward with the metadata that a graph reads. It is not part of the model.
-
-    A GraphedModule or another DispatchedModule runs this module. `attach` sends the decoder's packed micro-batches
-    there.
+    """Calls a decoder's own forward with the metadata that a graph reads; not part of the model. `attach` sends the
+    decoder's packed micro-batches to a DispatchedModule, which runs this module.
     """
 
     known = KNOWN_ARGUMENTS
@@ -182,7 +173,7 @@ class Decoder(nn.Module):
                 micro-batch has others.
             rotary_sample: returns rotary embeddings of the form that micro-batches have, where each has its own.
             num_features: layers behind which the features of images are added.
-            entry: name of the block's method that runs it.
+            entry: the block's method that runs it.
 
         Raises:
             SettingsError: the block's forward has been replaced, for example by another installation.
@@ -198,7 +189,8 @@ class Decoder(nn.Module):
         self.block = block
         self._own_forward: Callable[..., Any] = getattr(block, entry)
         self._rope, self._rotary_sample = rope, rotary_sample
-        self._unfused = is_unfused(block)
+        self._unfused = getattr(getattr(block, "config", None), "apply_rope_fusion", None) is False
+        """Whether the layers apply rotary embeddings by Megatron's own operations, and not by a kernel."""
         self._deepstack = DeepStack(block, num_features=num_features)
         self._kept: dict[int, torch.Tensor] = {}
         self._layers_tables: tuple[KeptTables, ...] = ()
@@ -256,7 +248,7 @@ class Decoder(nn.Module):
         return output
 
     def is_between_layers(self, name: str) -> bool:
-        """Whether the argument of that name is read between layers, and by none of them."""
+        """Whether an argument is read between layers, and by none of them."""
         return is_between_layers(name)
 
     def draws_apart(self) -> bool:
@@ -280,12 +272,8 @@ class Decoder(nn.Module):
     ) -> None:
         """Send the decoder's packed micro-batches through `run`, which calls this module.
 
-        Args:
-            run: decides how each micro-batch runs.
-            cp_size: number of context-parallel ranks that share the rows.
-            shards: number of ranks that share a micro-batch's tokens out among them, besides context parallelism.
-            tail: the plan's tail policy.
-            groups: process groups of every context-parallel size, if micro-batches have sizes of their own.
+        `cp_size` context-parallel ranks share the rows, and `shards` further ranks the tokens. `groups` are given where
+        micro-batches have context-parallel sizes of their own.
         """
         self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
@@ -349,9 +337,7 @@ class Decoder(nn.Module):
 
         `hidden` has the shape [tokens, 1, hidden size].
         """
-        rope = self._sampled(hidden)
-        if self._rope is not None:
-            rope = {"rotary_pos_emb": self._table(int(hidden.shape[0]), int(params.max_seqlen_q))}
+        rope = self._rotary(hidden, lambda: self._table(int(hidden.shape[0]), int(params.max_seqlen_q)))
         with input_given(self.block, hidden):
             output: torch.Tensor = self.block(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope
@@ -363,19 +349,20 @@ class Decoder(nn.Module):
 
         `hidden` has the shape [tokens of this rank, 1, hidden size].
         """
-        rope = self._sampled(hidden)
-        if self._rope is not None:
-            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only its presence counts
-        with input_given(self.block, hidden):
-            self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
+        rope = self._rotary(hidden, lambda: hidden.new_empty(0))  # only its presence counts
+        self.decide(hidden, **self._further_inputs(hidden), packed_seq_params=params, **rope)
+
+    def _further_inputs(self, hidden: torch.Tensor) -> dict[str, Any]:
+        """Arguments of training besides the hidden states, their metadata and rotary embeddings."""
+        return {"attention_mask": None}
 
     def decide(self, hidden: torch.Tensor, **arguments: Any) -> Any:
         """What is attached returns for one packed micro-batch of a schedule that does not call the block itself.
 
         `hidden` has the shape [tokens of this rank, 1, hidden size]; `arguments` are the block's others.
         """
-        with input_given(self.block, hidden):
-            return self.block.forward(hidden_states=hidden, **arguments)
+        with nullcontext() if self.pre_process else input_given(self.block, hidden):
+            return getattr(self.block, self._entry)(hidden_states=hidden, **arguments)
 
     def detach(self) -> None:
         """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
@@ -396,8 +383,10 @@ class Decoder(nn.Module):
         finally:
             vars(self.block)[self._entry] = attached
 
-    def _sampled(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rotary embeddings where every micro-batch has its own: those of position 0 for all tokens."""
+    def _rotary(self, hidden: torch.Tensor, table: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The argument with rotary embeddings: `table`, or those of position 0 where every micro-batch has its own."""
+        if self._rope is not None:
+            return {"rotary_pos_emb": table()}
         if self._rotary_sample is None:
             return {}
         return {"rotary_pos_emb": self._rotary_sample(int(hidden.shape[0]) * self._shards)}
@@ -415,28 +404,17 @@ class Decoder(nn.Module):
         return table[:longest] if self._unfused and rotary.reads_max_seqlen() else table
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that returns a context, in which the decoder runs the micro-batch that it runs now: later
-        ones may have set other fields of PackedSeqParams.
-        """
+        """Makes contexts in which the decoder runs the micro-batch of now: later ones may set other fields."""
         return partial(attributes, self, _like=self._like)
 
     def renew_tables(self) -> None:
-        """Copy the kept rotary embeddings, for callers that tell micro-batches apart by the identity of their
-        tensors.
-        """
+        """Copy the kept rotary embeddings: some callers tell micro-batches apart by the identity of their tensors."""
         self._kept = {length: table.clone() for length, table in self._kept.items()}
 
 
 def input_given(block: Any, hidden: torch.Tensor) -> AbstractContextManager[None]:
-    """A context in which the decoder of a later pipeline stage, which reads its input from an attribute, reads
-    `hidden`.
-    """
+    """A context in which the decoder of a later pipeline stage finds `hidden` in the attribute that it reads."""
     return nullcontext() if block.pre_process else replaced(block, "input_tensor", hidden)
-
-
-def is_unfused(block: nn.Module) -> bool:
-    """Whether the layers of a decoder apply rotary embeddings by Megatron's own operations, and not by a kernel."""
-    return getattr(getattr(block, "config", None), "apply_rope_fusion", None) is False
 
 
 def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, num_tokens: int) -> bool:
@@ -450,10 +428,15 @@ def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, n
     return rows > packed.max_seqlen if rotary.reads_max_seqlen() else rows == num_tokens
 
 
+def decoder_of(chunk: nn.Module, model: Any) -> Decoder:
+    """The decoder of `model`, which a model chunk holds, not attached yet."""
+    num_features = parts.num_features(parts.whole(chunk))
+    sample = parts.rotary_sample_of(model)
+    return Decoder(model.decoder, rope_of(model), rotary_sample=sample, num_features=num_features)
+
+
 def rope_of(model: Any) -> Rope | None:
-    """The function that returns the rotary embeddings of a GPTModel or HybridModel; None where the layers make their
-    own.
-    """
+    """The function that makes rotary embeddings of a GPTModel or HybridModel; None where the layers do."""
     module, embedding_type = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
     if module is None or embedding_type not in ("rope", "yarn") or model.config.multi_latent_attention:
         return None

@@ -44,7 +44,6 @@ class LocalGraphs(DispatchedModule):
     """
 
     why_no_rehearsal = "graphs.impl is local: Megatron records and makes its graphs in training steps alone"
-    """Why no micro-batch can be replayed that is no part of training."""
 
     def __init__(
         self,
@@ -65,9 +64,7 @@ class LocalGraphs(DispatchedModule):
 
         super().__init__(decoder, buckets, **options)
         self._renew_tables = decoder.renew_tables
-        inside = (
-            m for m in decoder.block.modules() if m is not decoder.block
-        )  # the block's own manager is for inference
+        _, *inside = decoder.block.modules()  # the block's own manager is for inference
         self._layers = tuple(m for m in inside if hasattr(m, "cudagraph_manager"))
         self._managers: tuple[Any, ...] = tuple(layer.cudagraph_manager for layer in self._layers)
         self._recorded: list[Bucket] = []
@@ -118,12 +115,9 @@ class LocalGraphs(DispatchedModule):
             return super()._run_eagerly(call, timed=timed)
 
     def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which have recorded no such
-        call.
-        """
-        self._run_alike_without_boundaries()
+        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which have recorded none."""
         with self._past_managers():
-            return function(*args, **kwargs)
+            return super().unpacked(function, *args, **kwargs)
 
     @contextmanager
     def _past_managers(self) -> Iterator[None]:
@@ -227,9 +221,7 @@ def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collecti
 
 def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) -> Bucket | None:
     """`bucket` if it was recorded, else the smallest recorded bucket that holds `shape`; None if there is none."""
-    if bucket in recorded:
-        return bucket
-    choice = Dispatcher(recorded).decide(shape)
+    choice = bucket if bucket in recorded else Dispatcher(recorded).decide(shape)
     return choice if isinstance(choice, Bucket) else None
 
 
