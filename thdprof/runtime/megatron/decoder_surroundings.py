@@ -57,16 +57,10 @@ def surround_decoder(
     repeats = recompute.repeats_of(config)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
-    def on_backward() -> None:
-        ready.record()
-        for parameter in parameters:
-            parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
-
-    def on_piece(complete: Sequence[nn.Parameter]) -> None:
-        of_piece = torch.cuda.Event()  # an event of its own: a reduction must not wait for the pieces after it
-        of_piece.record()
+    def record(event: torch.cuda.Event, complete: Sequence[nn.Parameter]) -> None:
+        event.record()
         for parameter in complete:
-            parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
+            parameter._cudagraph_wgrad_ready_event = event  # type: ignore[attr-defined]
 
     @contextmanager
     def while_capturing() -> Iterator[None]:
@@ -77,8 +71,9 @@ def surround_decoder(
         extra_state=expert_metrics,
         uncompared=_COUNTS,
         while_capturing=while_capturing,
-        on_backward=on_backward,
-        on_piece=on_piece,
+        on_backward=lambda: record(ready, parameters),
+        # an event of its own: a reduction must not wait for the pieces after it
+        on_piece=lambda complete: record(torch.cuda.Event(), complete),
         communicates=communicates,
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),

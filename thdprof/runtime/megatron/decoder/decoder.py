@@ -167,13 +167,9 @@ class Decoder(nn.Module):
     ) -> None:
         """A decoder that is not attached yet.
 
-        Args:
-            block: a TransformerBlock or HybridStack.
-            rope: returns the model's rotary embeddings; None where the layers make their own, or where every
-                micro-batch has others.
-            rotary_sample: returns rotary embeddings of the form that micro-batches have, where each has its own.
-            num_features: layers behind which the features of images are added.
-            entry: the block's method that runs it.
+        `block` is a TransformerBlock or HybridStack, which its method `entry` runs. `rope` returns the model's rotary
+        embeddings, where the layers do not make their own; where every micro-batch has others, `rotary_sample` returns
+        some of their form. Behind `num_features` layers the features of images are added.
 
         Raises:
             SettingsError: the block's forward has been replaced, for example by another installation.

@@ -242,15 +242,9 @@ class LayerGraphs(WatchedModule):
     ) -> None:
         """Graphs of `decoder`'s layers over `buckets`.
 
-        Args:
-            decoder: a TransformerBlock or HybridStack.
-            buckets: the shapes to capture.
-            num_slots: micro-batches that can be between forward and backward at a time.
-            modules: the parts of a layer that are captured, by megatron-core's names; empty: whole layers.
-            generators: returns the CUDA generators of Megatron's tracker.
-            make: `make_graphed_callables`; None: Transformer Engine's.
-            offload: moves activations to the host; None: all stay on the device.
-            options: further arguments of WatchedModule.
+        At most `num_slots` micro-batches can be between forward and backward at a time. `modules` are the parts of a
+        layer that are captured, by megatron-core's names; empty: whole layers. `generators` returns the CUDA generators
+        of Megatron's tracker, and `make` stands for Transformer Engine's `make_graphed_callables`.
 
         Raises:
             SettingsError: no layer can be captured, two layers share a parameter, or the tracker of random states is

@@ -215,7 +215,8 @@ def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collecti
     """
     holding = [b for b in buckets if _holds(b, shape)]
     new = [b for b in holding if b not in recorded]
-    needed = [b for b in new if not any(_holds(r, _largest(b)) for r in recorded)]
+    largest = {b: Shape(b.max_seqs, b.max_seqlen, b.n_tokens, b.cp_size) for b in new}
+    needed = [b for b in new if not any(_holds(r, largest[b]) for r in recorded)]
     return needed[-1] if needed else (new or holding)[0]
 
 
@@ -227,10 +228,6 @@ def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) 
 
 def _holds(bucket: Bucket, shape: Shape) -> bool:
     return Dispatcher([bucket]).decide(shape) == bucket
-
-
-def _largest(bucket: Bucket) -> Shape:
-    return Shape(bucket.max_seqs, bucket.max_seqlen, bucket.n_tokens, bucket.cp_size)
 
 
 def _no(*args: Any, **kwargs: Any) -> bool:
