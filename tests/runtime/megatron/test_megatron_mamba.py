@@ -36,12 +36,11 @@ from thdprof.runtime import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.slots import Metadata
-from thdprof.runtime.megatron import prediction
+from thdprof.runtime.megatron.decoder import decoder as prediction
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
-from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.decoder import Decoder, PredictionLayer
 from thdprof.runtime.megatron.install import PaddedEager
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.refusals import Facts, SettingsError, refuse_mamba
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
@@ -202,7 +201,7 @@ def test_eager_padded_and_static_metadata_have_the_same_documents(policy, padded
     metadata.stage(bounds, bucket)
     made = [
         to_device(read, bounds, TOKENS * cp, CPU),
-        packed_seq_params.padded(call, bucket),
+        packed_seq_params.pad_call(call, bucket),
         metadata.packed(bucket),
     ]
     inner, end = (4, 10) if padded else (3, 8)
@@ -228,7 +227,7 @@ def test_documents_of_tokens_can_come_from_the_device_alone():
     metadata.stage(bounds, bucket)
     for packed in (
         to_device(read, bounds, TOKENS, CPU),
-        packed_seq_params.padded(call, bucket),
+        packed_seq_params.pad_call(call, bucket),
         metadata.packed(bucket),
     ):
         assert packed_seq_params.write(packed, given).seq_idx.tolist() == idx.tolist()
@@ -275,7 +274,7 @@ def test_local_graphs_keep_the_documents_that_they_are_given():
     call = SimpleNamespace(
         packed=read, boundaries=boundaries_of(read, TOKENS, "none"), tensors=(torch.zeros(TOKENS, 1, HIDDEN),)
     )
-    written = packed_seq_params.write(packed_seq_params.padded(call, BUCKETS[0]), params_of(SMALL))
+    written = packed_seq_params.write(packed_seq_params.pad_call(call, BUCKETS[0]), params_of(SMALL))
     taken = []
 
     def keep(value):

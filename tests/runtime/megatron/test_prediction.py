@@ -31,17 +31,16 @@ from thdprof.runtime.megatron import (
     Installation,
     decoder_surroundings,
     install,
-    prediction,
     refusals,
     rotary,
     versions,
 )
-from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder import decoder as prediction
+from thdprof.runtime.megatron.decoder.decoder import Decoder, PredictionLayer
 from thdprof.runtime.megatron.install import PaddedEager, runner_of
 from thdprof.runtime.megatron.kinds import chunk
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.megatron.opening import MetadataForm, Openings
-from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.quantized import find_quantization
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "_engine_can_be_imported")

@@ -316,7 +316,7 @@ def test_a_replay_makes_the_updates_of_its_pass_as_often():
         y.sum().backward()
         Manager.reduce_and_update_fp8_tensors(forward=False)
 
-    with updates.held_back(record=True):
+    with updates.holding_back(record=True):
         captures[0] = False
         run()  # a warm-up counts for nothing
         captures[0] = True
@@ -326,7 +326,7 @@ def test_a_replay_makes_the_updates_of_its_pass_as_often():
     assert Manager.made == ["forward", "backward"]  # called outside of a backward, as in this test
     updates.after_backward()
     assert Manager.made == ["forward", "backward", "forward", "forward"]
-    with updates.held_back():
+    with updates.holding_back():
         run()
     assert len(Manager.made) == 4
     with torch.no_grad():

@@ -216,8 +216,8 @@ def test_install_looks_for_the_decoder_in_the_language_model():
         chunk_of_it.module = inner
         return chunk_of_it
 
-    assert parts.unwrapped(wrapped(known)) is known
-    assert parts.unwrapped(plain) is plain
+    assert parts.unwrap_model(wrapped(known)) is known
+    assert parts.unwrap_model(plain) is plain
     assert parts.model_kind([wrapped(known)]) == "vision-language"
     assert parts.model_kind([wrapped(known), wrapped(other)]) == "other vision-language"
     assert parts.model_kind([plain]) is None

@@ -39,9 +39,9 @@ from thdprof.runtime.megatron.layer_offload import (
     Moves,
     Offloading,
     Stays,
+    choose_staying,
     freed_bytes,
     number_groups,
-    staying,
 )
 from thdprof.runtime.megatron.replacing import replaced
 
@@ -242,7 +242,7 @@ class CoreOffloading(Offloading):
       every eager micro-batch have a manager of their own, which stands in the other's place while they run.
     - In a capture, a backward does not wait for the tensors that it reloads in the same graph. Here it waits.
     - Which groups stay on the device is decided once, in a step at whose end all ranks communicate. Here it is decided
-      by the same rule (`staying`) when a slot's layers are rehearsed.
+      by the same rule (`choose_staying`) when a slot's layers are rehearsed.
 
     Host memory of captures belongs to the slot. Host memory of an eager micro-batch belongs to the micro-batch until
     its backward is over. Host memory of experts is torch's, as in megatron-core, because its sizes are not known
@@ -357,7 +357,7 @@ class CoreLayerOffload(LayerMoves):
             all_groups += groups
             if getattr(layer, "is_moe_layer", False):
                 all_groups += [Group(name, None) for name in self._offloading.experts]
-        stays = self._offloading.stays = staying(all_groups, self._offloading.fraction)
+        stays = self._offloading.stays = choose_staying(all_groups, self._offloading.fraction)
         self.freed_bytes = max(self.freed_bytes, freed_bytes(self._groups, stays))
         self._report(all_groups, stays)
         self._manager.end()  # the warm-up that follows moves nothing

@@ -85,7 +85,7 @@ def measure_decoder(
     from megatron.core import parallel_state
 
     versions.check()
-    model = parts.unwrapped(model_chunk)
+    model = parts.unwrap_model(model_chunk)
     if "forward" in vars(model.decoder):
         raise SettingsError(
             f"the forward of {type(model.decoder).__name__} is replaced: close the installation that is there, or undo "

@@ -22,7 +22,6 @@ from thdprof.runtime.isolation.verify import Settings, verify
 from thdprof.runtime.megatron import (
     decoder_surroundings,
     layer_offload,
-    prediction,
     rank_agreement,
     recompute,
     refusals,
@@ -30,11 +29,17 @@ from thdprof.runtime.megatron import (
     versions,
 )
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
-from thdprof.runtime.megatron.decoder.decoder import Decoder, decoder_of
+from thdprof.runtime.megatron.decoder.decoder import (
+    Decoder,
+    PredictionLayer,
+    decoder_of,
+    find_replayed_predictions,
+    passes_a_microbatch,
+    prediction_layers,
+)
 from thdprof.runtime.megatron.kinds import chunk, layer_graphs, local
 from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
 from thdprof.runtime.megatron.opening import MetadataForm, Openings
-from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.rank_agreement import DEFAULT_TIMEOUT, Decisions, peers_of
 from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings, warn_of_unread_fields
@@ -93,7 +98,7 @@ def install(
     """
     versions.check()
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
-    models = [parts.unwrapped(model) for model in chunks]
+    models = [parts.unwrap_model(model) for model in chunks]
     facts = parts.facts_of(chunks, models)
     if replay:
         refusals.check(config, plan, facts)
@@ -184,8 +189,8 @@ def _prepare(
         decoders.append(decoder_of(wrapper, model))
         recorded = {**common, "on_decision": decisions.recorder(number)}
         runs.append(run_of(decoders[-1], slots=slots, name=name, common=recorded))
-        passes, offloads = prediction.passes_a_microbatch(config), plan.graphs.offload is not None
-        layers = prediction.find_replayed_predictions(model, config, impl=plan.graphs.impl, offloads=offloads)
+        passes, offloads = passes_a_microbatch(config), plan.graphs.offload is not None
+        layers = find_replayed_predictions(model, config, impl=plan.graphs.impl, offloads=offloads)
         for depth, layer in enumerate(layers, start=1):
             label = f"multi-token prediction {depth}, {name}"
             predicting.append((layer, run_of(layer, slots=slots * passes, name=label, common=common)))
@@ -285,7 +290,7 @@ class PaddedEager(DispatchedModule):
         """Does nothing: there are no graphs."""
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
-        args, kwargs = call.substitute(call.tensors, packed_seq_params.padded(call, bucket))
+        args, kwargs = call.substitute(call.tensors, packed_seq_params.pad_call(call, bucket))
         # Megatron's own operations may take no documents without tokens
         with rotary.on_the_device(), self._timed(call.tensors, replayed=True) as outputs:
             result = self.module(*args, **kwargs)
@@ -327,7 +332,7 @@ class Installation:
         if plan.captured:
             self.until_closed(recompute.repeating_random_numbers(recompute.repeats_of(config)))
             self.until_closed(decoder_surroundings.room_for_compiled_captures())
-            if any(map(prediction.prediction_layers, models)):
+            if any(map(prediction_layers, models)):
                 self.until_closed(rotary.shifting_together())
 
     def _capture_ahead(self, openings: Openings, takes_grad: Sequence[bool], say: Callable[[str], None]) -> None:

@@ -37,7 +37,7 @@ class Group:
     """Bytes of each storage that moving the group frees."""
 
 
-def staying(groups: Sequence[Group], fraction: float) -> Stays:
+def choose_staying(groups: Sequence[Group], fraction: float) -> Stays:
     """The groups of one pass, given in order, that stay on the device where the share `fraction` of them is moved.
 
     megatron-core 0.19 decides so (`PipelineOffloadManager.post_warmup_callback`): the last group of each name stays,

@@ -53,7 +53,7 @@ class Scales:
         return found
 
     @contextmanager
-    def new_ones_reset(self) -> Iterator[None]:
+    def resetting_new_states(self) -> Iterator[None]:
         """Give states that the block makes the values with which they are born: factors of one, empty histories."""
         before = {id(tensor) for tensor in self.tensors()}
         try:
@@ -120,7 +120,7 @@ class Updates:
         self._backward: list[bool] = []
 
     @contextmanager
-    def held_back(self, *, record: bool = False) -> Iterator[None]:
+    def holding_back(self, *, record: bool = False) -> Iterator[None]:
         """Make no updates inside the block; with `record`, note those that its captured pass would have made."""
         own = vars(self._manager)[NAME]
         forward: list[bool] = []
@@ -257,11 +257,11 @@ class FirstMicrobatch:
             part: None for part in module.modules() if hasattr(part, "is_first_microbatch")
         }
         self.in_graphs: set[nn.Module] = set()
-        """The modules inside `module` that have run in `noticed`, those without a mark among them."""
+        """The modules inside `module` that have run in `noting_modules`, those without a mark among them."""
         self._inside = frozenset(module.modules())
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
+    def noting_modules(self) -> Iterator[None]:
         """Note the modules that run inside the block: it is a graph that will stand for them."""
 
         def runs(part: nn.Module, _: Any) -> None:
@@ -283,7 +283,7 @@ class FirstMicrobatch:
         return first
 
     @contextmanager
-    def held(self, *, first: bool | None) -> Iterator[None]:
+    def holding_marks(self, *, first: bool | None) -> Iterator[None]:
         """Let a pass inside the block be that of a first or a later micro-batch, and put the marks back at its end;
         with None the pass quantizes weights for itself alone, and keeps none of them.
         """
@@ -359,9 +359,9 @@ class Quantization:
         try:
             with (
                 self._without_trace(),
-                self._scales.new_ones_reset(),
-                self._updates.held_back(record=True),
-                self._first.noticed() if self._of_layer is None else nullcontext(),
+                self._scales.resetting_new_states(),
+                self._updates.holding_back(record=True),
+                self._first.noting_modules() if self._of_layer is None else nullcontext(),
             ):
                 yield
         finally:
@@ -373,7 +373,7 @@ class Quantization:
     @contextmanager
     def inside_graph(self, layer: nn.Module) -> Iterator[None]:
         """A context for each pass of a layer that becomes a graph of its own."""
-        with self._first.noticed(), self._of_layer(layer) if self._of_layer is not None else nullcontext():
+        with self._first.noting_modules(), self._of_layer(layer) if self._of_layer is not None else nullcontext():
             yield
 
     def repeating(self) -> Callable[[], AbstractContextManager[None]]:
@@ -387,12 +387,12 @@ class Quantization:
 
     @contextmanager
     def _repeated(self, *, first: bool | None) -> Iterator[None]:
-        with self._without_trace(first=first), self._updates.held_back():
+        with self._without_trace(first=first), self._updates.holding_back():
             yield
 
     @contextmanager
     def _without_trace(self, *, first: bool | None = False) -> Iterator[None]:
-        with self._first.held(first=first), recompute_copies_aside(self._state):
+        with self._first.holding_marks(first=first), recompute_copies_aside(self._state):
             yield
 
     def before_forward(self) -> None:

@@ -92,7 +92,7 @@ def layer_by_layer(config: Any) -> AbstractContextManager[None]:
     return replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext()
 
 
-def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+def recompute_later(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """`function(*tensors)`, of which only the tensors are kept: it runs again in the backward, as Megatron does it.
 
     `function` is a part of `layer`, or runs it; it may read other tensors that take no gradient.

@@ -117,7 +117,7 @@ def on_the_device() -> AbstractContextManager[None]:
     """A context in which no rotary embedding of packed tokens reads boundaries on the host."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    return replaced(rope_utils, _SPLITS, rotated)
+    return replaced(rope_utils, _SPLITS, rotate_packed)
 
 
 def reads_max_seqlen() -> bool:
@@ -131,7 +131,7 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which reads no boundaries on the host whenever it runs, if none are read now; else as it is."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    if getattr(rope_utils, _SPLITS) is not rotated:
+    if getattr(rope_utils, _SPLITS) is not rotate_packed:
         return function
 
     @functools.wraps(function)
@@ -142,7 +142,7 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def rotated(
+def rotate_packed(
     t: torch.Tensor,
     cu_seqlens: torch.Tensor,
     freqs: torch.Tensor,
@@ -235,13 +235,13 @@ def _shift_as(own: Callable[..., Shifted]) -> Callable[..., Shifted]:
             return own(tensor, shifts, dims, packed_seq_params, cp_group, **further)
         size = 1 if cp_group is None else cp_group.size()
         ends = (bounds.to(tensor.device, torch.long) // size).clamp(max=tensor.shape[-1])
-        found = shifted(tensor, ends) if size == 1 else shifted_over_ranks(tensor, ends, cp_group)
+        found = shift_documents(tensor, ends) if size == 1 else shift_over_ranks(tensor, ends, cp_group)
         return found, found.sum() if further.get("return_sum", True) else None
 
     return shift
 
 
-def shifted(tensor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+def shift_documents(tensor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """Every token's successor in its document, and 0 for each document's last token; tokens outside of documents stay.
 
     The last dimension of `tensor` runs over tokens. `bounds` are the documents' boundaries on its device, int64, shape
@@ -253,9 +253,9 @@ def shifted(tensor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     return _inside(bounds, tensor.roll(-1, -1).masked_fill(begins[1:], 0), tensor)
 
 
-def shifted_over_ranks(tensor: torch.Tensor, bounds: torch.Tensor, group: Any) -> torch.Tensor:
-    """`shifted` of documents that the ranks of a context-parallel group share, each with a front and a mirrored tail
-    chunk of every document; tensor and bounds are this rank's.
+def shift_over_ranks(tensor: torch.Tensor, bounds: torch.Tensor, group: Any) -> torch.Tensor:
+    """As `shift_documents`, where the ranks of a context-parallel group each have a front and a mirrored tail chunk of
+    every document; tensor and bounds are this rank's.
     """
     rank, ranks = distributed.get_rank(group), distributed.get_process_group_ranks(group)
     begin, end = bounds[:-1], bounds[1:]

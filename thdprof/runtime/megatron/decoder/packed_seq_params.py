@@ -214,7 +214,7 @@ def is_of_a_bucket(params: PackedSeqParams) -> bool:
     return getattr(params, _OF_BUCKET, False)
 
 
-def padded(call: Call, bucket: Bucket) -> PackedSequence:
+def pad_call(call: Call, bucket: Bucket) -> PackedSequence:
     """The metadata of `call`, padded for the graphs of `bucket`, on the device of the call's tensors."""
     device = call.tensors[0].device
 

@@ -15,7 +15,7 @@ from thdprof.runtime.megatron.replacing import attributes
 from thdprof.runtime.padding import PackedSequence
 
 
-def whole(chunk: nn.Module) -> Any:
+def find_whole_model(chunk: nn.Module) -> Any:
     """The model of a chunk, inside any wrappers: the one that has the decoder, or the language model that has it.
 
     Raises:
@@ -32,13 +32,13 @@ def whole(chunk: nn.Module) -> Any:
     return model
 
 
-def unwrapped(chunk: nn.Module) -> Any:
+def unwrap_model(chunk: nn.Module) -> Any:
     """The model that has the decoder, inside any wrappers; of a vision-language model the language model in it.
 
     Raises:
-        SettingsError: as `whole`.
+        SettingsError: as `find_whole_model`.
     """
-    model = whole(chunk)
+    model = find_whole_model(chunk)
     return model if (language_model := language_model_of(model)) is None else language_model
 
 
@@ -83,7 +83,7 @@ def model_kind(chunks: Sequence[nn.Module]) -> str | None:
     """The kind of the model in `chunks`, where it is more than a decoder: vision-language, or another one of which no
     decoder was checked; None: it is a GPTModel or a HybridModel.
     """
-    languages = [found for chunk in chunks if (found := language_model_of(whole(chunk))) is not None]
+    languages = [found for chunk in chunks if (found := language_model_of(find_whole_model(chunk))) is not None]
     if not languages:
         return None
     return "vision-language" if all(map(is_checked, languages)) else "other vision-language"
@@ -214,7 +214,7 @@ def num_features(model: Any) -> int:
 
 def takes_gradient(chunk: nn.Module) -> bool:
     """Whether the decoder's input in training takes a gradient: that of a frozen embedding does only by images."""
-    model, embedder = whole(chunk), unwrapped(chunk)
+    model, embedder = find_whole_model(chunk), unwrap_model(chunk)
     embedding, encoder = getattr(embedder, "embedding", None), getattr(model, "vision_model", None)
     if embedding is None or not embedder.decoder.pre_process:
         return True

@@ -151,7 +151,7 @@ class RecomputedExperts:
             return output
 
         tensors = [*(getattr(store, name) for name in names), *(getattr(owner, name) for owner, name in others)]
-        result: torch.Tensor = recompute.checkpointed(self._layer, experts, *tensors)
+        result: torch.Tensor = recompute.recompute_later(self._layer, experts, *tensors)
         return result
 
 

@@ -72,7 +72,7 @@ def recomputing_between(decoder: Decoder, graphed: Sequence[nn.Module]) -> Calla
         own = forwards[number]
         if not hidden.requires_grad:  # a recomputation would then give parameters no gradients
             return own(hidden_states=hidden, **constants)
-        return recompute.checkpointed(layers[number], lambda given: own(hidden_states=given, **constants), hidden)
+        return recompute.recompute_later(layers[number], lambda given: own(hidden_states=given, **constants), hidden)
 
     return partial(layers_run, layers, run)
 

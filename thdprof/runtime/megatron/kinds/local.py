@@ -104,7 +104,7 @@ class LocalGraphs(DispatchedModule):
                 self._renew_tables()
                 tensors = tuple(t if t.requires_grad else t.clone() for t in tensors)
                 self._recorded.append(taken)
-        args, kwargs = call.substitute(tensors, packed_seq_params.padded(call, taken))
+        args, kwargs = call.substitute(tensors, packed_seq_params.pad_call(call, taken))
         with self._timed(tensors if self._announced else (), replayed=True) as outputs:
             result = self.module(*args, **kwargs)
             outputs.append(result)

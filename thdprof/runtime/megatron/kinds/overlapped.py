@@ -147,7 +147,7 @@ class OverlappedLayerGraphs(LayerGraphs):
         """Inside the block, a call only decides: it returns the micro-batch's lease, or None where it runs eagerly."""
         return attributes(self, _deciding=True)
 
-    def replayed(self, number: int, lease: LayerLease, own: Callable[[], Any], hidden: torch.Tensor) -> Any:
+    def replay_node(self, number: int, lease: LayerLease, own: Callable[[], Any], hidden: torch.Tensor) -> Any:
         """What the first node of the captured layer `number` returns, from its graph; `own` runs Megatron's node."""
         split = self._splits[number]
         split.gather()
@@ -189,7 +189,7 @@ class _LedMicroBatch:
                 self._lease = self._decide(node.chunk_state, hidden)
             if self._lease is None:
                 return own(node, hidden)
-            return self._run.replayed(number, self._lease, lambda: own(node, hidden), hidden)
+            return self._run.replay_node(number, self._lease, lambda: own(node, hidden), hidden)
 
         return submodule
 
