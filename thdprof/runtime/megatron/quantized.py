@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.options import Surroundings
 
 _FP8_ROUNDING = 0.125
@@ -122,20 +123,16 @@ class Updates:
     @contextmanager
     def holding_back(self, *, record: bool = False) -> Iterator[None]:
         """Make no updates inside the block; with `record`, note those that its captured pass would have made."""
-        own = vars(self._manager)[NAME]
         forward: list[bool] = []
         backward: list[bool] = []
 
-        def noted(forward_tensors: bool = True, **named: bool) -> None:
+        def note(forward_tensors: bool = True, **named: bool) -> None:
             if record and self._is_capturing():
                 in_backward = torch._C._current_graph_task_id() >= 0
                 (backward if in_backward else forward).append(named.get("forward", forward_tensors))
 
-        setattr(self._manager, NAME, staticmethod(noted))
-        try:
+        with replaced(self._manager, NAME, staticmethod(note)):
             yield
-        finally:
-            setattr(self._manager, NAME, own)
         if record:
             self._forward, self._backward = forward, backward
 
@@ -253,9 +250,7 @@ class FirstMicrobatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._marked: dict[Any, None] = {
-            part: None for part in module.modules() if hasattr(part, "is_first_microbatch")
-        }
+        self._marked: list[Any] = [part for part in module.modules() if hasattr(part, "is_first_microbatch")]
         self.in_graphs: set[nn.Module] = set()
         """The modules inside `module` that have run in `noting_modules`, those without a mark among them."""
         self._inside = frozenset(module.modules())
