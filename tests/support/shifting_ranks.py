@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer import multi_token_prediction
 from torch import distributed
 
-from thdprof.runtime.megatron import token_shift
+from thdprof.runtime.megatron import rotary
 
 
 def cases(world: int):
@@ -46,7 +46,7 @@ def main() -> None:
         ):
             found = []
             own = multi_token_prediction._roll_tensor_packed_seq
-            with token_shift.shifting_together():
+            with rotary.shifting_together():
                 assert multi_token_prediction._roll_tensor_packed_seq is not own
                 found.append(multi_token_prediction.roll_tensor(given, -1, -1, distributed.group.WORLD, params))
             assert multi_token_prediction._roll_tensor_packed_seq is own

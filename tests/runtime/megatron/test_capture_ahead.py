@@ -20,11 +20,10 @@ from thdprof.dispatch import Bucket  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
 from thdprof.runtime.megatron import packed_seq_params, rank_agreement  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of  # noqa: E402
+from thdprof.runtime.megatron.decoder.parts import takes_gradient  # noqa: E402
 from thdprof.runtime.megatron.opening import (  # noqa: E402
     MetadataForm,
     Openings,
-    capture_ahead,
-    takes_gradient,
     why_not_ahead,
 )
 
@@ -119,7 +118,7 @@ def test_the_call_before_training_is_the_one_that_gpt_model_makes(plan, form, pa
     decoder, run = attached(model)
     said: list[str] = []
     openings = Openings(plan, of_config, shards=1, form=form)
-    capture_ahead([decoder], [run], openings, [takes_gradient(model)], say=said.append)
+    openings.capture([(decoder, run, takes_gradient(model))], say=said.append)
     assert run.holds_graphs()
     (told,) = said
     assert told.startswith("captured 1 graph pairs in ")
@@ -136,7 +135,7 @@ def test_a_later_stage_gets_its_input_from_the_stage_before(plan):
     model = model_of(of_config, pre_process=False).train()
     decoder, run = attached(model, shards=2)
     openings = Openings(plan, of_config, shards=2, form=MetadataForm())
-    capture_ahead([decoder], [run], openings, [takes_gradient(model)], say=run.said.append)
+    openings.capture([(decoder, run, takes_gradient(model))], say=run.said.append)
     assert model.decoder.input_tensor is None  # as it was
     received = torch.zeros(TOKENS // 2, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     model.set_input_tensor(received)
@@ -150,7 +149,7 @@ def test_another_form_than_was_expected_is_told(plan):
     model = model_of(of_config).train()
     decoder, run = attached(model)
     openings = Openings(plan, of_config, shards=1, form=MetadataForm())
-    capture_ahead([decoder], [run], openings, [True], say=run.said.append)
+    openings.capture([(decoder, run, True)], say=run.said.append)
     tokens = torch.arange(TOKENS)[None]
     model(tokens, tokens, None, packed_seq_params=scripts_params())
     assert len(run.opened) == 2

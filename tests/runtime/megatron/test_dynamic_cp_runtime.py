@@ -26,7 +26,8 @@ from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
 from thdprof.runtime.graphs.slots import sample_boundaries  # noqa: E402
 from thdprof.runtime.megatron import refusals  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
-from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
+from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
+from thdprof.runtime.megatron.decoder.packed_seq_params import (  # noqa: E402
     ContextGroups,
     context_group,
     groups_of,
@@ -34,7 +35,6 @@ from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
     misplaced,
     places_of,
 )
-from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.kinds.chunk import SizedChunkGraphs  # noqa: E402
 from thdprof.runtime.megatron.kinds.layer_graphs import SizedLayerGraphs  # noqa: E402
 from thdprof.runtime.megatron.refusals import group_sizes  # noqa: E402
@@ -277,12 +277,12 @@ def test_megatrons_attention_still_takes_positions_from_the_models_group():
 def test_the_stand_in_for_one_rank_is_enough_for_megatrons_rotary_embedding():
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
-    from thdprof.runtime.megatron.decoder.context_parallel import OneRank
+    from thdprof.runtime.megatron.decoder.packed_seq_params import ONE_RANK
 
     rope = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
     t, freqs = torch.randn(8, 2, 4), torch.randn(8, 1, 1, 4)
     bounds = torch.tensor([0, 8], dtype=torch.int32)
-    found = apply_rotary_pos_emb(t, freqs, rope, cu_seqlens=bounds, cp_group=OneRank())
+    found = apply_rotary_pos_emb(t, freqs, rope, cu_seqlens=bounds, cp_group=ONE_RANK)
     wanted = apply_rotary_pos_emb(t, freqs, rope, cu_seqlens=bounds, cp_group=Group(1, 0))
     assert torch.equal(found, wanted)
 

@@ -23,7 +23,7 @@ from support.layer_graphs import HIDDEN, TOKENS, make_block
 
 from thdprof.runtime.megatron.core_offload import CoreOffloading
 from thdprof.runtime.megatron.kinds.expert_layers import WholeLayer
-from thdprof.runtime.megatron.layer_offload import Group, freed_bytes, staying
+from thdprof.runtime.megatron.layer_offload import Group, choose_staying, freed_bytes
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
 MIB = 2**20
@@ -387,7 +387,7 @@ def test_what_stays_is_what_megatron_core_would_keep(monkeypatch):
         groups = [Group(name, (rng.choice([0, 8]),)) for _ in range(rng.randint(1, 6)) for name in names]
         groups = [Group(g.name, tuple(n for n in g.copies if n)) for g in groups]
         fraction = rng.choice([0, 0.25, 0.3, 0.5, 0.75, 1])
-        stays = staying(groups, fraction)
+        stays = choose_staying(groups, fraction)
         seen = dict.fromkeys(names, 0)
         found = []
         for group in groups:
@@ -405,6 +405,6 @@ def test_what_graphs_of_layers_reserve_less():
     layers = [layer] * 10
     groups = [group for layer in layers for group in layer]
     # kept: all, and 4 gradients. moved: one layer's, the last's, which stay; 4 gradients; and a group coming back
-    assert freed_bytes(layers, staying(groups, 1.0)) == ((50 + 4) - (5 + 4 + 4)) * 16 * MIB
-    assert freed_bytes(layers, staying(groups, 0.0)) == 0
+    assert freed_bytes(layers, choose_staying(groups, 1.0)) == ((50 + 4) - (5 + 4 + 4)) * 16 * MIB
+    assert freed_bytes(layers, choose_staying(groups, 0.0)) == 0
     assert freed_bytes([[], []], frozenset()) == 0

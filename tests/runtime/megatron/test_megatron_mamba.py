@@ -37,13 +37,11 @@ from thdprof.runtime import Bucket, FallbackReason, pack
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.slots import Metadata
-from thdprof.runtime.megatron import prediction
+from thdprof.runtime.megatron.decoder import decoder as prediction
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
-from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.decoder import Decoder, PredictionLayer
 from thdprof.runtime.megatron.install import PaddedEager
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.models import facts_of
-from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.refusals import Facts, SettingsError, refuse_mamba
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
@@ -204,7 +202,7 @@ def test_eager_padded_and_static_metadata_have_the_same_documents(policy, padded
     metadata.stage(bounds, bucket)
     made = [
         to_device(read, bounds, TOKENS * cp, CPU),
-        packed_seq_params.padded(call, bucket),
+        packed_seq_params.pad_call(call, bucket),
         metadata.packed(bucket),
     ]
     inner, end = (4, 10) if padded else (3, 8)
@@ -230,7 +228,7 @@ def test_documents_of_tokens_can_come_from_the_device_alone():
     metadata.stage(bounds, bucket)
     for packed in (
         to_device(read, bounds, TOKENS, CPU),
-        packed_seq_params.padded(call, bucket),
+        packed_seq_params.pad_call(call, bucket),
         metadata.packed(bucket),
     ):
         assert packed_seq_params.write(packed, given).seq_idx.tolist() == idx.tolist()
@@ -279,7 +277,7 @@ def test_local_graphs_keep_the_documents_that_they_are_given():
     call = SimpleNamespace(
         packed=read, boundaries=boundaries_of(read, TOKENS, "none"), tensors=(torch.zeros(TOKENS, 1, HIDDEN),)
     )
-    written = packed_seq_params.write(packed_seq_params.padded(call, BUCKETS[0]), params_of(SMALL))
+    written = packed_seq_params.write(packed_seq_params.pad_call(call, BUCKETS[0]), params_of(SMALL))
     taken = []
 
     def keep(value):
@@ -481,7 +479,7 @@ def test_mamba_layers_of_multi_token_prediction_are_found():
     model.decoder = make_stack("*")
     assert not parts.has_mamba(model)
     model.mtp = make_stack("*M")
-    assert facts_of([model], [model]).has_mamba
+    assert parts.facts_of([model], [model]).has_mamba
 
 
 def test_mamba_layers_of_multi_token_prediction_that_cannot_be_replayed_are_refused():

@@ -34,7 +34,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from thdprof.offload.plan import Choice
 from thdprof.runtime import Bucket, calibrate, pack
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import measure_decoder, models, refusals, versions
+from thdprof.runtime.megatron import measure_decoder, refusals, versions
+from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder_costs import PackedDecoder
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 
@@ -285,7 +286,7 @@ def measured(monkeypatch):
     model, seen = Chunk(make_latent()), []
     model.decoder.config.cuda_graph_impl = "none"
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(models, "has_graph_safe_rng", lambda: True)
+    monkeypatch.setattr(parts, "has_graph_safe_rng", lambda: True)
 
     def measure(module, make_input, grid, **options):
         tables = [vars(layer.self_attention.rotary_pos_emb)["get_cached_cos_sin"] for layer in module.block.layers]

@@ -46,10 +46,10 @@ from torch import nn
 
 from thdprof.offload.plan import Choice
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.megatron import packed_seq_params
+from thdprof.runtime.megatron import layer_offload, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.layer_capture import LayerPass
-from thdprof.runtime.megatron.layer_offload import LayerOffload, SavedTensors
+from thdprof.runtime.megatron.layer_offload import SavedTensors
 from thdprof.runtime.megatron.refusals import SettingsError, refused_by_transformer_engine
 from thdprof.runtime.offload import EagerPass, HostBuffers, PassOffload
 from thdprof.runtime.options import Surroundings
@@ -190,9 +190,7 @@ def test_eager_micro_batches_of_a_decoder_move_what_its_graphs_do():
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 def test_activations_on_the_host_change_no_number(monkeypatch, fraction):
     mover = LateMover()
-    monkeypatch.setattr(
-        LayerOffload, "on_cuda", lambda choice, layers, streams: LayerOffload(choice, layers, lambda: mover)
-    )
+    monkeypatch.setattr(layer_offload, "CudaMover", lambda *_: mover)
     plain, graphed, kept = make_block(), make_block(), make_block()
     run = graphs_of(graphed, offload=SavedTensors(Choice(fraction=fraction, min_bytes=64)))
     graphs_of(kept)

@@ -102,7 +102,7 @@ class Run:
 
         return nullcontext()
 
-    def replayed(self, number, lease, own, hidden):
+    def replay_node(self, number, lease, own, hidden):
         self.replays.append((lease, number))
         return hidden * 10
 

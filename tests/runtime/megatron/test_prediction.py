@@ -31,17 +31,16 @@ from thdprof.runtime.megatron import (
     Installation,
     decoder_surroundings,
     install,
-    prediction,
     refusals,
-    token_shift,
+    rotary,
     versions,
 )
-from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder import decoder as prediction
+from thdprof.runtime.megatron.decoder.decoder import Decoder, PredictionLayer
 from thdprof.runtime.megatron.install import PaddedEager, runner_of
 from thdprof.runtime.megatron.kinds import chunk
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead
-from thdprof.runtime.megatron.prediction import PredictionLayer
+from thdprof.runtime.megatron.opening import MetadataForm, Openings
 from thdprof.runtime.megatron.quantized import find_quantization
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "_engine_can_be_imported")
@@ -161,7 +160,7 @@ def test_the_call_before_training_is_the_one_that_the_model_makes():
     model = model_of(predictions=1, **PADDED)
     (run,) = attached(model, as_chunk)
     openings = Openings(of_plan(), model.config, shards=1, form=MetadataForm())
-    capture_ahead([run.module], [run], openings, [True], say=lambda line: None)
+    openings.capture([(run.module, run, True)], say=lambda line: None)
     assert run.stats().captures == 4
     for args, kwargs in micro_batches():
         model(*args, **kwargs).sum().backward()
@@ -213,9 +212,8 @@ def test_the_embedding_takes_a_gradient_in_the_first_call_as_in_training(detache
     (one,) = prediction.find_replayed_predictions(model, model.config, impl="chunk")
     run = as_chunk(one)
     one.attach(run, cp_size=1, shards=1, tail="none")
-    capture_ahead(
-        [one], [run], Openings(of_plan(), model.config, shards=1, form=MetadataForm()), [True], say=lambda line: None
-    )
+    openings = Openings(of_plan(), model.config, shards=1, form=MetadataForm())
+    openings.capture([(one, run, True)], say=lambda line: None)
     for args, kwargs in micro_batches():
         model(*args, **kwargs).sum().backward()
     assert run.stats().captures == 4
@@ -271,7 +269,7 @@ def test_an_installation_that_fails_half_way_leaves_nothing_changed(monkeypatch)
     monkeypatch.setattr(versions, "check", lambda: None)
     monkeypatch.setattr(refusals, "check", lambda *_: None)
     model, limit = model_of(predictions=1, **PADDED), dynamo.recompile_limit
-    monkeypatch.setattr(token_shift, "shifting_together", lambda: 1 / 0)
+    monkeypatch.setattr(rotary, "shifting_together", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError) as held:  # whose frames keep alive what was not taken back
         install(model, of_plan(), model.config, replay=False)
     assert held

@@ -17,7 +17,6 @@ from support import quantized_layers, recorded_graphs  # noqa: E402
 from support.quantized_layers import Decoder, Manager  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.megatron.decoder_surroundings import with_quantization  # noqa: E402
 from thdprof.runtime.megatron.quantized import (  # noqa: E402
     Quantization,
     QuantizedParameters,
@@ -62,7 +61,7 @@ class Trained:
         self.run = self.decoder
         if graphs:
             self.quantization = Quantization(self.decoder, Manager, is_capturing=capturing)
-            around = with_quantization(Surroundings(), self.quantization)
+            around = self.quantization.surround(Surroundings())
             options["cuts"] = [self.decoder.layers[1]] if in_pieces else []
             self.run = GraphedModule(
                 self.decoder, [SMALL, LARGE], sample_every=0, num_slots=num_slots, surroundings=around, **options
@@ -156,7 +155,7 @@ def test_an_evaluation_between_steps_changes_nothing():
 
 
 def test_replays_without_the_updates_train_otherwise(monkeypatch):
-    monkeypatch.setattr(Quantization, "after_forward", lambda self: None)
+    monkeypatch.setattr(Updates, "after_forward", lambda self: None)
     with pytest.raises(AssertionError, match="the first is"):
         assert_alike(lambda run: [run.step(documents) for documents in MIXES["replays alone"]])
 
@@ -172,15 +171,15 @@ def test_weights_are_quantized_once_a_step():
     run.step([2, 3, 2])
     skip = run.quantization._skip
     seen = []
-    own = Quantization.after_forward
+    own = Updates.after_forward
 
     def after_forward(self):
         seen.append(skip.item())
         own(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Quantization, "after_forward", after_forward)
-        around = with_quantization(Surroundings(), run.quantization)
+        patched.setattr(Updates, "after_forward", after_forward)
+        around = run.quantization.surround(Surroundings())
         run.run._options = replace(run.run._options, surroundings=around)
         run.step([2, 3, 2])
     assert seen == [0.0, 1.0, 1.0]
@@ -284,7 +283,7 @@ def test_layers_in_pieces_update_once():
     torch.manual_seed(0)
     decoder = Decoder(SIZE, capturing=capturing)
     quantization = Quantization(decoder, Manager, is_capturing=capturing)
-    around = with_quantization(Surroundings(), quantization)
+    around = quantization.surround(Surroundings())
     run = GraphedModule(decoder, [SMALL], sample_every=0, surroundings=around, cuts=[decoder.layers[1]])
     for _ in range(3):
         x = torch.randn(TOKENS, SIZE, requires_grad=True)
@@ -317,7 +316,7 @@ def test_a_replay_makes_the_updates_of_its_pass_as_often():
         y.sum().backward()
         Manager.reduce_and_update_fp8_tensors(forward=False)
 
-    with updates.held_back(record=True):
+    with updates.holding_back(record=True):
         captures[0] = False
         run()  # a warm-up counts for nothing
         captures[0] = True
@@ -327,7 +326,7 @@ def test_a_replay_makes_the_updates_of_its_pass_as_often():
     assert Manager.made == ["forward", "backward"]  # called outside of a backward, as in this test
     updates.after_backward()
     assert Manager.made == ["forward", "backward", "forward", "forward"]
-    with updates.held_back():
+    with updates.holding_back():
         run()
     assert len(Manager.made) == 4
     with torch.no_grad():
@@ -374,7 +373,7 @@ def test_parameters_in_fp8_are_complete_before_captures_and_replays():
     assert parameters.changed() == ""
     parameter._data = parameter._data.clone()
     assert "the data of a quantized parameter of shape (2, 2) moved in memory" in parameters.changed()
-    parameters.forget()
+    parameters.kept.clear()
     assert parameters.changed() == ""
 
 

@@ -18,7 +18,6 @@ from support.quantized_parameters import FourBitTensor, QuantizedLinear, Quantiz
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron.decoder.parts import find_fused_parts
-from thdprof.runtime.megatron.decoder_surroundings import with_quantization
 from thdprof.runtime.megatron.quantized import Quantization
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.options import Surroundings
@@ -68,7 +67,7 @@ def products(block):
 def quantized_graphs(block, **options):
     Manager.reset()
     quantization = Quantization(block, Manager, of_layer=lambda layer: nullcontext(), is_capturing=lambda: False)
-    return graphs_of(block, surroundings=with_quantization(Surroundings(), quantization), **options)
+    return graphs_of(block, surroundings=quantization.surround(Surroundings()), **options)
 
 
 def steps(block, *, gathers, after=lambda: None, count=3):

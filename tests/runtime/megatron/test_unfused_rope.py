@@ -72,7 +72,7 @@ def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, int
         if by_longest and rotary.reads_max_seqlen():
             kwargs["max_seqlen"] = longest
         expected = rope_utils._apply_rotary_pos_emb_thd(given_there, own, table, **kwargs)
-        found = rotary.rotated(here, padded, table, **kwargs)
+        found = rotary.rotate_packed(here, padded, table, **kwargs)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
         out = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -84,11 +84,11 @@ def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, int
 def test_a_longest_document_tells_what_a_table_is_of():
     """megatron-core 0.20 gives it, and takes a table with more rows for one of the micro-batch's tokens."""
     bounds, tokens, table = torch.tensor([0, 5, 8]), torch.randn(8, HEADS, CHANNELS), rope(12)
-    whole = rotary.rotated(tokens, bounds, table[:8], cp_group=group(1, 0))
-    by_document = rotary.rotated(tokens, bounds, table, cp_group=group(1, 0))
+    whole = rotary.rotate_packed(tokens, bounds, table[:8], cp_group=group(1, 0))
+    by_document = rotary.rotate_packed(tokens, bounds, table, cp_group=group(1, 0))
     assert not torch.equal(whole, by_document)
     for rows, max_seqlen, expected in [(12, 5, whole), (12, 8, whole), (8, 8, by_document), (5, 5, by_document)]:
-        found = rotary.rotated(tokens, bounds, table[:rows], cp_group=group(1, 0), max_seqlen=max_seqlen)
+        found = rotary.rotate_packed(tokens, bounds, table[:rows], cp_group=group(1, 0), max_seqlen=max_seqlen)
         assert torch.equal(found, expected), (rows, max_seqlen)
 
 
@@ -118,7 +118,7 @@ class Engine(FakeEngine):
     """Makes graphs, and sees what rotates tokens meanwhile."""
 
     def __call__(self, *args, **kwargs):
-        assert rope_utils._apply_rotary_pos_emb_thd is rotary.rotated
+        assert rope_utils._apply_rotary_pos_emb_thd is rotary.rotate_packed
         return super().__call__(*args, **kwargs)
 
 
@@ -126,7 +126,7 @@ def test_no_boundaries_are_read_while_a_chunk_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     own = rope_utils._apply_rotary_pos_emb_thd
     with decoder_surroundings.surround_decoder(torch.nn.Linear(2, 2)).while_capturing():
-        assert rope_utils._apply_rotary_pos_emb_thd is rotary.rotated
+        assert rope_utils._apply_rotary_pos_emb_thd is rotary.rotate_packed
     assert rope_utils._apply_rotary_pos_emb_thd is own
 
 

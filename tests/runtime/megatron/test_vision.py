@@ -30,7 +30,7 @@ from support.layer_graphs import (
 from torch import nn
 
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.megatron import decoder_surroundings, models, packed_seq_params
+from thdprof.runtime.megatron import decoder_surroundings, packed_seq_params
 from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder, DeepStack, is_between_layers, restore_arguments
 from thdprof.runtime.megatron.kinds import chunk
@@ -196,11 +196,12 @@ def test_the_language_model_is_found_and_known_by_its_class():
     whole.pre_process, whole.vision_transformer_config = True, SimpleNamespace()  # as Qwen3.5-VL's
     assert parts.num_features(whole) == 0
     assert parts.num_features(known) == 0
-    assert not parts.feeds_gradient(whole)
+    whole.decoder, known.embedding = decoder, nn.Linear(2, 2).requires_grad_(False)
+    assert not parts.takes_gradient(whole)
     whole.vision_model = nn.Linear(2, 2)
-    assert parts.feeds_gradient(whole)
+    assert parts.takes_gradient(whole)
     whole.vision_model.requires_grad_(False)
-    assert not parts.feeds_gradient(whole)
+    assert not parts.takes_gradient(whole)
 
 
 def test_install_looks_for_the_decoder_in_the_language_model():
@@ -215,11 +216,11 @@ def test_install_looks_for_the_decoder_in_the_language_model():
         chunk_of_it.module = inner
         return chunk_of_it
 
-    assert models.unwrapped(wrapped(known)) is known
-    assert models.unwrapped(plain) is plain
-    assert models.model_kind([wrapped(known)]) == "vision-language"
-    assert models.model_kind([wrapped(known), wrapped(other)]) == "other vision-language"
-    assert models.model_kind([plain]) is None
+    assert parts.unwrap_model(wrapped(known)) is known
+    assert parts.unwrap_model(plain) is plain
+    assert parts.model_kind([wrapped(known)]) == "vision-language"
+    assert parts.model_kind([wrapped(known), wrapped(other)]) == "other vision-language"
+    assert parts.model_kind([plain]) is None
 
 
 def test_a_sample_of_rotary_embeddings_has_the_form_of_a_micro_batchs():

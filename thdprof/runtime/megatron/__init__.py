@@ -13,8 +13,13 @@ except ModuleNotFoundError as error:  # pragma: no cover - tested in an environm
         f"thdprof.runtime.megatron needs megatron-core and Transformer Engine: {install_line('megatron,te')}"
     ) from error
 
-from thdprof.runtime.megatron.decoder.context_parallel import Layout, context_group, lay_out, misplaced
-from thdprof.runtime.megatron.decoder.packed_seq_params import packed_seq_params
+from thdprof.runtime.megatron.decoder.packed_seq_params import (
+    Layout,
+    context_group,
+    lay_out,
+    misplaced,
+    packed_seq_params,
+)
 from thdprof.runtime.megatron.decoder_costs import measure_decoder
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.refusals import SettingsError

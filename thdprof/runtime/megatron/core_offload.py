@@ -8,6 +8,7 @@ micro-batch. While a pass runs, its manager stands in the place of the process's
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import weakref
 from collections import Counter
@@ -35,10 +36,12 @@ from thdprof.runtime.megatron.layer_offload import (
     AtLayerInput,
     Group,
     LayerMoves,
+    Moves,
     Offloading,
     Stays,
+    choose_staying,
     freed_bytes,
-    staying,
+    number_groups,
 )
 from thdprof.runtime.megatron.replacing import replaced
 
@@ -51,19 +54,9 @@ _MARKS = ("_TE_do_not_offload", "_do_not_offload")
 @dataclass(slots=True)
 class _Moved:
     name: str
-    """The group's name."""
-    copies: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
-    """Shape and dtype of each tensor that was copied."""
+    copies: Copies = field(default_factory=list)
     storages: dict[StorageWeakRef, int] = field(default_factory=dict)
-    """The storages from which the tensors were copied, and their bytes; each storage is counted for its first group
-    only.
-    """
-
-
-def _copied(state: Any) -> torch.Tensor:
-    """The host's copy in what `ChunkOffloadHandler.offload` returns; that of a view may be of all memory behind it."""
-    copy: torch.Tensor = state[1]
-    return copy
+    """The storages from which tensors were copied, and their bytes; each is counted for its first group only."""
 
 
 def _is_empty(reference: StorageWeakRef) -> bool:
@@ -76,9 +69,7 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
     """The handler of one pass over the decoder. It finds the pass's groups of tensors while the pass runs."""
 
     def __init__(self, min_size: int, pool: OffloadTensorPool, stays: Stays) -> None:
-        """A pass that has not begun: `pool` is host memory for groups of known sizes, and tensors of fewer elements
-        than `min_size` stay on the device.
-        """
+        """A pass that has not begun: `pool` is host memory; tensors of fewer elements than `min_size` stay."""
         super().__init__(min_size, pool)
         self._stays = stays
         self._begun: Counter[str] = Counter()
@@ -90,7 +81,7 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
         """Copy a tensor to the host."""
         state = super().offload(src_tensor, pin_memory, use_cpu_pool)
         if not use_cpu_pool:
-            self.unpooled_bytes += _copied(state).nbytes
+            self.unpooled_bytes += state[1].nbytes  # the host's copy; that of a view may be of all memory behind it
         return state
 
     def on_group_start_forward(self, name: str) -> None:
@@ -100,9 +91,7 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
         self._begun[name] += 1
 
     def tensor_push(self, tensor: torch.Tensor) -> Any:
-        """Keep a saved tensor, detached: a tensor with its `grad_fn` would keep the pass alive, so that outputs dropped
-        without a backward would never be freed.
-        """
+        """Keep a saved tensor, detached: its `grad_fn` would keep the pass alive where outputs are dropped."""
         held = tensor
         if tensor.grad_fn is not None:
             held = tensor.detach()
@@ -121,9 +110,7 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
         super().bulk_offload(name, forced_released_tensors)
 
     def bulk_reload(self) -> None:
-        """Begin to copy back the group whose backward is next, if it was moved. No other group is copied: it would only
-        wait.
-        """
+        """Begin to copy back the group whose backward is next, if it was moved; another group would only wait."""
         if self._ended and self._ended[-1] in self._groups_to_reload[-1:]:
             self.bulk_reload_group()
 
@@ -160,9 +147,7 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
 
 
 class RehearsalHandler(PassHandler):
-    """The handler of a rehearsal: it moves every group, and records what each group copies and which memory that
-    frees.
-    """
+    """Moves every group of a rehearsal, and records what each group copies and which memory that frees."""
 
     def __init__(self, min_size: int, pool: OffloadTensorPool) -> None:
         super().__init__(min_size, pool, frozenset())
@@ -172,7 +157,7 @@ class RehearsalHandler(PassHandler):
     def offload(self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> Any:
         """Copy a tensor to the host, and record the copy."""
         state = super().offload(src_tensor, pin_memory, use_cpu_pool)
-        self._moved[-1].copies.append((_copied(state).shape, _copied(state).dtype))
+        self._moved[-1].copies.append((state[1].shape, state[1].dtype))
         return state
 
     def bulk_offload_group(self, group_to_offload: OffloadTensorGroup) -> None:
@@ -193,17 +178,12 @@ class RehearsalHandler(PassHandler):
         the storages that are free by now, and shape and dtype of the tensors it copied.
         """
         taken, self._moved = self._moved, []
-        return [
-            (
-                Group(
-                    m.name,
-                    tuple(shape.numel() * dtype.itemsize for shape, dtype in m.copies),
-                    tuple(n for ref, n in m.storages.items() if _is_empty(ref)),
-                ),
-                m.copies,
-            )
-            for m in taken
-        ]
+        moved = []
+        for one in taken:
+            copied = tuple(shape.numel() * dtype.itemsize for shape, dtype in one.copies)
+            freed = tuple(nbytes for storage, nbytes in one.storages.items() if _is_empty(storage))
+            moved.append((Group(one.name, copied, freed), one.copies))
+        return moved
 
 
 class PassManager(PipelineOffloadManager):  # type: ignore[misc]
@@ -223,9 +203,7 @@ class PassManager(PipelineOffloadManager):  # type: ignore[misc]
         self._handler = weakref.ref(handler)
 
     def end(self) -> None:
-        """The forward has ended: begin the copies that were delayed. Tensors that are saved from now on stay on the
-        device.
-        """
+        """Begin the copies that were delayed. Tensors that are saved from now on stay on the device."""
         self.flush_delayed_groups()
         if self._cur_forward_chunk is not None:
             self._most_unpooled = max(self._most_unpooled, self._cur_forward_chunk.unpooled_bytes)
@@ -264,7 +242,7 @@ class CoreOffloading(Offloading):
       every eager micro-batch have a manager of their own, which stands in the other's place while they run.
     - In a capture, a backward does not wait for the tensors that it reloads in the same graph. Here it waits.
     - Which groups stay on the device is decided once, in a step at whose end all ranks communicate. Here it is decided
-      by the same rule (`staying`) when a slot's layers are rehearsed.
+      by the same rule (`choose_staying`) when a slot's layers are rehearsed.
 
     Host memory of captures belongs to the slot. Host memory of an eager micro-batch belongs to the micro-batch until
     its backward is over. Host memory of experts is torch's, as in megatron-core, because its sizes are not known
@@ -293,19 +271,16 @@ class CoreOffloading(Offloading):
 
     def manager(self) -> PassManager:
         """A new manager; all managers copy on the same two streams."""
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+        self._streams = self._streams or (torch.cuda.Stream(), torch.cuda.Stream())
         return PassManager(self._streams)
 
     def slot(self, layers: Sequence[nn.Module], device: torch.device) -> CoreLayerOffload:
-        """The moves of the layers of one slot."""
+        """The moves of the layers of a new slot."""
         return CoreLayerOffload(self, layers)
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """A context around the forward of an eager micro-batch, or around the parts of a replayed one that run
-        eagerly.
-        """
+        """A context around the forward of an eager micro-batch, or the parts of a replayed one that run eagerly."""
         if not torch.is_grad_enabled():
             self._idle = self._idle or self.manager()
             with in_charge(self._idle):
@@ -335,9 +310,7 @@ class CoreOffloading(Offloading):
         return sum(manager.pinned_bytes() for manager in self._all)
 
     def close(self) -> None:
-        """Leave offloading to megatron-core's own manager. It begins anew, because it has seen none of the passes that
-        ran here.
-        """
+        """Leave offloading to megatron-core's own manager, which begins anew: it has seen none of the passes."""
         PipelineOffloadManager.reset_instance()
 
 
@@ -353,12 +326,12 @@ class CoreLayerOffload(LayerMoves):
         self._groups: list[list[Group]] = [[] for _ in layers]
         """The groups of each layer, as its rehearsal showed them."""
         self._copies: list[list[Copies]] = [[] for _ in layers]
-        """Shape and dtype of every tensor that each of those groups copies."""
-        self._freed_bytes = 0
+        """What each of those groups copies."""
+        self.freed_bytes = 0
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """A context around a bucket's rehearsal, warm-up and captures."""
+        """As `LayerMoves.capturing`."""
         with in_charge(self._manager), ExitStack() as self._until_captured:
             try:
                 yield
@@ -367,13 +340,10 @@ class CoreLayerOffload(LayerMoves):
                 self._handler, self._moving = None, False
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
-        """Run layer `number` eagerly to see which groups it moves; returns the layer's output."""
+        """As `LayerMoves.rehearse`, to see which groups the layer moves."""
         if number == 0:
             self._begin(RehearsalHandler(self._offloading.min_size, OffloadTensorPool(device="cpu", pin_memory=False)))
-        layer_input = (
-            hidden if hidden.requires_grad else hidden.detach().requires_grad_()
-        )  # its capture takes a gradient, too
-        output = run(layer_input)
+        output = run(hidden)
         gc.collect()  # free storages that only reference cycles keep alive
         assert isinstance(self._handler, RehearsalHandler)  # layer 0 has begun it
         moved = self._handler.take_moved()
@@ -381,26 +351,22 @@ class CoreLayerOffload(LayerMoves):
         return output
 
     def settle(self) -> None:
-        """Decide which groups stay on the device, after all layers were rehearsed, and pin the memory for the
-        others.
-        """
+        """As `LayerMoves.settle`."""
         all_groups = []
         for layer, groups in zip(self._layers, self._groups, strict=True):
             all_groups += groups
             if getattr(layer, "is_moe_layer", False):
                 all_groups += [Group(name, None) for name in self._offloading.experts]
-        stays = self._offloading.stays = staying(all_groups, self._offloading.fraction)
-        self._freed_bytes = max(self._freed_bytes, freed_bytes(self._groups, stays))
+        stays = self._offloading.stays = choose_staying(all_groups, self._offloading.fraction)
+        self.freed_bytes = max(self.freed_bytes, freed_bytes(self._groups, stays))
         self._report(all_groups, stays)
         self._manager.end()  # the warm-up that follows moves nothing
         pool = self._manager.cpu_tensor_pool
         pool.reset()
-        seen: Counter[str] = Counter()
-        for layer_groups, layer_copies in zip(self._groups, self._copies, strict=True):
-            for group, copies in zip(layer_groups, layer_copies, strict=True):
-                for shape, dtype in copies if (group.name, seen[group.name]) not in stays else ():
-                    pool.allocate(shape, dtype=dtype)  # a capture cannot allocate pinned memory
-                seen[group.name] += 1
+        numbered = number_groups([group for groups in self._groups for group in groups])
+        for (_, place), copies in zip(numbered, itertools.chain(*self._copies), strict=True):
+            for shape, dtype in copies if place not in stays else ():
+                pool.allocate(shape, dtype=dtype)  # a capture cannot allocate pinned memory
 
     def _report(self, groups: Sequence[Group], stays: Stays) -> None:
         """Log which groups are moved, and warn of names that no moved group has."""
@@ -423,11 +389,8 @@ class CoreLayerOffload(LayerMoves):
         self._begin(PassHandler(self._offloading.min_size, pool, self._offloading.stays))
         self._moving = True
 
-    def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
-        """The function that runs layer `number` in a warm-up or a capture.
-
-        It takes the hidden states and a function that runs the layer on them.
-        """
+    def layer(self, number: int) -> Moves:
+        """As `LayerMoves.layer`."""
 
         def run(hidden: torch.Tensor, layer: Callable[[torch.Tensor], Any]) -> Any:
             handler = self._handler
@@ -439,12 +402,8 @@ class CoreLayerOffload(LayerMoves):
 
         return run
 
-    def freed_bytes(self) -> int:
-        """Bytes by which offloading should reduce the slot's graph memory."""
-        return self._freed_bytes
-
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory."""
+        """As `LayerMoves.host_bytes`."""
         return self._manager.pinned_bytes()
 
     def _begin(self, handler: PassHandler) -> None:

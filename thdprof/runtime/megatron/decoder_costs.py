@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from thdprof.dispatch import Bucket
 from thdprof.runtime import calibrate
 from thdprof.runtime.megatron import decoder_surroundings, refusals, versions
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
-from thdprof.runtime.megatron.decoder.decoder import input_given, rope_of
+from thdprof.runtime.megatron.decoder.decoder import Rope, input_given, rope_of
 from thdprof.runtime.megatron.kinds import chunk
-from thdprof.runtime.megatron.models import facts_of, unwrapped
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.rotary import keep_tables
 from thdprof.runtime.padding import PackedSequence
@@ -28,31 +28,20 @@ class PackedDecoder(nn.Module):
         """The decoder of `model`; `shards` is the number of ranks that share a micro-batch's tokens out among them."""
         super().__init__()
         self.block = model.decoder
-        self._rope = rope_of(model) or parts.rotary_sample_of(model)
+        rope: Rope | None = rope_of(model) or parts.rotary_sample_of(model)
+        self._table = None if rope is None else cache(rope)  # kept: graphs read tables at their address
         self._shards = shards
-        self._tables: dict[int, torch.Tensor] = {}  # kept: graphs read them at their address
 
     def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
-        """Hidden states after the decoder's layers: shape [tokens of this rank, hidden size], dtype and device of
-        `x`.
-        """
+        """Hidden states after the decoder's layers, of dtype and device of `x`: [tokens of this rank, hidden size]."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        rope = {}
-        if self._rope is not None:
-            length = x.shape[0] * self._shards
-            if length not in self._tables:
-                self._tables[length] = self._rope(length)
-            rope["rotary_pos_emb"] = self._tables[length]
+        rope = {} if self._table is None else {"rotary_pos_emb": self._table(x.shape[0] * self._shards)}
         hidden = x[:, None]
         with input_given(self.block, hidden):
+            params = packed_seq_params.write(packed, PackedSeqParams(qkv_format="thd", pad_between_seqs=False))
             hidden_states: torch.Tensor = self.block(
-                hidden_states=hidden,
-                attention_mask=None,
-                packed_seq_params=packed_seq_params.write(
-                    packed, PackedSeqParams(qkv_format="thd", pad_between_seqs=False)
-                ),
-                **rope,
+                hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope
             )
         return hidden_states[:, 0]
 
@@ -88,13 +77,13 @@ def measure_decoder(
     from megatron.core import parallel_state
 
     versions.check()
-    model = unwrapped(model_chunk)
+    model = parts.unwrap_model(model_chunk)
     if "forward" in vars(model.decoder):
         raise SettingsError(
             f"the forward of {type(model.decoder).__name__} is replaced: close the installation that is there, or undo "
             "what replaced it"
         )
-    refusals.check_decoder(config, facts_of([model_chunk], [model]))
+    refusals.check_decoder(config, parts.facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     cp_size = config.context_parallel_size
     communicates = decoder_surroundings.communicates(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
 from thdprof.runtime.megatron import recompute, rotary
-from thdprof.runtime.megatron.quantized import Quantization, find_quantization
+from thdprof.runtime.megatron.quantized import find_quantization
 from thdprof.runtime.megatron.replacing import Shared, replaced
 from thdprof.runtime.options import Surroundings
 
@@ -21,10 +20,6 @@ _COUNTS = frozenset(("local_tokens_per_expert",))
 """Buffers in which a router counts tokens for its experts' bias. Eager training rounds their sums in another way after
 its first evaluation than before (`expert_layers.ExpertCounts`). A whole-layer graph keeps the rounding of its capture,
 but its experts are padded to capacity and all have equal counts, so that the bias stays where it is."""
-
-
-_FP8_ROUNDING = 0.125
-"""Distance from 1 to the next number in E4M3; numbers in FP4 lie further apart, and those in E5M2."""
 
 
 def generators() -> tuple[torch.Generator, ...]:
@@ -62,16 +57,10 @@ def surround_decoder(
     repeats = recompute.repeats_of(config)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
-    def on_backward() -> None:
-        ready.record()
-        for parameter in parameters:
-            parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
-
-    def on_piece(complete: Sequence[nn.Parameter]) -> None:
-        of_piece = torch.cuda.Event()  # an event of its own: a reduction must not wait for the pieces after it
-        of_piece.record()
+    def record(event: torch.cuda.Event, complete: Sequence[nn.Parameter]) -> None:
+        event.record()
         for parameter in complete:
-            parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
+            parameter._cudagraph_wgrad_ready_event = event  # type: ignore[attr-defined]
 
     @contextmanager
     def while_capturing() -> Iterator[None]:
@@ -82,37 +71,25 @@ def surround_decoder(
         extra_state=expert_metrics,
         uncompared=_COUNTS,
         while_capturing=while_capturing,
-        on_backward=on_backward,
-        on_piece=on_piece,
+        on_backward=lambda: record(ready, parameters),
+        # an event of its own: a reduction must not wait for the pieces after it
+        on_piece=lambda complete: record(torch.cuda.Event(), complete),
         communicates=communicates,
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),
         repeats=repeats,
         runs_hook=lambda hook: find_home(hook) == _DDP,
     )
-    return around if quantized is None else with_quantization(around, quantized)
+    return around if quantized is None else quantized.surround(around)
 
 
-def with_quantization(around: Surroundings, quantized: Quantization) -> Surroundings:
-    """The surroundings `around` of a decoder whose matrix products are `quantized`."""
-
-    def extra_state() -> Sequence[torch.Tensor]:
-        return [*around.extra_state(), *quantized.state()]
-
-    return replace(
-        around,
-        extra_state=extra_state,
-        rounding=_FP8_ROUNDING,
-        quantizing=quantized.while_capturing,
-        inside_graph=quantized.inside_graph,
-        before_forward=quantized.before_forward,
-        after_forward=quantized.after_forward,
-        after_backward=quantized.after_backward,
-        backward_state=quantized.backward_state,
-        repeating=quantized.repeating,
-        changed=quantized.changed,
-        forget=quantized.forget,
-    )
+COMMUNICATING = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Fields of the configuration that say over how many ranks the passes of a decoder communicate."""
 
 
 def communicates(config: Any, *, data_parallel_size: int) -> bool:
@@ -123,13 +100,7 @@ def communicates(config: Any, *, data_parallel_size: int) -> bool:
     parallel ranks, which then count tokens together in every forward. Balancing by micro-batch or by sequence counts
     tokens over tensor and context parallel ranks alone.
     """
-    fields = (
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    )
-    sizes = [getattr(config, field, None) or 1 for field in fields]
+    sizes = [getattr(config, field, None) or 1 for field in COMMUNICATING]
     balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
     kinds = [balancing] if isinstance(balancing, str) else balancing
     if getattr(config, "num_moe_experts", None) and "global_aux_loss" in kinds:
@@ -143,11 +114,9 @@ def is_deterministic(config: Any) -> bool:
 
 
 def is_reducing(wrapper: Any) -> bool:
-    """Whether gradients may be reduced, over streams of their own, while the backward that runs now goes on; True for a
-    `wrapper` other than megatron-core's DistributedDataParallel.
-    """
+    """Whether gradients may be reduced, over streams of their own, while the backward that runs now goes on."""
     settings = getattr(wrapper, "ddp_config", None)
-    if settings is None:
+    if settings is None:  # another wrapper, which may do so at any time
         return True
     # a group of buckets reduces in the backward of a step's last micro-batch alone, with overlap_grad_reduce
     groups = [*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups] if settings.overlap_grad_reduce else []
@@ -195,22 +164,18 @@ def room_for_compiled_captures() -> AbstractContextManager[None]:
     return _ROOM.owned()
 
 
-@contextmanager
-def _twice_as_many_variants() -> Iterator[None]:
+def _twice_as_many_variants() -> AbstractContextManager[None]:
     from torch._dynamo import config
 
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # until torch 2.6
-    with replaced(config, name, 2 * getattr(config, name)):
-        yield
+    return replaced(config, name, 2 * getattr(config, name))
 
 
 _ROOM = Shared(_twice_as_many_variants)
 
 
 def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
-    """Names of submodules that have hooks which a replay would leave out; those of Megatron's DistributedDataParallel
-    do not count.
-    """
+    """Names of submodules with hooks that a replay would leave out, but for Megatron's DistributedDataParallel's."""
     return tuple(find_hooked_modules(block, known=(_DDP,)))
 
 

@@ -16,32 +16,34 @@ from torch import nn
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
+from thdprof.runtime.isolation.passes import Subject
 from thdprof.runtime.isolation.result import Isolation, Mode
-from thdprof.runtime.isolation.verify import Settings
+from thdprof.runtime.isolation.verify import Settings, verify
 from thdprof.runtime.megatron import (
     decoder_surroundings,
-    isolation,
     layer_offload,
-    prediction,
     rank_agreement,
     recompute,
     refusals,
     rotary,
-    token_shift,
     versions,
 )
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
-from thdprof.runtime.megatron.decoder.context_parallel import groups_of
-from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.decoder import (
+    Decoder,
+    PredictionLayer,
+    decoder_of,
+    find_replayed_predictions,
+    passes_a_microbatch,
+    prediction_layers,
+)
 from thdprof.runtime.megatron.kinds import chunk, layer_graphs, local
 from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
-from thdprof.runtime.megatron.layer_offload import Offloading, SavedTensors
-from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped, whole
-from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
-from thdprof.runtime.megatron.prediction import PredictionLayer
+from thdprof.runtime.megatron.opening import MetadataForm, Openings
 from thdprof.runtime.megatron.rank_agreement import DEFAULT_TIMEOUT, Decisions, peers_of
 from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings, warn_of_unread_fields
+from thdprof.runtime.padding import PackedSequence
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -49,39 +51,154 @@ if TYPE_CHECKING:
 
     from thdprof.plan import Plan
 
+logger = logging.getLogger(__name__)
 
-class PaddedEager(DispatchedModule):
-    """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
-    with, and a decoder without layers in a replaying run.
+
+def install(
+    model_chunks: Sequence[nn.Module] | nn.Module,
+    plan: Plan,
+    config: Any,
+    *,
+    replay: bool = True,
+    debug: bool = False,
+    capture_now: bool = True,
+    form: MetadataForm | None = None,
+    say: Callable[[str], None] = logger.info,
+    host_timeout: timedelta | None = DEFAULT_TIMEOUT,
+) -> Installation:
+    """Make training follow `plan`. Call it on all ranks, after the model is built, wrapped and loaded, before the first
+    step.
+
+    With `graphs.capture` startup all graphs are captured here, on all pipeline stages at the same time, for the input
+    that training is expected to give. Where its first micro-batch turns out to be of another form, or weights or random
+    states have moved by then, they are captured anew at that micro-batch.
+
+    Micro-batches with PackedSeqParams that fit a bucket replay graphs in training mode; all others run as before. Call
+    the decoder with whole micro-batches. `thdprof.runtime.megatron.packed_seq_params` makes PackedSeqParams that keep
+    their boundaries on the host.
+
+    Args:
+        model_chunks: this rank's model chunks: GPTModel or HybridModel, as megatron-core's DistributedDataParallel
+            wraps them.
+        plan: a plan that `thdprof analyze` wrote; its `graphs.impl` chooses chunk, local or transformer_engine.
+        config: the models' TransformerConfig.
+        replay: False: pad as the plan says but run eagerly, for a run to compare with.
+        debug: whether `Installation.check_decisions` compares the ranks.
+        capture_now: False: nothing is captured here, for example because weights are loaded only later; the first
+            micro-batch of each model chunk captures.
+        form: the form of training's PackedSeqParams; None: as `packed_seq_params` makes them of unpadded documents.
+        say: reports the captures line by line, and how long they took; called on every rank.
+        host_timeout: how long ranks wait for each other where captured passes share collectives and micro-batches
+            differ, as with expert parallelism: they agree on every micro-batch over a gloo group, which is made here,
+            on all ranks together. None where no gloo group may be made.
+
+    Raises:
+        SettingsError: settings that graphs cannot serve, each with the value to use.
+        VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
     """
+    versions.check()
+    chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
+    models = [parts.unwrap_model(model) for model in chunks]
+    facts = parts.facts_of(chunks, models)
+    if replay:
+        refusals.check(config, plan, facts)
+    else:
+        refusals.check(config, _as_chunk(plan), replace(facts, replay=False))
+    verify_every = verified_every(plan, config, say) if replay else 0
+    _warn(plan, config, getattr(chunks[0], "ddp_config", None), replay=replay)
+    installation = _prepare(
+        chunks,
+        models,
+        plan,
+        config,
+        replay=replay,
+        debug=debug,
+        verify_every=verify_every,
+        say=say,
+        timeout=host_timeout,
+    )
+    try:  # changes begin only here, after all that can fail; the first failure takes them back
+        installation._attach(models, plan, config)
+        if replay and capture_now and plan.captured:
+            openings = Openings(plan, config, shards=_token_shards(config), form=form or MetadataForm())
+            installation._capture_ahead(openings, [parts.takes_gradient(model) for model in chunks], say)
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to show
+            installation.close()
+        raise
+    return installation
 
-    why_no_rehearsal = "the installation pads and runs eagerly (replay=False)"
-    """Why no micro-batch can be replayed that is no part of training."""
 
-    def _open(self, call: Call) -> None:
-        """Does nothing: there are no graphs."""
+def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:
+    """Warn of settings that have another effect under the plan than the user may expect."""
+    from megatron.core import parallel_state
 
-    def _replay(self, bucket: Bucket, call: Call) -> Any:
-        args, kwargs = call.substitute(call.tensors, packed_seq_params.padded(call, bucket))
-        # Megatron's own operations may take no documents without tokens
-        with rotary.on_the_device(), self._timed(call.tensors, replayed=True) as outputs:
-            result = self.module(*args, **kwargs)
-            outputs.append(result)
-        return result
+    graphs = plan.graphs
+    if graphs.offload is not None and not (replay and plan.captured):
+        logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
+    if replay and plan.captured and graphs.impl == "transformer_engine" and recompute.repeats_of(config):
+        logger.warning(
+            "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; "
+            "what is outside of them is recomputed"
+        )
+    if not replay and plan.captured and _overlaps(config):
+        logger.warning(
+            "overlap_moe_expert_parallel_comm: without graphs its schedule runs micro-batches as they come, not padded"
+        )
+    if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
+        warn_of_other_surroundings(plan)
+        if replay and plan.captured and parallel_state.get_pipeline_model_parallel_rank() == 0:
+            warn_of_unread_fields(config, ddp_config)
 
 
-def schedule_plans(
-    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], config: Any
-) -> list[SchedulePlans]:
-    """What leads the nodes of Megatron's overlapping schedule to graphs, and lets them take packed input; one for each
-    model chunk, or none where nothing overlaps.
-    """
-    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return []
-    return [
-        SchedulePlans(model, decoder, run if isinstance(run, OverlappedLayerGraphs) else None)
-        for model, decoder, run in zip(models, decoders, runs, strict=True)
-    ]
+def _prepare(
+    chunks: Sequence[nn.Module],
+    models: Sequence[Any],
+    plan: Plan,
+    config: Any,
+    *,
+    replay: bool,
+    debug: bool,
+    verify_every: int,
+    say: Callable[[str], None],
+    timeout: timedelta | None,
+) -> Installation:
+    """The decoders of this rank and what will run each of them; nothing is changed yet."""
+    from megatron.core import parallel_state
+
+    dynamic, rank = is_dynamic(plan), parallel_state.get_pipeline_model_parallel_rank()
+    peers = peers_of(config, plan, timeout)
+    decisions = Decisions(len(models), enabled=debug, across_context=not dynamic, peers=peers)
+    device = next(models[0].parameters()).device
+    decoder_surroundings.prepare_experts(config, device)
+    of_replicas = rank_agreement.agree_over_model_parallel_ranks(device, dynamic=dynamic)
+    decoders, runs = [], []
+    predicting: list[tuple[PredictionLayer, DispatchedModule]] = []
+    for number, (wrapper, model) in enumerate(zip(chunks, models, strict=True)):
+        common: dict[str, Any] = {
+            "tail_policy": plan.graphs.tail_policy,
+            "overflow": plan.graphs.overflow,
+            "token_shards": _token_shards(config),
+            "agree_on": None if peers is None else peers.largest,
+            "say": say if len(models) == 1 else partial(_say_of_chunk, say, number),
+            "agreed": of_replicas if peers is None else peers.all,  # which are all of those ranks, and more
+        }
+        slots = plan.graphs.slots[rank][number] if replay else 0
+        name = f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}"
+        run_of = partial(runner_of, plan=plan, config=config, replay=replay, verify_every=verify_every, wrapper=wrapper)
+        decoders.append(decoder_of(wrapper, model))
+        recorded = {**common, "on_decision": decisions.recorder(number)}
+        runs.append(run_of(decoders[-1], slots=slots, name=name, common=recorded))
+        passes, offloads = passes_a_microbatch(config), plan.graphs.offload is not None
+        layers = find_replayed_predictions(model, config, impl=plan.graphs.impl, offloads=offloads)
+        for depth, layer in enumerate(layers, start=1):
+            label = f"multi-token prediction {depth}, {name}"
+            predicting.append((layer, run_of(layer, slots=slots * passes, name=label, common=common)))
+    plans = []
+    if plan.captured and _overlaps(config):
+        led = [run if isinstance(run, OverlappedLayerGraphs) else None for run in runs]
+        plans = [SchedulePlans(*one) for one in zip(models, decoders, led, strict=True)]
+    return Installation(decoders, runs, decisions, plans, predicting)
 
 
 def runner_of(
@@ -99,72 +216,62 @@ def runner_of(
     """What runs a decoder, or a layer of multi-token prediction, as the plan's `graphs.impl` says; PaddedEager without
     `replay` or layers.
 
-    Args:
-        decoder: the decoder to run.
-        plan: the plan to follow.
-        config: the model's TransformerConfig.
-        slots: number of slots of this model chunk.
-        common: arguments that every kind of DispatchedModule takes.
-        replay: whether graphs are captured.
-        verify_every: one in so many micro-batches is verified, but for graphs that Megatron replays (local); 0: none.
-        name: the model chunk's name in what is logged of verified micro-batches.
-        wrapper: what reduces the model chunk's gradients, megatron-core's DistributedDataParallel.
+    `common` are arguments of every kind of DispatchedModule, and `wrapper` reduces the model chunk's gradients
+    (megatron-core's DistributedDataParallel). Graphs that Megatron replays (local) are not verified.
 
     Raises:
         SettingsError: `graphs.impl` is not known.
     """
+    graphs = plan.graphs
     if not (replay and decoder.layers):
         return PaddedEager(decoder, plan.captured, **common)
-    common = {**common, "capture": plan.graphs.capture}
-    together = decoder_surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
-    layers = plan.graphs.impl == "transformer_engine"
+    common = {**common, "capture": graphs.capture}
+    if graphs.impl == "local":
+        return local.LocalGraphs(decoder, plan.captured, generators=decoder_surroundings.generators, **common)
+    of_layers = graphs.impl == "transformer_engine"
     around = decoder_surroundings.surround_decoder(
-        decoder.block, communicates=together, agreed=common.get("agreed"), layers=layers
+        decoder.block,
+        communicates=decoder_surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size),
+        agreed=common.get("agreed"),
+        layers=of_layers,
     )
-    around = replace(around, reducing=partial(decoder_surroundings.is_reducing, wrapper))
-    match plan.graphs.impl:
-        case "chunk" | "none":
-            return (chunk.SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
-                decoder,
-                plan.captured,
-                num_slots=slots,
-                layers_per_graph=None if isinstance(decoder, PredictionLayer) else plan.graphs.layers_per_graph,
-                surroundings=around,
-                offload=offload_of(plan),
-                verify_every=verify_every,
-                name=name,
-                **common,
-            )
-        case "local":
-            return local.LocalGraphs(decoder, plan.captured, generators=decoder_surroundings.generators, **common)
-        case "transformer_engine":
-            overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-            own = OverlappedLayerGraphs if overlaps else layer_graphs.LayerGraphs
-            kind = layer_graphs.SizedLayerGraphs if is_dynamic(plan) else own
-            return kind(
-                decoder,
-                plan.captured,
-                num_slots=slots + overlaps,  # a micro-batch's forward begins before the backward of the one before
-                modules=plan.graphs.modules,
-                generators=decoder_surroundings.generators,
-                surroundings=around,
-                offload=_layer_offloading(decoder, plan, config),
-                verify_every=verify_every,
-                name=name,
-                **common,
-            )
-        case other:
-            raise refusals.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
+    common |= {
+        "surroundings": replace(around, reducing=partial(decoder_surroundings.is_reducing, wrapper)),
+        "verify_every": verify_every,
+        "name": name,
+    }
+    if of_layers:
+        overlaps = _overlaps(config)
+        kind = OverlappedLayerGraphs if overlaps else layer_graphs.LayerGraphs
+        return (layer_graphs.SizedLayerGraphs if is_dynamic(plan) else kind)(
+            decoder,
+            plan.captured,
+            num_slots=slots + overlaps,  # a micro-batch's forward begins before the backward of the one before
+            modules=graphs.modules,
+            generators=decoder_surroundings.generators,
+            offload=_layer_offloading(decoder, plan, config),
+            **common,
+        )
+    if graphs.impl in ("chunk", "none"):
+        return (chunk.SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
+            decoder,
+            plan.captured,
+            num_slots=slots,
+            layers_per_graph=None if isinstance(decoder, PredictionLayer) else graphs.layers_per_graph,
+            offload=offload_of(plan),
+            **common,
+        )
+    raise refusals.SettingsError(f"graphs.impl is {graphs.impl}: set it to chunk, local, transformer_engine or none")
 
 
-def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
+def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> layer_offload.Offloading | None:
     """The offloading in graphs of single layers: megatron-core's own if the model was built with it; None without."""
     wanted = plan.graphs.offload
     if wanted is None:
         return None
     if not layer_offload.uses_core(config):
         choice = offload_of(plan)
-        return None if choice is None else SavedTensors(choice)
+        return None if choice is None else layer_offload.SavedTensors(choice)
     from thdprof.runtime.megatron.core_offload import CoreOffloading
 
     return CoreOffloading(
@@ -172,7 +279,24 @@ def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading |
     )
 
 
-logger = logging.getLogger(__name__)
+class PaddedEager(DispatchedModule):
+    """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
+    with, and a decoder without layers in a replaying run.
+    """
+
+    why_no_rehearsal = "the installation pads and runs eagerly (replay=False)"
+
+    def _open(self, call: Call) -> None:
+        """Does nothing: there are no graphs."""
+
+    def _replay(self, bucket: Bucket, call: Call) -> Any:
+        args, kwargs = call.substitute(call.tensors, packed_seq_params.pad_call(call, bucket))
+        # Megatron's own operations may take no documents without tokens
+        with rotary.on_the_device(), self._timed(call.tensors, replayed=True) as outputs:
+            result = self.module(*args, **kwargs)
+            outputs.append(result)
+        return result
+
 
 _CHANGES: set[ExitStack] = set()
 """What open installations have changed in other packages: a context that is collected would take its change back."""
@@ -193,14 +317,37 @@ class Installation:
         self._predicting = tuple(predicting)
         self._changes = ExitStack()
 
+    def _attach(self, models: Sequence[Any], plan: Plan, config: Any) -> None:
+        """Lead the micro-batches of this rank's `models` to the graphs of `plan`."""
+        cp_size, shards, tail = config.context_parallel_size, _token_shards(config), plan.graphs.tail_policy
+        groups = [packed_seq_params.groups_of(plan, decoder.block) for decoder in self._decoders]
+        for decoder, run, own in zip(self._decoders, self._runs, groups, strict=True):
+            decoder.attach(run, cp_size=cp_size, shards=shards, tail=tail, groups=own)
+        for layer, run in self._predicting:
+            layer.attach(run, cp_size=cp_size, shards=shards, tail=tail)
+        for plans in self._plans:
+            plans.attach()
+        for run in self._all_runs():
+            run.stats().prediction = Prediction.of(plan)
+        if plan.captured:
+            self.until_closed(recompute.repeating_random_numbers(recompute.repeats_of(config)))
+            self.until_closed(decoder_surroundings.room_for_compiled_captures())
+            if any(map(prediction_layers, models)):
+                self.until_closed(rotary.shifting_together())
+
+    def _capture_ahead(self, openings: Openings, takes_grad: Sequence[bool], say: Callable[[str], None]) -> None:
+        """Capture all graphs before the first step; a pipeline's layout may give a chunk the output layer alone.
+
+        `takes_grad` says of each chunk whether its decoder's input takes a gradient in training.
+        """
+        opened = [one for one in zip(self._decoders, self._runs, takes_grad, strict=True) if one[0].layers]
+        opened += [(layer, run, True) for layer, run in self._predicting]
+        openings.capture(opened, say=say)
+
     def until_closed(self, change: AbstractContextManager[Any]) -> None:
         """Enter a context that `close` leaves, also where the installation is dropped before."""
         self._changes.enter_context(change)
         _CHANGES.add(self._changes)
-
-    def _take_back(self) -> None:
-        _CHANGES.discard(self._changes)
-        self._changes.close()
 
     def stats(self, chunk: int = 0) -> Stats:
         """Counters of one model chunk; every chunk of the rank sees the same micro-batches.
@@ -223,9 +370,7 @@ class Installation:
         return sum(run.host_bytes() for run in self._runs)
 
     def offload_freed_bytes(self) -> int:
-        """Bytes by which offloading should reduce graph memory on this rank, computed from the tensors that passes
-        save.
-        """
+        """Bytes by which offloading should reduce graph memory on this rank, by the tensors that passes save."""
         return sum(run.offload_freed_bytes() for run in self._runs)
 
     def check_decisions(self) -> None:
@@ -275,10 +420,39 @@ class Installation:
             ValueError: the model runs over several ranks besides pipeline and data parallelism; or there is nothing to
                 compare, as `thdprof.runtime.verify_isolation` says.
         """
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        decoder, run = self._decoders[chunk], self._runs[chunk]
+        _refuse_for_isolation(getattr(decoder.block, "config", None))
+        if getattr(params, "local_cp_size", None) not in (None, 1):
+            raise ValueError(f"local_cp_size {params.local_cp_size}: verify a micro-batch that is on one rank")
+        packed = packed_seq_params.read(params, cp_size=1, tail=run.tail_policy)
+        if packed.host is None:
+            raise TypeError(
+                "the boundaries are only on the device: make the metadata with "
+                "thdprof.runtime.megatron.packed_seq_params"
+            )
+
+        def call(tensors: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
+            return decoder.call_block(tensors[0], _written(metadata, params, hidden_states.device))
+
+        tracker = get_cuda_rng_tracker()
+        states = tracker.get_states() if tracker.is_initialized() else {}
+        saved = {name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in states.items()}
+        has_tensors = any(isinstance(state, torch.Tensor) for state in saved.values())
+        current = decoder_surroundings.generators() if tracker.is_initialized() else ()
+        subject = Subject(
+            module=decoder,
+            call=call,
+            dispatched=(run,),
+            generators=(*run.generators(), *(state for state in current if isinstance(state, torch.Generator))),
+            random_states=[lambda: tracker.set_states(dict(saved))] if has_tensors else (),
+            extra_state=decoder_surroundings.expert_metrics,
+        )
         settings = Settings(
             modes=modes, gradients=gradients, tolerance=tolerance, seed=seed, token_dim=0, output_token_dim=0
         )
-        return isolation.verify_decoder(self._decoders[chunk], self._runs[chunk], params, hidden_states, settings)
+        return verify(subject, packed, [hidden_states], settings)
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batches capture anew.
@@ -297,7 +471,8 @@ class Installation:
         with ExitStack() as stack:  # runs every callback, even after one fails
             for plans in self._plans:
                 stack.callback(plans.detach)
-            stack.callback(self._take_back)
+            stack.callback(self._changes.close)
+            stack.callback(_CHANGES.discard, self._changes)
             for decoder, run in (*zip(self._decoders, self._runs, strict=True), *self._predicting):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -307,150 +482,6 @@ class Installation:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def install(
-    model_chunks: Sequence[nn.Module] | nn.Module,
-    plan: Plan,
-    config: Any,
-    *,
-    replay: bool = True,
-    debug: bool = False,
-    capture_now: bool = True,
-    form: MetadataForm | None = None,
-    say: Callable[[str], None] = logger.info,
-    host_timeout: timedelta | None = DEFAULT_TIMEOUT,
-) -> Installation:
-    """Make training follow `plan`. Call it on all ranks, after the model is built, wrapped and loaded, before the first
-    step.
-
-    With `graphs.capture` startup all graphs are captured here, on all pipeline stages at the same time, for the input
-    that training is expected to give. Where its first micro-batch turns out to be of another form, or weights or random
-    states have moved by then, they are captured anew at that micro-batch.
-
-    Micro-batches with PackedSeqParams that fit a bucket replay graphs in training mode; all others run as before. Call
-    the decoder with whole micro-batches. `thdprof.runtime.megatron.packed_seq_params` makes PackedSeqParams that keep
-    their boundaries on the host.
-
-    Args:
-        model_chunks: this rank's model chunks: GPTModel or HybridModel, as megatron-core's DistributedDataParallel
-            wraps them.
-        plan: a plan that `thdprof analyze` wrote; its `graphs.impl` chooses chunk, local or transformer_engine.
-        config: the models' TransformerConfig.
-        replay: False: pad as the plan says but run eagerly, for a run to compare with.
-        debug: whether `Installation.check_decisions` compares the ranks.
-        capture_now: False: nothing is captured here, for example because weights are loaded only later; the first
-            micro-batch of each model chunk captures.
-        form: the form of training's PackedSeqParams; None: as `packed_seq_params` makes them of unpadded documents.
-        say: tells of the captures line by line, and how long they took; called on every rank.
-        host_timeout: how long ranks wait for each other where captured passes share collectives and micro-batches
-            differ, as with expert parallelism: they agree on every micro-batch over a gloo group, which is made here,
-            on all ranks together. None where no gloo group may be made.
-
-    Raises:
-        SettingsError: settings that graphs cannot serve, each with the value to use.
-        VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
-    """
-    from megatron.core import parallel_state
-
-    versions.check()
-    chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
-    models = [unwrapped(model) for model in chunks]
-    if replay:
-        refusals.check(config, plan, facts_of(chunks, models))
-    else:
-        refusals.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
-    every = verified_every(plan, config, say) if replay else 0
-    if plan.graphs.offload is not None and not (replay and plan.captured):
-        logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
-    if replay and plan.captured and plan.graphs.impl == "transformer_engine" and recompute.repeats_of(config):
-        logger.warning(
-            "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; "
-            "what is outside of them is recomputed"
-        )
-    if not replay and plan.captured and getattr(config, "overlap_moe_expert_parallel_comm", False):
-        logger.warning(
-            "overlap_moe_expert_parallel_comm: without graphs its schedule runs micro-batches as they come, not padded"
-        )
-    if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
-        warn_of_other_surroundings(plan)
-        if replay and plan.captured and parallel_state.get_pipeline_model_parallel_rank() == 0:
-            warn_of_unread_fields(config, getattr(chunks[0], "ddp_config", None))
-    peers = peers_of(config, plan, host_timeout)
-    decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan), peers=peers)
-    groups = [groups_of(plan, model.decoder) for model in models]
-    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    device = next(models[0].parameters()).device
-    decoder_surroundings.prepare_experts(config, device)
-    of_replicas = rank_agreement.agree_over_model_parallel_ranks(device, dynamic=is_dynamic(plan))
-    agreed = of_replicas if peers is None else peers.all  # which are all of those ranks, and more
-    decoders, runs = [], []
-    predicting: list[tuple[PredictionLayer, DispatchedModule]] = []
-    for number, model in enumerate(models):
-        common: dict[str, Any] = {
-            "tail_policy": plan.graphs.tail_policy,
-            "overflow": plan.graphs.overflow,
-            "token_shards": shards,
-            "agree_on": None if peers is None else peers.largest,
-            "say": said_of(number, len(models), say),
-            "agreed": agreed,
-        }
-        slots = plan.graphs.slots[rank][number] if replay else 0
-        name = f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}"
-        wrapper = chunks[number]
-        run_of = partial(runner_of, plan=plan, config=config, replay=replay, verify_every=every, wrapper=wrapper)
-        decoder = decoder_of(chunks[number], model)
-        recorded = {**common, "on_decision": decisions.recorder(number)}
-        decoders.append(decoder)
-        runs.append(run_of(decoder, slots=slots, name=name, common=recorded))
-        passes, offloads = prediction.passes_a_microbatch(config), plan.graphs.offload is not None
-        layers = prediction.find_replayed_predictions(model, config, impl=plan.graphs.impl, offloads=offloads)
-        for depth, layer in enumerate(layers, start=1):
-            label = f"multi-token prediction {depth}, {name}"
-            predicting.append((layer, run_of(layer, slots=slots * passes, name=label, common=common)))
-    for run in (*runs, *(run for _, run in predicting)):
-        run.stats().prediction = Prediction.of(plan)
-    cp_size = config.context_parallel_size
-    plans = schedule_plans(models, decoders, runs, config) if plan.captured else []
-    with ExitStack() as undone:  # changes begin only here, after all that can fail; the first failure takes them back
-        attach = partial(Decoder.attach, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy)
-        for decoder, run, own in zip(decoders, runs, groups, strict=True):
-            undone.callback(decoder.detach)
-            attach(decoder, run, groups=own)
-        for layer, run in predicting:
-            undone.callback(layer.detach)
-            attach(layer, run)
-        for schedule in plans:
-            undone.callback(schedule.detach)
-            schedule.attach()
-        installation = Installation(decoders, runs, decisions, plans, predicting)
-        undone.callback(installation._take_back)
-        if plan.captured:
-            installation.until_closed(recompute.repeating_random_numbers(recompute.repeats_of(config)))
-            installation.until_closed(decoder_surroundings.room_for_compiled_captures())
-            if any(map(prediction.prediction_layers, models)):
-                installation.until_closed(token_shift.shifting_together())
-        undone.pop_all()
-    if replay and capture_now:
-        try:
-            openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
-            with_graphs = [number for number, model in enumerate(models) if has_layers(model.decoder)]
-            takes_grad = [
-                takes_gradient(models[number]) or parts.feeds_gradient(whole(chunks[number])) for number in with_graphs
-            ]
-            capture_ahead(
-                [*(decoders[number] for number in with_graphs), *(layer for layer, _ in predicting)],
-                [*(runs[number] for number in with_graphs), *(run for _, run in predicting)],
-                openings,
-                [*takes_grad, *(True for _ in predicting)],
-                say=say,
-            )
-        except BaseException:
-            with suppress(Exception):  # the first error is the one to show
-                installation.close()
-            raise
-    return installation
 
 
 def verified_every(plan: Plan, config: Any, say: Callable[[str], None]) -> int:
@@ -479,14 +510,17 @@ def verified_every(plan: Plan, config: Any, say: Callable[[str], None]) -> int:
     return 0
 
 
-def has_layers(block: Any) -> bool:
-    """Whether a decoder has anything to capture: a pipeline's layout may give a chunk the output layer alone."""
-    return len(block.layers) > 0
+def _overlaps(config: Any) -> bool:
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
-def said_of(chunk: int, num_chunks: int, say: Callable[[str], None]) -> Callable[[str], None]:
-    """`say`, which names the model chunk where a rank has several."""
-    return say if num_chunks == 1 else lambda line: say(f"model chunk {chunk}: {line}")
+def _token_shards(config: Any) -> int:
+    """Ranks that share a micro-batch's tokens out among them, besides context parallelism."""
+    return int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
+
+
+def _say_of_chunk(say: Callable[[str], None], chunk: int, line: str) -> None:
+    say(f"model chunk {chunk}: {line}")
 
 
 def _global_rank() -> int:
@@ -495,3 +529,44 @@ def _global_rank() -> int:
 
 def _as_chunk(plan: Plan) -> Plan:
     return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk", "modules": []})})
+
+
+def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device) -> PackedSeqParams:
+    """`like` with the boundaries of `packed`, which stay on the host, too."""
+    assert packed.host is not None  # `verify` gives what `read` and `MicroBatch.padded` have made
+    if packed.cu_seqlens.data_ptr() == like.cu_seqlens_q.data_ptr():
+        return like
+    padded = packed.cu_seqlens_padded
+    made = packed_seq_params.packed_seq_params(
+        packed.host,
+        cu_seqlens_padded=packed.host_padded if padded is not None else None,
+        max_seqlen=packed.max_seqlen,
+        pad_between_seqs=like.pad_between_seqs,
+        local_cp_size=like.local_cp_size,
+        device=device,
+    )
+    made.qkv_format = like.qkv_format
+    made.tokens_per_sample = like.tokens_per_sample
+    return made
+
+
+def _refuse_for_isolation(config: Any) -> None:
+    """Raise ValueError where passes need other ranks, or documents share scaling factors by design."""
+    from megatron.core import parallel_state
+
+    sizes = {name: getattr(config, name, 1) or 1 for name in decoder_surroundings.COMMUNICATING}
+    large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if large:
+        raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
+    if decoder_surroundings.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size()):
+        raise ValueError(
+            "moe_router_load_balancing_type has global_aux_loss, which counts the tokens of all data-parallel ranks: "
+            "verify the same layers in a model on one rank"
+        )
+    recipe = getattr(config, "fp8_recipe", None)
+    recipe = getattr(recipe, "value", recipe) or "delayed"
+    if getattr(config, "fp8", None) and recipe in ("delayed", "tensorwise"):
+        raise ValueError(
+            f"fp8_recipe {recipe}: all documents of a micro-batch share the scaling factor of each tensor, so that "
+            "none stays apart bit for bit; verify the same layers without FP8"
+        )

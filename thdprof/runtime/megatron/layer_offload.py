@@ -37,14 +37,14 @@ class Group:
     """Bytes of each storage that moving the group frees."""
 
 
-def staying(groups: Sequence[Group], fraction: float) -> Stays:
+def choose_staying(groups: Sequence[Group], fraction: float) -> Stays:
     """The groups of one pass, given in order, that stay on the device where the share `fraction` of them is moved.
 
     megatron-core 0.19 decides so (`PipelineOffloadManager.post_warmup_callback`): the last group of each name stays,
     because its backward would have to wait for it; and of the other groups that hold any tensor, the last int(count *
     (1 - fraction)) stay.
     """
-    numbered = _numbered(groups)
+    numbered = number_groups(groups)
     last = set({name: (name, count) for _, (name, count) in numbered}.values())
     eligible = [at for group, at in numbered if at not in last and group.copies != ()]
     kept = int(len(eligible) * (1 - fraction))
@@ -57,13 +57,14 @@ def freed_bytes(layers: Sequence[Sequence[Group]], stays: Stays) -> int:
     The tensors that a layer moves stay on the device until its graph ends. Those that come back, one group ahead, take
     memory besides all else, because megatron-core allocates it on the stream that copies.
     """
-    numbered = iter(_numbered([group for layer in layers for group in layer]))
+    numbered = iter(number_groups([group for layer in layers for group in layer]))
     passes = [[(group, at in stays) for group, at in itertools.islice(numbered, len(layer))] for layer in layers]
     everything = [[(group, True) for group in layer] for layer in layers]
     return max(0, _reserved(everything) - _reserved(passes))
 
 
-def _numbered(groups: Sequence[Group]) -> list[tuple[Group, tuple[str, int]]]:
+def number_groups(groups: Sequence[Group]) -> list[tuple[Group, tuple[str, int]]]:
+    """The groups of one pass, each with its name and how many groups of that name came before."""
     seen: Counter[str] = Counter()
     numbered = []
     for group in groups:
@@ -73,9 +74,7 @@ def _numbered(groups: Sequence[Group]) -> list[tuple[Group, tuple[str, int]]]:
 
 
 def _reserved(layers: Sequence[Sequence[tuple[Group, bool]]]) -> int:
-    """Bytes reserved for the groups' tensors, and for gradients during the backward; each group comes with whether it
-    stays.
-    """
+    """Bytes reserved for groups, each with whether it stays, and for gradients during the backward."""
     here, back = Segments(), Segments()
     for number, layer in enumerate(layers):
         names = [((number, i, j), nbytes) for i, (g, _) in enumerate(layer) for j, nbytes in enumerate(g.frees)]
@@ -133,40 +132,37 @@ class AtLayerInput(torch.autograd.Function):
         return None, grad
 
 
+Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]
+"""The type of a function that takes hidden states and a function that runs a layer on them; it runs the layer, and
+moves the tensors that the layer saves to the host.
+"""
+
+
 class LayerMoves(Protocol):
-    """Moves the tensors that the layers of one slot save in their graphs. Buckets are rehearsed and captured one by
-    one.
-    """
+    """Moves the tensors that the layers of one slot save in their graphs, bucket by bucket."""
+
+    freed_bytes: int
+    """Bytes by which offloading should reduce the slot's graph memory."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """A context around a bucket's rehearsal, warm-up and captures; an empty one if not overridden."""
         return nullcontext()
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
-        """Run layer `number` eagerly to see which tensors it saves; returns the layer's output.
+        """Run `layer`, the captured one of that number, eagerly to see which tensors it saves; returns its output.
 
-        Args:
-            number: the layer's position among the captured ones.
-            layer: the layer.
-            hidden: its hidden states.
-            run: runs the layer on hidden states.
+        `run` runs it on the hidden states, which take a gradient, as in a capture.
         """
 
     def settle(self) -> None:
-        """Decide what is moved, after all layers were rehearsed."""
+        """Decide what is moved, after all layers were rehearsed, and pin the memory for it."""
 
     def begin(self) -> None:
         """Begin the captures, after the warm-up, which moves the same storages."""
         return
 
-    def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
-        """The function that runs layer `number` in a warm-up or a capture.
-
-        It takes the hidden states and a function that runs the layer on them.
-        """
-
-    def freed_bytes(self) -> int:
-        """Bytes by which offloading should reduce the slot's graph memory."""
+    def layer(self, number: int) -> Moves:
+        """The function that runs layer `number` in a warm-up or a capture."""
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory."""
@@ -203,56 +199,48 @@ class SavedTensors(Offloading):
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     def slot(self, layers: Sequence[nn.Module], device: torch.device) -> LayerMoves:
-        """The moves of the `layers` of a new slot; all slots copy on the same two streams."""
-        self._streams = self._streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        return LayerOffload.on_cuda(self._choice, len(layers), self._streams)
+        """The moves of the `layers` of a new slot; all slots copy on the same two streams: to the host, and back."""
+        outwards, inwards = self._streams = self._streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return LayerOffload(
+            self._choice, len(layers), lambda: Mover(torch.cuda.current_stream(device), outwards, inwards)
+        )
 
 
 class LayerOffload(LayerMoves):
     """The moves of the layers of one slot: chosen in a rehearsal, followed in the captures.
 
-    Buckets are rehearsed and captured one by one, and share the host memory, which this object owns.
+    Buckets share the host memory, which this object owns.
     """
 
     def __init__(self, choice: Choice, num_layers: int, mover: Callable[[], Mover]) -> None:
         self._choice, self._mover = choice, mover
-        self._buffers = [
-            HostBuffers() for _ in range(num_layers)
-        ]  # one a layer: all layers' activations are there together
+        # one a layer: all layers' activations are there together
+        self._buffers = [HostBuffers() for _ in range(num_layers)]
         self._found: list[OffloadPlan | None] = [None] * num_layers
         self._plans: list[OffloadPlan] = []
         self._hosts: list[list[torch.Tensor]] = []
-        self._freed_bytes = 0
-
-    @classmethod
-    def on_cuda(cls, choice: Choice, num_layers: int, streams: Sequence[torch.cuda.Stream]) -> LayerOffload:
-        """Moves that copy on two side streams: to the host, and back."""
-        outwards, inwards = streams
-        return cls(choice, num_layers, lambda: Mover(torch.cuda.current_stream(outwards.device), outwards, inwards))
+        self.freed_bytes = 0
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
-        """Run layer `number` eagerly to see which tensors it saves; returns the layer's output."""
-        layer_input = (
-            hidden if hidden.requires_grad else hidden.detach().requires_grad_()
-        )  # its capture takes a gradient, too
-        discovery = Discovery(layer, self._mover(), self._choice.whole(), [layer_input])
+        """As `LayerMoves.rehearse`."""
+        discovery = Discovery(layer, self._mover(), self._choice.whole(), [hidden])
         with discovery.forward():
-            output = run(layer_input)
+            output = run(hidden)
         self._found[number] = discovery.plan
         return output
 
     def settle(self) -> None:
-        """Decide what is moved, after all layers were rehearsed, and pin the memory for it."""
+        """As `LayerMoves.settle`."""
         plans = [plan for plan in self._found if plan is not None]
         assert len(plans) == len(self._found)
         mover = self._mover()
         self._plans = plan_in_turn(plans, self._choice)
         if not any(plan.offloaded_bytes for plan in self._plans):
             report(self._plans[0], self._choice)
-        self._freed_bytes = max(self._freed_bytes, freed_in_turn(self._plans))
+        self.freed_bytes = max(self.freed_bytes, freed_in_turn(self._plans))
         self._hosts = [b.reserve(mover, p.slabs) for b, p in zip(self._buffers, self._plans, strict=True)]
 
-    def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
+    def layer(self, number: int) -> Moves:
         """As `LayerMoves.layer`, on the current stream. The function raises OffloadError if the layer saves other
         tensors than in its rehearsal.
         """
@@ -267,10 +255,6 @@ class LayerOffload(LayerMoves):
 
         return run
 
-    def freed_bytes(self) -> int:
-        """Bytes by which offloading should reduce the slot's graph memory."""
-        return self._freed_bytes
-
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory."""
+        """As `LayerMoves.host_bytes`."""
         return sum(buffers.nbytes() for buffers in self._buffers)

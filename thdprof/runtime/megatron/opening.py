@@ -57,11 +57,28 @@ class Openings:
 
     def __init__(self, plan: Plan, config: Any, *, shards: int, form: MetadataForm) -> None:
         """Calls for a run by `plan`, where `shards` ranks share a micro-batch's tokens besides context parallelism."""
-        self.why_not = why_not_ahead(plan)
-        """Why there is no such call before the first step; "" if there is."""
-        self.captures_nothing = not plan.captured
-        """Whether the plan has no graphs at all."""
         self._plan, self._config, self._shards, self._form = plan, config, shards, form
+
+    def capture(self, opened: Sequence[tuple[Decoder, DispatchedModule, bool]], *, say: Callable[[str], None]) -> None:
+        """Capture all graphs of this rank, chunk by chunk, and report in one line how long it took.
+
+        Where `why_not_ahead` has a reason, or a decoder is not in training mode, nothing is captured here, and the
+        first micro-batch of each chunk captures. All ranks call this together. `opened` are decoders, what runs each,
+        and whether their hidden states take a gradient.
+        """
+        if why := why_not_ahead(self._plan):
+            say(f"no graphs are captured before the first step: {why}")
+            return
+        begun = perf_counter()
+        for decoder, run, takes_grad in opened:
+            with run.ahead_of_training():
+                decoder.show(self.hidden_states(decoder, takes_grad=takes_grad), self.params(decoder))
+        runs = [run for _, run, _ in opened]
+        if not all(run.holds_graphs() for run in runs):
+            say("no graphs are captured before the first step: the model is not in training mode on a GPU")
+            return
+        pairs, mib = sum(run.stats().captures for run in runs), sum(run.pool_bytes() for run in runs) / 2**20
+        say(f"captured {pairs} graph pairs in {perf_counter() - begun:.1f} s before the first step: {mib:,.0f} MiB")
 
     def hidden_states(self, decoder: Decoder, *, takes_grad: bool) -> torch.Tensor:
         """Zeros like the hidden states that the decoder gets in training: shape [tokens of this rank, 1, hidden size].
@@ -94,41 +111,3 @@ class Openings:
 
 def _device(decoder: Decoder) -> torch.device:
     return next(decoder.block.parameters()).device
-
-
-def takes_gradient(model: Any) -> bool:
-    """Whether the hidden states that the model gives its decoder take a gradient: not those of a frozen embedding."""
-    embedding = getattr(model, "embedding", None)
-    if embedding is None or not model.decoder.pre_process:
-        return True
-    return any(parameter.requires_grad for parameter in embedding.parameters())
-
-
-def capture_ahead(
-    decoders: Sequence[Decoder],
-    runs: Sequence[DispatchedModule],
-    openings: Openings,
-    takes_grad: Sequence[bool],
-    *,
-    say: Callable[[str], None],
-) -> None:
-    """Capture all graphs of this rank, chunk by chunk, and report in one line how long it took.
-
-    Where `openings` has a reason, or a decoder is not in training mode, nothing is captured here, and the first micro-
-    batch of each chunk captures. All ranks call this together. `takes_grad` says whether the hidden states of each
-    decoder take a gradient.
-    """
-    if openings.captures_nothing:
-        return
-    if openings.why_not:
-        say(f"no graphs are captured before the first step: {openings.why_not}")
-        return
-    begun = perf_counter()
-    for decoder, run, takes in zip(decoders, runs, takes_grad, strict=True):
-        with run.ahead_of_training():
-            decoder.show(openings.hidden_states(decoder, takes_grad=takes), openings.params(decoder))
-    if not all(run.holds_graphs() for run in runs):
-        say("no graphs are captured before the first step: the model is not in training mode on a GPU")
-        return
-    pairs, mib = sum(run.stats().captures for run in runs), sum(run.pool_bytes() for run in runs) / 2**20
-    say(f"captured {pairs} graph pairs in {perf_counter() - begun:.1f} s before the first step: {mib:,.0f} MiB")

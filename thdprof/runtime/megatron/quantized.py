@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from thdprof.runtime.megatron.replacing import replaced
+from thdprof.runtime.options import Surroundings
+
+_FP8_ROUNDING = 0.125
+"""Distance from 1 to the next number in E4M3; numbers in FP4 lie further apart, and those in E5M2."""
 
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 """Keys of a module's `fp8_meta`: the states of tensors that its forward quantizes, and of those of its backward."""
@@ -26,7 +33,8 @@ class Scales:
         """The states inside `module`; its forward makes them when it first runs."""
         metas = [getattr(part, "fp8_meta", None) for part in module.modules()]
         self._metas = [meta for meta in metas if isinstance(meta, dict)]
-        self._read: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self.kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        """The states that graphs read and write."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Scaling factors and histories, those of the forward before those of the backward."""
@@ -46,7 +54,7 @@ class Scales:
         return found
 
     @contextmanager
-    def new_ones_reset(self) -> Iterator[None]:
+    def resetting_new_states(self) -> Iterator[None]:
         """Give states that the block makes the values with which they are born: factors of one, empty histories."""
         before = {id(tensor) for tensor in self.tensors()}
         try:
@@ -60,21 +68,17 @@ class Scales:
                         if id(history) not in before:
                             history.zero_()
 
-    def remember(self) -> None:
+    def keep(self) -> None:
         """Remember the tensors that graphs captured now read and write."""
-        self._read = [*self._pairs(FORWARD), *self._pairs(BACKWARD)]
+        self.kept = [*self._pairs(FORWARD), *self._pairs(BACKWARD)]
 
     def changed(self) -> str:
         """How the tensors differ from those that graphs read and write; "" if they do not."""
-        for meta, key, scale, history in self._read:
+        for meta, key, scale, history in self.kept:
             state = meta.get(key)
             if getattr(state, "scale", None) is not scale or getattr(state, "amax_history", None) is not history:
                 return "scaling factors or amax histories of delayed scaling were replaced after graphs were captured"
         return ""
-
-    def forget(self) -> None:
-        """Forget what graphs read: they are gone."""
-        self._read = []
 
 
 @contextmanager
@@ -101,10 +105,6 @@ NAME = "reduce_and_update_fp8_tensors"
 """The method of Transformer Engine's FP8GlobalStateManager that makes the updates."""
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() >= 0
-
-
 class Updates:
     """The updates that one pass makes eagerly, to be made after its replay.
 
@@ -121,21 +121,18 @@ class Updates:
         self._backward: list[bool] = []
 
     @contextmanager
-    def held_back(self, *, record: bool = False) -> Iterator[None]:
+    def holding_back(self, *, record: bool = False) -> Iterator[None]:
         """Make no updates inside the block; with `record`, note those that its captured pass would have made."""
-        own = vars(self._manager)[NAME]
         forward: list[bool] = []
         backward: list[bool] = []
 
-        def noted(forward_tensors: bool = True, **named: bool) -> None:
+        def note(forward_tensors: bool = True, **named: bool) -> None:
             if record and self._is_capturing():
-                (backward if _in_backward() else forward).append(named.get("forward", forward_tensors))
+                in_backward = torch._C._current_graph_task_id() >= 0
+                (backward if in_backward else forward).append(named.get("forward", forward_tensors))
 
-        setattr(self._manager, NAME, staticmethod(noted))
-        try:
+        with replaced(self._manager, NAME, staticmethod(note)):
             yield
-        finally:
-            setattr(self._manager, NAME, own)
         if record:
             self._forward, self._backward = forward, backward
 
@@ -175,7 +172,8 @@ class Workspaces:
     def __init__(self, module: nn.Module) -> None:
         tables = {part: getattr(part, "_fp8_workspaces", None) for part in module.modules()}
         self._tables = {part: table for part, table in tables.items() if isinstance(table, dict)}
-        self._kept: list[tuple[dict[str, Any], str, Any, Mapping[str, torch.Tensor]]] = []
+        self.kept: list[tuple[dict[str, Any], str, Any, Mapping[str, torch.Tensor]]] = []
+        """The workspaces that graphs read: table, name, workspace, and its inner tensors."""
 
     def keep(self, parts: Container[nn.Module]) -> None:
         """Keep the workspaces that graphs captured now, or earlier, read. Modules outside `parts` renew theirs
@@ -184,9 +182,9 @@ class Workspaces:
         Raises:
             RuntimeError: a workspace is not the one that graphs captured before read.
         """
-        if not all(self._in_place(*entry) for entry in self._kept):
+        if not all(self._in_place(*entry) for entry in self.kept):
             raise RuntimeError("a quantized weight was made anew while graphs were captured that read the old one")
-        self._kept = [
+        self.kept = [
             (table, name, workspace, inner_tensors(workspace))
             for part, table in self._tables.items()
             for name, workspace in table.items()
@@ -196,7 +194,7 @@ class Workspaces:
     def put_back(self) -> bool:
         """Put the kept workspaces back in the place of others; whether there were others, so that they are stale."""
         stale = False
-        for table, name, workspace, parts in self._kept:
+        for table, name, workspace, parts in self.kept:
             if not self._in_place(table, name, workspace, parts):
                 stale = True
                 table[name] = workspace
@@ -206,12 +204,11 @@ class Workspaces:
 
     @staticmethod
     def _in_place(table: dict[str, Any], name: str, workspace: Any, parts: Mapping[str, torch.Tensor]) -> bool:
-        own = vars(workspace)
-        return table.get(name) is workspace and all(own.get(attribute) is part for attribute, part in parts.items())
+        return table.get(name) is workspace and _holds(workspace, parts)
 
-    def forget(self) -> None:
-        """Forget what graphs read: they are gone."""
-        self._kept = []
+
+def _holds(quantized: Any, parts: Mapping[str, torch.Tensor]) -> bool:
+    return all(vars(quantized).get(name) is tensor for name, tensor in parts.items())
 
 
 class QuantizedParameters:
@@ -219,7 +216,8 @@ class QuantizedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters: list[Any] = [p for p in module.parameters() if is_quantized(p)]
-        self._kept: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
+        self.kept: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
+        """The parameters that graphs read, and their inner tensors."""
 
     def complete(self) -> None:
         """Make of every parameter what a backward reads, too, where the last optimizer step has made it stale.
@@ -232,22 +230,17 @@ class QuantizedParameters:
 
     def keep(self) -> None:
         """Remember the tensors that graphs captured now read."""
-        self._kept = [(parameter, inner_tensors(parameter)) for parameter in self._parameters]
+        self.kept = [(parameter, inner_tensors(parameter)) for parameter in self._parameters]
 
     def changed(self) -> str:
         """How the parameters differ in memory from those that graphs read; "" if they do not."""
-        for parameter, parts in self._kept:
-            own = vars(parameter)
-            if any(own.get(name) is not tensor for name, tensor in parts.items()):
+        for parameter, parts in self.kept:
+            if not _holds(parameter, parts):
                 return (
                     f"the data of a quantized parameter of shape {tuple(parameter.shape)} moved in memory after its "
                     "graphs were captured"
                 )
         return ""
-
-    def forget(self) -> None:
-        """Forget what graphs read: they are gone."""
-        self._kept = []
 
 
 class FirstMicrobatch:
@@ -257,15 +250,13 @@ class FirstMicrobatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._marked: dict[Any, None] = {
-            part: None for part in module.modules() if hasattr(part, "is_first_microbatch")
-        }
+        self._marked: list[Any] = [part for part in module.modules() if hasattr(part, "is_first_microbatch")]
         self.in_graphs: set[nn.Module] = set()
-        """The modules inside `module` that have run in `noticed`, those without a mark among them."""
+        """The modules inside `module` that have run in `noting_modules`, those without a mark among them."""
         self._inside = frozenset(module.modules())
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
+    def noting_modules(self) -> Iterator[None]:
         """Note the modules that run inside the block: it is a graph that will stand for them."""
 
         def runs(part: nn.Module, _: Any) -> None:
@@ -287,7 +278,7 @@ class FirstMicrobatch:
         return first
 
     @contextmanager
-    def held(self, *, first: bool | None) -> Iterator[None]:
+    def holding_marks(self, *, first: bool | None) -> Iterator[None]:
         """Let a pass inside the block be that of a first or a later micro-batch, and put the marks back at its end;
         with None the pass quantizes weights for itself alone, and keeps none of them.
         """
@@ -324,8 +315,7 @@ class Quantization:
         replays. `of_layer` returns the context in which a layer's matrix products are quantized as the block would have
         them; None: graphs hold whole blocks, which enter it themselves.
         """
-        self._of_layer = of_layer
-        self._manager, self._keeps_weights, self._block = manager, keeps_weights, block
+        self._manager, self._keeps_weights, self._block, self._of_layer = manager, keeps_weights, block, of_layer
         self._first, self._scales = FirstMicrobatch(block), Scales(block)
         self._workspaces, self._parameters = Workspaces(block), QuantizedParameters(block)
         self._updates = Updates(manager, is_capturing=is_capturing)
@@ -333,21 +323,26 @@ class Quantization:
         self._skips: bool | None = None
         self._was_first = False
 
-    def state(self) -> Sequence[torch.Tensor]:
-        """The tensors that a pass changes: scaling factors and amax histories of delayed scaling."""
-        return self._scales.tensors()
-
-    def backward_state(self) -> Sequence[torch.Tensor]:
-        """Those of them that a backward reads, which other micro-batches may change between a forward and its
-        backward.
-        """
-        return self._scales.of_backward()
+    def surround(self, around: Surroundings) -> Surroundings:
+        """The surroundings `around` of a decoder, with its quantization."""
+        return replace(
+            around,
+            extra_state=lambda: [*around.extra_state(), *self._scales.tensors()],
+            rounding=_FP8_ROUNDING,
+            quantizing=self.while_capturing,
+            inside_graph=self.inside_graph,
+            before_forward=self.before_forward,
+            after_forward=self._updates.after_forward,
+            after_backward=self._updates.after_backward,
+            backward_state=self._scales.of_backward,
+            repeating=self.repeating,
+            changed=self.changed,
+            forget=self.forget,
+        )
 
     @contextmanager
     def while_capturing(self) -> Iterator[None]:
-        """A context for warm-up passes and a capture; RuntimeError where a weight that earlier graphs read was made
-        anew.
-        """
+        """A context for warm-up passes and a capture; RuntimeError where a weight of earlier graphs was made anew."""
         state = self._state()
         self._workspaces.put_back()
         self._parameters.complete()
@@ -359,40 +354,40 @@ class Quantization:
         try:
             with (
                 self._without_trace(),
-                self._scales.new_ones_reset(),
-                self._updates.held_back(record=True),
-                self._first.noticed() if self._of_layer is None else nullcontext(),
+                self._scales.resetting_new_states(),
+                self._updates.holding_back(record=True),
+                self._first.noting_modules() if self._of_layer is None else nullcontext(),
             ):
                 yield
         finally:
             self._state().skip_fp8_weight_update_tensor = before
         self._workspaces.keep(self._first.in_graphs)
         self._parameters.keep()
-        self._scales.remember()
+        self._scales.keep()
 
     @contextmanager
     def inside_graph(self, layer: nn.Module) -> Iterator[None]:
         """A context for each pass of a layer that becomes a graph of its own."""
-        with self._first.noticed(), self._of_layer(layer) if self._of_layer is not None else nullcontext():
+        with self._first.noting_modules(), self._of_layer(layer) if self._of_layer is not None else nullcontext():
             yield
 
     def repeating(self) -> Callable[[], AbstractContextManager[None]]:
         """Returns a function that returns a context for an eager pass that is no part of training.
 
-        The pass makes no updates, and `state` is put back before and after it. It quantizes weights anew and keeps none
+        The pass makes no updates, and scales are put back before and after it. It quantizes weights anew and keeps none
         of them, so that a stale one in a workspace shows. Under delayed scaling it does so only if the last replay had
         to: a scaling factor may have moved since the workspaces were filled.
         """
-        return partial(self._repeated, first=None if self._was_first or not self.state() else False)
+        return partial(self._repeated, first=None if self._was_first or not self._scales.tensors() else False)
 
     @contextmanager
     def _repeated(self, *, first: bool | None) -> Iterator[None]:
-        with self._without_trace(first=first), self._updates.held_back():
+        with self._without_trace(first=first), self._updates.holding_back():
             yield
 
     @contextmanager
     def _without_trace(self, *, first: bool | None = False) -> Iterator[None]:
-        with self._first.held(first=first), recompute_copies_aside(self._state):
+        with self._first.holding_marks(first=first), recompute_copies_aside(self._state):
             yield
 
     def before_forward(self) -> None:
@@ -411,23 +406,13 @@ class Quantization:
             self._skip.fill_(float(skips))
             self._skips = skips
 
-    def after_forward(self) -> None:
-        """Do what ends an eager forward besides its kernels."""
-        self._updates.after_forward()
-
-    def after_backward(self) -> None:
-        """Do what ends an eager backward besides its kernels."""
-        self._updates.after_backward()
-
     def changed(self) -> str:
         """How what graphs read differs from what it was at their capture; "" if it does not."""
         return self._parameters.changed() or self._scales.changed()
 
     def forget(self) -> None:
         """Forget what graphs read: they are gone."""
-        self._workspaces.forget()
-        self._parameters.forget()
-        self._scales.forget()
+        self._workspaces.kept, self._parameters.kept, self._scales.kept = [], [], []
         self._first.in_graphs.clear()
 
     def _state(self) -> Any:
@@ -435,48 +420,32 @@ class Quantization:
 
 
 def find_quantization(block: nn.Module, config: Any, *, layers: bool = False) -> Quantization | None:
-    """Quantization in `block`; None where its matrix products are not quantized. With `layers` graphs hold single
-    layers.
-    """
+    """Quantization in `block`, in graphs of single `layers` or of whole blocks; None where nothing is quantized."""
     if not any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe")):
         return None
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    predicted = getattr(block, "mtp_model_layer", None)
-    of_layer = (
-        partial(_of_layer, config)
-        if predicted is None
-        else partial(_of_predicting_layer, config, hasattr(predicted, "layers"))
-    )
     return Quantization(
         block,
         FP8GlobalStateManager,
         keeps_weights=not getattr(config, "disable_parameter_transpose_cache", False),
-        of_layer=of_layer if layers else None,
+        of_layer=partial(_around_layer, config, getattr(block, "mtp_model_layer", None)) if layers else None,
     )
 
 
-def _of_layer(config: Any, layer: Any) -> AbstractContextManager[Any]:
-    """The context that megatron-core's blocks enter around each layer, but for delayed scaling."""
-    if config.fp8:
-        from megatron.core.fp8_utils import get_fp8_context
+def _around_layer(config: Any, predicted: Any, layer: Any) -> AbstractContextManager[Any]:
+    """The context that megatron-core's blocks enter around each layer, but for delayed scaling.
 
-        context: AbstractContextManager[Any] = get_fp8_context(config, layer.layer_number - 1)
-        return context
-    from megatron.core.fp4_utils import get_fp4_context
-
-    in_fp4: AbstractContextManager[Any] = get_fp4_context(config, layer.layer_number - 1)
-    return in_fp4
-
-
-def _of_predicting_layer(config: Any, in_stack: bool, layer: Any) -> AbstractContextManager[Any]:
-    """The context in which multi-token prediction runs its layer, or those of a stack in its place.
-
-    It quantizes to FP8 whatever the layer's number, and leaves FP4 to the stack.
+    Multi-token prediction of `predicted`, its layer or a stack in the place of one, quantizes to FP8 whatever the
+    layer's number, and leaves FP4 to the stack.
     """
-    if config.fp8:
-        from megatron.core.fp8_utils import get_fp8_context
+    from megatron.core import fp4_utils, fp8_utils
 
-        context: AbstractContextManager[Any] = get_fp8_context(config)
-        return context
-    return _of_layer(config, layer) if in_stack else nullcontext()
+    context: AbstractContextManager[Any] = nullcontext()
+    if config.fp8 and predicted is not None:
+        context = fp8_utils.get_fp8_context(config)
+    elif config.fp8:
+        context = fp8_utils.get_fp8_context(config, layer.layer_number - 1)
+    elif predicted is None or hasattr(predicted, "layers"):
+        context = fp4_utils.get_fp4_context(config, layer.layer_number - 1)
+    return context

@@ -28,14 +28,10 @@ class Peers:
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        """Make the group of the global `ranks`; only they take part. A call that another rank does not make raises
-        after `timeout`.
-        """
-        self.ranks = tuple(ranks)
+        """Make the group of the global `ranks`. A call that another rank does not make raises after `timeout`."""
+        self.ranks = list(ranks)
         """Global ranks of the group."""
-        self._group = distributed.new_group(
-            list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
+        self._group = distributed.new_group(self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The largest of each value, in the range of int64, over the ranks of the group; every rank gives as many."""
@@ -51,11 +47,13 @@ class Peers:
 def peers_of(config: Any, plan: Plan, timeout: timedelta | None = DEFAULT_TIMEOUT) -> Peers | None:
     """The ranks that must decide as this one does; None where no rank with other micro-batches shares its captures.
 
-    Call it on every rank of the run: the ranks tell each other their groups, over the default process group.
+    Call it on every rank of the run: the ranks exchange their groups over the default process group.
 
     Raises:
         SettingsError: such ranks need a group on the host, and none may be made (`timeout` is None).
     """
+    from megatron.core import parallel_state
+
     shared = shared_by(config, plan) if plan.captured else ()
     if not shared:
         return None
@@ -64,22 +62,16 @@ def peers_of(config: Any, plan: Plan, timeout: timedelta | None = DEFAULT_TIMEOU
             f"{shared[0]}: ranks that share captured collectives agree on every micro-batch from host to host, over "
             "gloo; leave out --disable-gloo-process-groups (Megatron-Bridge: set dist.use_gloo_process_groups to True)"
         )
-    own = _communicates_with(config, experts_captured=experts_communicate(config, plan))
+    groups = [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()]
+    if experts_communicate(config, plan):
+        groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())
+    if averages_over_all_ranks(config):
+        groups.append(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    own = sorted({rank for group in groups for rank in distributed.get_process_group_ranks(group)})
     everyones: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, own)
     ranks = join_neighbours(everyones, distributed.get_rank())
     return Peers(ranks, timeout=timeout) if len(ranks) > 1 else None
-
-
-def _communicates_with(config: Any, *, experts_captured: bool) -> list[int]:
-    from megatron.core import parallel_state
-
-    groups = [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()]
-    if experts_captured:
-        groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())
-    if averages_over_all_ranks(config):
-        groups.append(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-    return sorted({rank for group in groups for rank in distributed.get_process_group_ranks(group)})
 
 
 def join_neighbours(neighbours: Sequence[Collection[int]], rank: int) -> tuple[int, ...]:
@@ -106,9 +98,7 @@ class Decisions:
     def __init__(
         self, num_chunks: int, *, enabled: bool, across_context: bool = True, peers: Peers | None = None
     ) -> None:
-        """No decisions yet of `num_chunks` model chunks; `peers` are ranks with other micro-batches that must decide
-        the same.
-        """
+        """No decisions yet; `peers` are ranks with other micro-batches that must decide the same."""
         self.digests = [0] * num_chunks
         """One digest for each chunk; equal on ranks that decided the same."""
         self._enabled, self._across_context, self._peers = enabled, across_context, peers
@@ -117,24 +107,28 @@ class Decisions:
         """The callback that records each decision of `chunk`."""
 
         def record(choice: Bucket | FallbackReason) -> None:
-            self.digests[chunk] = (self.digests[chunk] * 1_000_003 + _code(choice)) % _MODULUS
+            if isinstance(choice, FallbackReason):
+                code = 1 + _REASONS.index(choice)
+            else:
+                code = hash((choice.max_seqs, choice.max_seqlen, choice.n_tokens, choice.cp_size)) % _MODULUS
+            self.digests[chunk] = (self.digests[chunk] * 1_000_003 + code) % _MODULUS
 
         return record
 
     def check(self) -> None:
         """Compare the digest with those of the tensor-, context- and pipeline-parallel group's other ranks, if enabled.
 
-        Ranks with other micro-batches that share captured collectives are compared, too, with all their chunks.
-
-        Without `across_context`, the context-parallel group is left out: under dynamic context parallelism its ranks
-        run micro-batches of different context-parallel sizes.
+        Ranks with other micro-batches that share captured collectives are compared, too, with all their chunks. Without
+        `across_context`, the context-parallel group is left out: under dynamic context parallelism its ranks run
+        micro-batches of different sizes.
 
         Raises:
             RuntimeError: another rank took other decisions.
         """
         if not self._enabled:
             return
-        self._check_peers()
+        if self._peers is not None:
+            self._check_peers(self._peers)
         from megatron.core import parallel_state
 
         group = parallel_state.get_model_parallel_group()
@@ -150,33 +144,23 @@ class Decisions:
                 "the same boundaries and max_seqlen"
             )
 
-    def _check_peers(self) -> None:
-        """Raise RuntimeError where a rank that shares captured collectives took other decisions in any chunk."""
-        if self._peers is None:
-            return
-        both = self._peers.largest([*self.digests, *(-digest for digest in self.digests)])
-        most, least = both[: len(self.digests)], both[len(self.digests) :]
-        if any(one != -other for one, other in zip(most, least, strict=True)):
+    def _check_peers(self, peers: Peers) -> None:
+        both, count = peers.largest([*self.digests, *(-digest for digest in self.digests)]), len(self.digests)
+        if both[:count] != [-digest for digest in both[count:]]:
             raise RuntimeError(
-                f"ranks {', '.join(map(str, self._peers.ranks))} share captured collectives and decided differently: "
-                "run all of their micro-batches through the installed decoders, as many on each rank"
+                f"ranks {', '.join(map(str, peers.ranks))} share captured collectives and decided differently: run all "
+                "of their micro-batches through the installed decoders, as many on each rank"
             )
 
 
-def _code(choice: Bucket | FallbackReason) -> int:
-    if isinstance(choice, FallbackReason):
-        return 1 + _REASONS.index(choice)
-    return hash((choice.max_seqs, choice.max_seqlen, choice.n_tokens, choice.cp_size)) % _MODULUS
-
-
 def agree_over_model_parallel_ranks(device: torch.device, *, dynamic: bool = False) -> Callable[[bool], bool]:
-    """Tells whether something succeeded on all ranks of the groups, which call it together; it waits for the GPU.
+    """Returns whether something succeeded on all ranks of the groups, which call it together; it waits for the GPU.
 
-    Their passes share collectives, and their micro-batches are the same, so that they decide the same unasked: shapes,
-    arguments, modes, `enabled` and the slots that backwards give back follow from the program, which is one for all of
-    them. Three things a rank sees alone, and asks about when they come up: a capture can fail, as for too little
-    memory; weights can have moved between captures and the first micro-batch; and outputs without a backward can be
-    freed late. If `dynamic`, data-parallel ranks share micro-batches, too, as under dynamic context parallelism.
+    Their passes share collectives, and their micro-batches are the same, so that they decide the same without a word:
+    shapes, arguments, modes, `enabled` and the slots that backwards give back follow from the program, which is one for
+    all of them. Three things a rank finds alone: a capture can fail, as for too little memory; weights can have moved
+    between captures and the first micro-batch; and outputs without a backward can be freed late. If `dynamic`,
+    data-parallel ranks share micro-batches, too, as under dynamic context parallelism.
     """
     from megatron.core import parallel_state
 
@@ -190,7 +174,7 @@ def agree_over_model_parallel_ranks(device: torch.device, *, dynamic: bool = Fal
 
 
 def agree_over_groups(groups: Sequence[Any], device: torch.device) -> Callable[[bool], bool]:
-    """Tells whether something succeeded on all ranks that `groups` reach, one group after the other.
+    """Returns whether something succeeded on all ranks that `groups` reach, one group after the other.
 
     They form a grid of ranks, each of more than one rank, and take tensors on `device`; without groups this rank
     decides alone.

@@ -8,7 +8,7 @@ two. It also recomputes nothing while a graph is being captured. `repeating_rand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,15 +22,14 @@ class MegatronTracker:
     """The default CUDA generator and those of Megatron's RNG tracker, whose states graphs can register."""
 
     def current(self) -> Sequence[torch.Generator]:
-        """The default generator of the current device, and then the tracker's, in the order in which they were
-        added.
-        """
-        return [_default(), *_tracker().get_states().values()]
+        """The default generator of the current device, then the tracker's, in the order of their addition."""
+        default, tracker = _find_random_states()
+        return [default, *tracker.get_states().values()]
 
     @contextmanager
     def drawing_from(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
         """Let all passes draw from the states of `generators` inside the block."""
-        default, tracker = _default(), _tracker()
+        default, tracker = _find_random_states()
         state, states = default.graphsafe_get_state(), tracker.get_states()
         default.graphsafe_set_state(generators[0])
         tracker.set_states(dict(zip(states, generators[1:], strict=True)))
@@ -86,16 +85,14 @@ def is_full(config: Any) -> bool:
     return getattr(config, "recompute_granularity", None) == "full"
 
 
-@contextmanager
-def layer_by_layer(config: Any) -> Iterator[None]:
+def layer_by_layer(config: Any) -> AbstractContextManager[None]:
     """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
-    are graphs keep what they would recompute, and the others are recomputed one by one (`layer_graphs.EagerLayers`).
+    are graphs keep what they would recompute, and the others are recomputed one by one.
     """
-    with replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext():
-        yield
+    return replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext()
 
 
-def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+def recompute_later(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """`function(*tensors)`, of which only the tensors are kept: it runs again in the backward, as Megatron does it.
 
     `function` is a part of `layer`, or runs it; it may read other tensors that take no gradient.
@@ -114,11 +111,9 @@ def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tenso
     return output
 
 
-@contextmanager
-def repeating_random_numbers(repeats: Repeats | None) -> Iterator[None]:
+def repeating_random_numbers(repeats: Repeats | None) -> AbstractContextManager[None]:
     """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap."""
-    with nullcontext() if repeats is None else _REPEATING.owned(repeats):
-        yield
+    return nullcontext() if repeats is None else _REPEATING.owned(repeats)
 
 
 @contextmanager
@@ -180,12 +175,7 @@ def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., A
     return repeats.repeated(rotary.as_now(function))
 
 
-def _default() -> torch.Generator:
-    generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    return generator
-
-
-def _tracker() -> Any:
+def _find_random_states() -> tuple[torch.Generator, Any]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    return get_cuda_rng_tracker()
+    return torch.cuda.default_generators[torch.cuda.current_device()], get_cuda_rng_tracker()

@@ -21,9 +21,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Shared:
-    """A change of the process, made by a context, that several owners may ask for, and end in any order: the last one
-    takes it back.
-    """
+    """A change of the process that several owners may make, and end in any order: the last one takes it back."""
 
     def __init__(self, change: Callable[..., AbstractContextManager[Any]]) -> None:
         self._change, self._stack, self._owners = change, ExitStack(), 0

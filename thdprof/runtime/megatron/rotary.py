@@ -1,8 +1,12 @@
-"""Rotary embeddings whose tables stay where graphs read them, and that read no boundaries on the host.
+"""Megatron's operations on packed tokens without a look at boundaries on the host: rotary embeddings, token shifts.
 
-Megatron's own operations (`apply_rope_fusion` off) split a micro-batch at its boundaries, which they read on the host.
-In captures a function stands for that one which finds the row of every token's position on the GPU. The numbers are the
-same bit for bit: a token is rotated by the same row.
+Megatron's own rotary operations (`apply_rope_fusion` off) split a micro-batch at its boundaries, which they read on the
+host. In captures a function stands for that one which finds the row of every token's position on the GPU. The numbers
+are the same bit for bit: a token is rotated by the same row. Tables stay where graphs read them.
+
+Multi-token prediction shifts the tokens of packed documents by one. megatron-core 0.19 does it document by document,
+and reads the boundaries of each back from the GPU; under context parallelism it exchanges the tokens of each between
+ranks. Here all documents are shifted together, to the same values.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from thdprof.runtime.megatron.replacing import replaced
+from thdprof.runtime.megatron.replacing import Shared, replaced
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 _BUFFERS = ("cos_cached", "sin_cached")
 _STATE = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
@@ -37,12 +44,7 @@ class KeptTables:
     """
 
     def __init__(self, module: Any, length: int) -> None:
-        """Replace the method of `module`.
-
-        Args:
-            module: a YarnRotaryEmbedding.
-            length: positions of the tables that graphs read.
-        """
+        """Replace the method of `module`; graphs read tables of `length` positions."""
         self._module = module
         self._own: Callable[..., Table] = module.get_cached_cos_sin
         self._length = length
@@ -115,13 +117,11 @@ def on_the_device() -> AbstractContextManager[None]:
     """A context in which no rotary embedding of packed tokens reads boundaries on the host."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    return replaced(rope_utils, _SPLITS, rotated)
+    return replaced(rope_utils, _SPLITS, rotate_packed)
 
 
 def reads_max_seqlen() -> bool:
-    """Whether a table with more rows than `max_seqlen` is one of the micro-batch's tokens, as from megatron-core 0.20
-    on. Before, a table of as many rows as there are tokens is.
-    """
+    """Whether a table with more rows than `max_seqlen` is one of tokens: from megatron-core 0.20 on."""
     from megatron.core.models.common.embeddings import rope_utils
 
     return "max_seqlen" in inspect.signature(rope_utils.apply_rotary_pos_emb).parameters
@@ -131,7 +131,7 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which reads no boundaries on the host whenever it runs, if none are read now; else as it is."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    if getattr(rope_utils, _SPLITS) is not rotated:
+    if getattr(rope_utils, _SPLITS) is not rotate_packed:
         return function
 
     @functools.wraps(function)
@@ -142,17 +142,14 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def rotated(
+def rotate_packed(
     t: torch.Tensor,
     cu_seqlens: torch.Tensor,
     freqs: torch.Tensor,
-    rotary_interleaved: bool = False,
-    mla_rotary_interleaved: bool = False,
-    mscale: float = 1.0,
-    cp_group: Any = None,
-    multi_latent_attention: bool | None = None,
+    *,
+    cp_group: Any,
     max_seqlen: int | None = None,
-    **further: bool,
+    **further: Any,
 ) -> torch.Tensor:
     """What megatron-core's `_apply_rotary_pos_emb_thd` returns, computed on the device alone.
 
@@ -162,48 +159,30 @@ def rotated(
             without tokens may follow the last one.
         freqs: rotary embeddings, shape [positions, 1, 1, channels]. With as many rows as the ranks have tokens they are
             those of the micro-batch's tokens, else those of positions in a document.
-        rotary_interleaved: as Megatron's.
-        mla_rotary_interleaved: as Megatron's.
-        mscale: as Megatron's.
         cp_group: the context-parallel group.
-        multi_latent_attention: an older name of `mla_rotary_interleaved`.
         max_seqlen: tokens of the longest document; with it, `freqs` with more rows are those of the tokens.
-        further: as Megatron's, from 0.20 on: `inverse`, `mla_output_remove_interleaving`.
+        further: as Megatron's, which then rotates row by row.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
-    if multi_latent_attention is not None:
-        mla_rotary_interleaved = multi_latent_attention
     num_tokens, cp_size = int(t.shape[0]), int(cp_group.size())
-    places = positions(cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=int(cp_group.rank()))
+    places, begins = _find_positions(cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=int(cp_group.rank()))
     rows = int(freqs.shape[0])
-    whole = rows == num_tokens * cp_size if max_seqlen is None else rows > max_seqlen
-    places_in_table = places.in_microbatch if whole else places.in_document
+    is_of_tokens = rows == num_tokens * cp_size if max_seqlen is None else rows > max_seqlen
+    places_in_table = places + begins if is_of_tokens else places
     result: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
         t.unsqueeze(1),
         freqs.index_select(0, places_in_table.clamp(0, rows - 1)),
-        rotary_interleaved=rotary_interleaved,
-        mla_rotary_interleaved=mla_rotary_interleaved,
-        mscale=mscale,
         **further,
     )
     return result.squeeze(1)
 
 
-class Positions:
-    """Where the tokens of one rank are, each an int64 tensor of shape [tokens of this rank], on the device."""
-
-    def __init__(self, in_document: torch.Tensor, begins: torch.Tensor) -> None:
-        self.in_document = in_document
-        """Place of every token in its document."""
-        self.in_microbatch = in_document + begins
-        """Place of every token in the micro-batch of all context-parallel ranks."""
-
-
-def positions(cu_seqlens: torch.Tensor, num_tokens: int, *, cp_size: int, cp_rank: int) -> Positions:
-    """Where a rank's tokens are: of every document, it has the parts `cp_rank` from the front and from the back.
-
-    `cu_seqlens` are the boundaries over all ranks, int32, shape [documents + 1]; `num_tokens` are this rank's.
+def _find_positions(
+    cu_seqlens: torch.Tensor, num_tokens: int, *, cp_size: int, cp_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Place of every token of this rank in its document, and where that begins; int64, shape [num_tokens], on the
+    device. Of every document, a rank has the parts `cp_rank` from the front and from the back.
     """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size  # on this rank
     ends = lengths.cumsum(0)
@@ -215,4 +194,90 @@ def positions(cu_seqlens: torch.Tensor, num_tokens: int, *, cp_size: int, cp_ran
         half = length // 2
         back = length * cp_size - (cp_rank + 1) * half + place - half
         place = torch.where(place < half, cp_rank * half + place, back)
-    return Positions(place, cu_seqlens[documents].long())
+    return place, cu_seqlens[documents].long()
+
+
+# --- the shift of multi-token prediction ------------------------------------------------------------------------------
+
+_SHIFT = "_roll_tensor_packed_seq"
+
+Shifted = tuple[torch.Tensor, torch.Tensor | None]
+"""A tensor whose documents are shifted, and the sum of its elements where it is needed."""
+
+
+def shifting_together() -> AbstractContextManager[None]:
+    """A context in which megatron-core shifts all documents of a micro-batch at once. Several may overlap."""
+    return _TOGETHER.owned()
+
+
+def _replacing_shift() -> AbstractContextManager[None]:
+    from megatron.core.transformer import multi_token_prediction
+
+    return replaced(multi_token_prediction, _SHIFT, _shift_as(vars(multi_token_prediction)[_SHIFT]))
+
+
+_TOGETHER = Shared(_replacing_shift)
+
+
+def _shift_as(own: Callable[..., Shifted]) -> Callable[..., Shifted]:
+    """A function that returns what megatron-core's own does."""
+
+    def shift(
+        tensor: torch.Tensor,
+        shifts: int,
+        dims: int,
+        packed_seq_params: PackedSeqParams,
+        cp_group: Any = None,
+        **further: bool,  # return_sum, from megatron-core 0.20 on
+    ) -> Shifted:
+        bounds = packed_seq_params.cu_seqlens_q
+        if shifts != -1 or dims not in (-1, tensor.dim() - 1) or bounds is None:
+            return own(tensor, shifts, dims, packed_seq_params, cp_group, **further)
+        size = 1 if cp_group is None else cp_group.size()
+        ends = (bounds.to(tensor.device, torch.long) // size).clamp(max=tensor.shape[-1])
+        found = shift_documents(tensor, ends) if size == 1 else shift_over_ranks(tensor, ends, cp_group)
+        return found, found.sum() if further.get("return_sum", True) else None
+
+    return shift
+
+
+def shift_documents(tensor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Every token's successor in its document, and 0 for each document's last token; tokens outside of documents stay.
+
+    The last dimension of `tensor` runs over tokens. `bounds` are the documents' boundaries on its device, int64, shape
+    [documents + 1], none behind the last token; they may repeat.
+    """
+    tokens = tensor.shape[-1]
+    # what begins at a boundary is preceded by a document's last token
+    begins = torch.zeros(tokens + 1, dtype=torch.bool, device=tensor.device).index_fill_(0, bounds[1:], True)
+    return _inside(bounds, tensor.roll(-1, -1).masked_fill(begins[1:], 0), tensor)
+
+
+def shift_over_ranks(tensor: torch.Tensor, bounds: torch.Tensor, group: Any) -> torch.Tensor:
+    """As `shift_documents`, where the ranks of a context-parallel group each have a front and a mirrored tail chunk of
+    every document; tensor and bounds are this rank's.
+    """
+    rank, ranks = distributed.get_rank(group), distributed.get_process_group_ranks(group)
+    begin, end = bounds[:-1], bounds[1:]
+    middle = (begin + end + 1) // 2
+    padded = torch.nn.functional.pad(tensor, (0, 1))  # documents without tokens may begin behind the last one
+    front, tail = padded[..., begin].contiguous(), padded[..., middle].contiguous()
+    behind_front, behind_tail = tail.clone(), torch.zeros_like(tail)
+    swaps = []
+    for peer, sent, received in ((rank - 1, front, behind_tail), (rank + 1, tail, behind_front)):
+        if 0 <= peer < len(ranks):
+            swaps += [distributed.P2POp(distributed.isend, sent, ranks[peer], group)]
+            swaps += [distributed.P2POp(distributed.irecv, received, ranks[peer], group)]
+    for swap in distributed.batch_isend_irecv(swaps):
+        swap.wait()
+    found = padded.roll(-1, -1)
+    nowhere = tensor.shape[-1]
+    empty = begin == end
+    found[..., torch.where(empty, nowhere, middle - 1)] = behind_front
+    found[..., torch.where(empty, nowhere, end - 1)] = behind_tail
+    return _inside(bounds, found[..., :-1], tensor)
+
+
+def _inside(bounds: torch.Tensor, found: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    place = torch.arange(tensor.shape[-1], device=tensor.device)
+    return torch.where((place >= bounds[0]) & (place < bounds[-1]), found, tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import platform
 from pathlib import Path
@@ -38,11 +37,9 @@ def stamp_here() -> dict[str, str | None]:
 
 def warn_of_other_surroundings(plan: Plan, here: Mapping[str, str | None] | None = None) -> None:
     """Log one warning where this run differs from what the plan's times were measured on, if the plan has a stamp."""
-    measured = plan.costs.stamp
-    if measured is None:
+    if (measured := plan.costs.stamp) is None:
         return
-    text = warning(measured, stamp_here() if here is None else here)
-    if text is not None:
+    if (text := warning(measured, stamp_here() if here is None else here)) is not None:
         logger.warning("%s", text)
 
 
@@ -57,7 +54,7 @@ def warn_of_unread_fields(config: Any, ddp: Any) -> None:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Name of the processor; its architecture where the system does not tell."""
+    """Name of the processor; its architecture where the system has none."""
     try:
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -72,9 +69,6 @@ def _cudnn() -> str | None:
     """Version of cuDNN as torch loads it, such as 9.19.0; None without it."""
     number = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if number is None:
-        try:
-            return importlib.metadata.version("nvidia-cudnn-cu13")
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return installed(["nvidia-cudnn-cu13"])["nvidia-cudnn-cu13"]
     major, rest = divmod(number, 10000)
     return f"{major}.{rest // 100}.{rest % 100}"

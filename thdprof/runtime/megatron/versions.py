@@ -109,15 +109,15 @@ def _rope_is_ours() -> bool:
 
 
 def _shift_is_ours() -> bool:
-    """Whether the shift of packed tokens gives what `token_shift` gives."""
+    """Whether the shift of packed tokens gives what `rotary` gives."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    from thdprof.runtime.megatron import token_shift
+    from thdprof.runtime.megatron import rotary
 
     params = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 8], dtype=torch.int32))
     tokens = torch.arange(1, 9)[None]
     own, _ = roll_tensor(tokens, packed_seq_params=params)
-    with token_shift.shifting_together():
+    with rotary.shifting_together():
         return torch.equal(roll_tensor(tokens, packed_seq_params=params)[0], own)
 
 

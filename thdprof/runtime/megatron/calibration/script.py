@@ -21,14 +21,19 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.errors import MachineError, UsageError
 from thdprof.runtime.calibrate import SCHEMA, slot_costs
-from thdprof.runtime.megatron import decoder_surroundings, prediction, refusals, token_shift, versions
+from thdprof.runtime.megatron import decoder_surroundings, refusals, rotary, versions
 from thdprof.runtime.megatron.calibration import arguments
 from thdprof.runtime.megatron.calibration import steps as training_steps
 from thdprof.runtime.megatron.calibration.solve import Measured, Scale, Solved, layers_that_fit, solve
 from thdprof.runtime.megatron.calibration.steps import MicroBatch, Shape, Training
-from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.decoder import (
+    Decoder,
+    decoder_of,
+    find_replayed_predictions,
+    prediction_layers,
+)
+from thdprof.runtime.megatron.decoder.parts import facts_of, unwrap_model
 from thdprof.runtime.megatron.kinds.chunk import ChunkGraphs
-from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.run_stamp import stamp_here
 from thdprof.words import install_line
@@ -100,13 +105,13 @@ class Replayable:
     def __init__(self, training: Training, buckets: Sequence[Bucket]) -> None:
         """Refuse settings that graphs cannot serve (SettingsError), and prepare captures of `buckets`."""
         self.training = training
-        config, self.model = training.config, unwrapped(training.chunks[0])
+        config, self.model = training.config, unwrap_model(training.chunks[0])
         refusals.check_decoder(config, facts_of(training.chunks, [self.model]))
         decoder_surroundings.prepare_experts(config, next(self.model.parameters()).device)
         self._shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._buckets = list(buckets)
         self._decoder, self.graphs = self._installed(decoder_of(training.chunks[0], self.model), self._buckets)
-        layers = prediction.find_replayed_predictions(self.model, config, impl="chunk")
+        layers = find_replayed_predictions(self.model, config, impl="chunk")
         self._predicting = [self._installed(layer, self._buckets) for layer in layers]
 
     def _installed(self, decoder: Decoder, buckets: Sequence[Bucket]) -> tuple[Decoder, ChunkGraphs]:
@@ -142,8 +147,8 @@ class Replayable:
             yield
 
     def _shifting(self) -> contextlib.AbstractContextManager[None]:
-        predicts = prediction.prediction_layers(self.model)
-        return token_shift.shifting_together() if predicts else contextlib.nullcontext()
+        predicts = prediction_layers(self.model)
+        return rotary.shifting_together() if predicts else contextlib.nullcontext()
 
     @property
     def predicts(self) -> bool:

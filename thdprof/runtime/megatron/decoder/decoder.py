@@ -1,10 +1,15 @@
-"""The decoder of a Megatron model as a module that takes tensors and one PackedSequence."""
+"""The decoder of a Megatron model as a module that takes tensors and one PackedSequence.
+
+Layers of multi-token prediction are replayed behind it, by graphs of their own. Their micro-batches are the decoder's,
+and fit the same buckets; each layer decides by itself, as the decoder does. It has as many slots, and so many times
+more where it predicts several tokens one after the other.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +19,8 @@ from torch import nn
 
 from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import rotary
+from thdprof.runtime.graphs.module_state import find_hooked_parameters
+from thdprof.runtime.megatron import decoder_surroundings, recompute, rotary
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes, replaced
@@ -25,7 +31,7 @@ from thdprof.training import TailPolicy
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from thdprof.runtime.megatron.decoder.context_parallel import ContextGroups
+    from thdprof.runtime.megatron.decoder.packed_seq_params import ContextGroups
 
 
 KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})
@@ -38,7 +44,7 @@ def find_unknown_arguments(
     arguments: Mapping[str, Any], signature: inspect.Signature, known: frozenset[str] = KNOWN_ARGUMENTS
 ) -> set[str]:
     """Names of `arguments`, bound by a forward's `signature`, that no graph takes and that are not at their default."""
-    names = {name for name, value in further(arguments, signature).items() if value is not None}
+    names = {name for name, value in collect_keywords(arguments, signature).items() if value is not None}
     for name, value in arguments.items():
         parameter = signature.parameters[name]
         taken = name in known | FOR_INFERENCE or parameter.kind is parameter.VAR_KEYWORD
@@ -47,7 +53,7 @@ def find_unknown_arguments(
     return names
 
 
-def further(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+def collect_keywords(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
     """The keyword arguments that a forward takes without naming them (`**kwargs`)."""
     names = [name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
     return {key: value for name in names for key, value in arguments.get(name, {}).items()}
@@ -69,7 +75,7 @@ _TOKENS, _FEATURES = "deepstack_tokens", "deepstack_features_"
 
 
 def is_between_layers(name: str) -> bool:
-    """Whether the argument of that name is read between layers, and by none of them."""
+    """Whether an argument is read between layers, and by none of them."""
     return name == _TOKENS or name.startswith(_FEATURES)
 
 
@@ -93,10 +99,9 @@ class DeepStack:
         if own is None:
             return
 
-        def add(hidden: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        def add(hidden: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> Any:
             if features.dim() == 2:
-                rows: torch.Tensor = own(hidden, mask, features)
-                return rows
+                return own(hidden, mask, features)
             return torch.where(mask.reshape(-1, 1, 1), hidden + features, hidden)
 
         vars(self._block)[_ADD] = add
@@ -119,25 +124,19 @@ class DeepStack:
         arguments.pop(_ROWS, None)
         if self._num == 0:
             return {}
-        return dict(self._tensors(mask, rows, hidden))
-
-    def _tensors(
-        self, mask: torch.Tensor | None, rows: Any, hidden: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        tokens = int(hidden.shape[0])
-        takes_grad = torch.is_grad_enabled()
+        tokens, takes_grad = int(hidden.shape[0]), torch.is_grad_enabled()
         if mask is None or rows is None:
-            yield _TOKENS, torch.zeros(tokens, dtype=torch.bool, device=hidden.device)
-            for number in range(self._num):
-                yield f"{_FEATURES}{number}", torch.zeros_like(hidden, requires_grad=takes_grad)
-            return
-        yield _TOKENS, mask.reshape(-1)
-        places = torch.nonzero_static(mask.reshape(-1), size=len(rows[0])).reshape(-1)
-        for number, of_layer in enumerate(rows):
-            empty = torch.zeros(tokens, of_layer.shape[-1], dtype=of_layer.dtype, device=of_layer.device)
-            if takes_grad:
-                empty.requires_grad_()
-            yield f"{_FEATURES}{number}", empty.index_copy(0, places, of_layer).unsqueeze(1)
+            mask = torch.zeros(tokens, dtype=torch.bool, device=hidden.device)
+            features = [torch.zeros_like(hidden, requires_grad=takes_grad) for _ in range(self._num)]
+        else:
+            mask = mask.reshape(-1)
+            places = torch.nonzero_static(mask, size=len(rows[0])).reshape(-1)
+            features = []
+            for own in rows:
+                shape = tokens, own.shape[-1]
+                empty = torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=takes_grad)
+                features.append(empty.index_copy(0, places, own).unsqueeze(1))
+        return {_TOKENS: mask, **{f"{_FEATURES}{number}": one for number, one in enumerate(features)}}
 
 
 def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +155,8 @@ Rope = Callable[[int], torch.Tensor]
 
 
 class Decoder(nn.Module):
-    """Calls a decoder's own forward with the metadata that a graph reads. It is not part of the model.
-
-    A GraphedModule or another DispatchedModule runs this module. `attach` sends the decoder's packed micro-batches
-    there.
+    """Calls a decoder's own forward with the metadata that a graph reads; not part of the model. `attach` sends the
+    decoder's packed micro-batches to a DispatchedModule, which runs this module.
     """
 
     known = KNOWN_ARGUMENTS
@@ -176,13 +173,9 @@ class Decoder(nn.Module):
     ) -> None:
         """A decoder that is not attached yet.
 
-        Args:
-            block: a TransformerBlock or HybridStack.
-            rope: returns the model's rotary embeddings; None where the layers make their own, or where every
-                micro-batch has others.
-            rotary_sample: returns rotary embeddings of the form that micro-batches have, where each has its own.
-            num_features: layers behind which the features of images are added.
-            entry: name of the block's method that runs it.
+        `block` is a TransformerBlock or HybridStack, which its method `entry` runs. `rope` returns the model's rotary
+        embeddings, where the layers do not make their own; where every micro-batch has others, `rotary_sample` returns
+        some of their form. Behind `num_features` layers the features of images are added.
 
         Raises:
             SettingsError: the block's forward has been replaced, for example by another installation.
@@ -198,7 +191,8 @@ class Decoder(nn.Module):
         self.block = block
         self._own_forward: Callable[..., Any] = getattr(block, entry)
         self._rope, self._rotary_sample = rope, rotary_sample
-        self._unfused = is_unfused(block)
+        self._unfused = getattr(getattr(block, "config", None), "apply_rope_fusion", None) is False
+        """Whether the layers apply rotary embeddings by Megatron's own operations, and not by a kernel."""
         self._deepstack = DeepStack(block, num_features=num_features)
         self._kept: dict[int, torch.Tensor] = {}
         self._layers_tables: tuple[KeptTables, ...] = ()
@@ -256,7 +250,7 @@ class Decoder(nn.Module):
         return output
 
     def is_between_layers(self, name: str) -> bool:
-        """Whether the argument of that name is read between layers, and by none of them."""
+        """Whether an argument is read between layers, and by none of them."""
         return is_between_layers(name)
 
     def draws_apart(self) -> bool:
@@ -280,12 +274,8 @@ class Decoder(nn.Module):
     ) -> None:
         """Send the decoder's packed micro-batches through `run`, which calls this module.
 
-        Args:
-            run: decides how each micro-batch runs.
-            cp_size: number of context-parallel ranks that share the rows.
-            shards: number of ranks that share a micro-batch's tokens out among them, besides context parallelism.
-            tail: the plan's tail policy.
-            groups: process groups of every context-parallel size, if micro-batches have sizes of their own.
+        `cp_size` context-parallel ranks share the rows, and `shards` further ranks the tokens. `groups` are given where
+        micro-batches have context-parallel sizes of their own.
         """
         self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
@@ -326,7 +316,7 @@ class Decoder(nn.Module):
                     type(self.block).__name__,
                     ", ".join(sorted(unknown)),
                 )
-            arguments.update(further(arguments, signature))
+            arguments.update(collect_keywords(arguments, signature))
             given = required | self.known | unknown  # all others are at their default
             with run.falling_back(FallbackReason.argument_not_known if unknown else None):
                 return run(
@@ -349,9 +339,7 @@ class Decoder(nn.Module):
 
         `hidden` has the shape [tokens, 1, hidden size].
         """
-        rope = self._sampled(hidden)
-        if self._rope is not None:
-            rope = {"rotary_pos_emb": self._table(int(hidden.shape[0]), int(params.max_seqlen_q))}
+        rope = self._rotary(hidden, lambda: self._table(int(hidden.shape[0]), int(params.max_seqlen_q)))
         with input_given(self.block, hidden):
             output: torch.Tensor = self.block(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope
@@ -363,19 +351,20 @@ class Decoder(nn.Module):
 
         `hidden` has the shape [tokens of this rank, 1, hidden size].
         """
-        rope = self._sampled(hidden)
-        if self._rope is not None:
-            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only its presence counts
-        with input_given(self.block, hidden):
-            self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
+        rope = self._rotary(hidden, lambda: hidden.new_empty(0))  # only its presence counts
+        self.decide(hidden, **self._further_inputs(hidden), packed_seq_params=params, **rope)
+
+    def _further_inputs(self, hidden: torch.Tensor) -> dict[str, Any]:
+        """Arguments of training besides the hidden states, their metadata and rotary embeddings."""
+        return {"attention_mask": None}
 
     def decide(self, hidden: torch.Tensor, **arguments: Any) -> Any:
         """What is attached returns for one packed micro-batch of a schedule that does not call the block itself.
 
         `hidden` has the shape [tokens of this rank, 1, hidden size]; `arguments` are the block's others.
         """
-        with input_given(self.block, hidden):
-            return self.block.forward(hidden_states=hidden, **arguments)
+        with nullcontext() if self.pre_process else input_given(self.block, hidden):
+            return getattr(self.block, self._entry)(hidden_states=hidden, **arguments)
 
     def detach(self) -> None:
         """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
@@ -396,8 +385,10 @@ class Decoder(nn.Module):
         finally:
             vars(self.block)[self._entry] = attached
 
-    def _sampled(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rotary embeddings where every micro-batch has its own: those of position 0 for all tokens."""
+    def _rotary(self, hidden: torch.Tensor, table: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The argument with rotary embeddings: `table`, or those of position 0 where every micro-batch has its own."""
+        if self._rope is not None:
+            return {"rotary_pos_emb": table()}
         if self._rotary_sample is None:
             return {}
         return {"rotary_pos_emb": self._rotary_sample(int(hidden.shape[0]) * self._shards)}
@@ -415,28 +406,17 @@ class Decoder(nn.Module):
         return table[:longest] if self._unfused and rotary.reads_max_seqlen() else table
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that returns a context, in which the decoder runs the micro-batch that it runs now: later
-        ones may have set other fields of PackedSeqParams.
-        """
+        """Makes contexts in which the decoder runs the micro-batch of now: later ones may set other fields."""
         return partial(attributes, self, _like=self._like)
 
     def renew_tables(self) -> None:
-        """Copy the kept rotary embeddings, for callers that tell micro-batches apart by the identity of their
-        tensors.
-        """
+        """Copy the kept rotary embeddings: some callers tell micro-batches apart by the identity of their tensors."""
         self._kept = {length: table.clone() for length, table in self._kept.items()}
 
 
 def input_given(block: Any, hidden: torch.Tensor) -> AbstractContextManager[None]:
-    """A context in which the decoder of a later pipeline stage, which reads its input from an attribute, reads
-    `hidden`.
-    """
+    """A context in which the decoder of a later pipeline stage finds `hidden` in the attribute that it reads."""
     return nullcontext() if block.pre_process else replaced(block, "input_tensor", hidden)
-
-
-def is_unfused(block: nn.Module) -> bool:
-    """Whether the layers of a decoder apply rotary embeddings by Megatron's own operations, and not by a kernel."""
-    return getattr(getattr(block, "config", None), "apply_rope_fusion", None) is False
 
 
 def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, num_tokens: int) -> bool:
@@ -450,10 +430,15 @@ def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, n
     return rows > packed.max_seqlen if rotary.reads_max_seqlen() else rows == num_tokens
 
 
+def decoder_of(chunk: nn.Module, model: Any) -> Decoder:
+    """The decoder of `model`, which a model chunk holds, not attached yet."""
+    num_features = parts.num_features(parts.find_whole_model(chunk))
+    sample = parts.rotary_sample_of(model)
+    return Decoder(model.decoder, rope_of(model), rotary_sample=sample, num_features=num_features)
+
+
 def rope_of(model: Any) -> Rope | None:
-    """The function that returns the rotary embeddings of a GPTModel or HybridModel; None where the layers make their
-    own.
-    """
+    """The function that makes rotary embeddings of a GPTModel or HybridModel; None where the layers do."""
     module, embedding_type = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
     if module is None or embedding_type not in ("rope", "yarn") or model.config.multi_latent_attention:
         return None
@@ -464,3 +449,140 @@ def rope_of(model: Any) -> Rope | None:
         return embeddings
 
     return table
+
+
+# --- multi-token prediction -------------------------------------------------------------------------------------------
+
+_EMBEDDED = "decoder_input"
+"""The argument with the embedding of the tokens that were shifted."""
+_WHOLE, _RECOMPUTED = "_proj_and_transformer_layer", "_checkpointed_forward"
+"""The layer's methods that run what follows the embedding: as it is, and recomputed in the backward."""
+
+
+class PredictionLayer(Decoder):
+    """Calls what follows the embedding in a MultiTokenPredictionLayer with the metadata that a graph reads.
+
+    megatron-core's layer first shifts tokens by the documents' boundaries and embeds them, which reads the boundaries
+    on the host. What follows is a norm of each of its two inputs, their projection, a transformer layer and a norm:
+    that part is replayed as the decoder is.
+    """
+
+    known = KNOWN_ARGUMENTS | {_EMBEDDED}
+
+    def __init__(
+        self, layer: Any, rope: Rope | None = None, *, rotary_sample: Rope | None = None, embeds_grad: bool = True
+    ) -> None:
+        """A MultiTokenPredictionLayer that is not attached yet; `rope` and `rotary_sample` are as `Decoder` takes them.
+
+        Raises:
+            SettingsError: what follows the embedding has been replaced, for example by another installation.
+        """
+        entry = _RECOMPUTED if recompute.is_full(layer.config) else _WHOLE
+        super().__init__(layer, rope, rotary_sample=rotary_sample, entry=entry)
+        self._config = layer.config
+        self._whole = getattr(layer, _WHOLE)
+        self._embeds_grad = embeds_grad
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The transformer layer, or the layers of the stack in its place."""
+        return inner_layers(self.block)
+
+    @property
+    def pre_process(self) -> bool:
+        """True: the hidden states are an argument on every pipeline stage."""
+        return True
+
+    def run_block(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """What follows the embedding; recomputed in the backward, if the configuration says so now."""
+        run = self._own_forward if recompute.is_full(self._config) else self._whole
+        output: torch.Tensor = run(hidden_states=hidden_states, **arguments)
+        return output
+
+    def is_between_layers(self, name: str) -> bool:
+        """Whether the argument of that name is read before the transformer layer alone."""
+        return name == _EMBEDDED
+
+    def draws_apart(self) -> bool:
+        """Whether the layer runs over the random state of this tensor-parallel rank alone."""
+        return bool(self._config.sequence_parallel)
+
+    def _further_inputs(self, hidden: torch.Tensor) -> dict[str, Any]:
+        return {_EMBEDDED: torch.zeros_like(hidden, requires_grad=self._embeds_grad)}
+
+
+def inner_layers(layer: Any) -> tuple[nn.Module, ...]:
+    """The layers that a MultiTokenPredictionLayer calls, in order."""
+    inner = layer.mtp_model_layer
+    return tuple(getattr(inner, "layers", (inner,)))
+
+
+def prediction_layers(model: Any) -> Sequence[Any]:
+    """The layers of multi-token prediction of a GPTModel or HybridModel, on the rank that has them; else none."""
+    block = getattr(model, "mtp", None)
+    return () if block is None else tuple(block.layers)
+
+
+def passes_a_microbatch(config: Any) -> int:
+    """How often a micro-batch passes each of these layers: several times where one layer predicts all tokens."""
+    return int(config.mtp_num_layers) if getattr(config, "mtp_use_repeated_layer", False) else 1
+
+
+def find_replayed_predictions(model: Any, config: Any, *, impl: str, offloads: bool = False) -> list[PredictionLayer]:
+    """The layers of multi-token prediction of a chunk's model that follow a plan's `graphs.impl`, not attached yet. The
+    log says why others do not; `offloads` says that activations of the decoder wait in host memory.
+
+    Raises:
+        SettingsError: layers that cannot be replayed have MambaLayers, which get no `seq_idx` then, so that documents
+            would mix.
+    """
+    found = prediction_layers(model)
+    if not found:
+        return []
+    why = "" if impl == "none" else why_eager(found, config, impl=impl, offloads=offloads)
+    if why and any(map(parts.has_mamba, found)):
+        raise SettingsError(
+            f"multi-token prediction has MambaLayers, which must be replayed so that documents stay apart, and {why}; "
+            "use attention and MLP layers in its pattern"
+        )
+    if why:
+        logger.warning("multi-token prediction runs eagerly behind the decoder's graphs: %s", why)
+        return []
+    embeds_grad = not getattr(config, "mtp_detach_heads", False) and any(
+        parameter.requires_grad for parameter in model.embedding.parameters()
+    )
+    rope, sample = rope_of(model), parts.rotary_sample_of(model)
+    return [PredictionLayer(layer, rope, rotary_sample=sample, embeds_grad=embeds_grad) for layer in found]
+
+
+def why_eager(found: Sequence[Any], config: Any, *, impl: str, offloads: bool = False) -> str:
+    """Why the layers `found` cannot be replayed, in one clause; "" if they can."""
+    chunk = impl == "chunk"
+    inner = [part for layer in found for part in inner_layers(layer)]
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return "overlap_moe_expert_parallel_comm runs it by nodes of its own"
+    if offloads:
+        return "graphs.offload moves activations of the decoder alone"
+    if chunk and passes_a_microbatch(config) > 1:
+        return (
+            "mtp_use_repeated_layer adds up the gradients of several passes, which chunk graphs would round otherwise"
+        )
+    if foreign := [*(parts.find_foreign_layers(inner) if chunk else ())]:
+        return f"it has a {foreign[0]}, which was not checked in a graph"
+    if not chunk and not parts.find_capturable(inner):
+        return "none of its layers can be a graph"
+    for name, check in _IN_THE_WAY.items():
+        if chunk or name != "fused operations":
+            named = [part for layer in found for part in check(layer)]
+            if named:
+                return f"its {named[0]} has {name}"
+    return ""
+
+
+_IN_THE_WAY: Mapping[str, Callable[[Any], Iterable[str]]] = {
+    "hooks that a replay would leave out": decoder_surroundings.foreign_hooks,
+    "an adapter of Transformer Engine's operation fuser": parts.find_fused_adapters,
+    "a gradient hook": find_hooked_parameters,
+    "fused operations": parts.find_fused_parts,
+}
+"""What keeps a part of a layer from being captured: its name, and a function that returns the names of such parts."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,20 +18,15 @@ from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, gen
 from thdprof.runtime.megatron.refusals import SettingsError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGroups:
-    """The layers of a decoder in groups, each of which has graphs of its own."""
+class LayerGroups(NamedTuple):
+    """The layers of a decoder in groups, each of which has graphs of its own; empty where all layers are one group."""
 
     cuts: tuple[nn.Module, ...] = ()
-    """The first layer of every group but the first; empty: all layers are one group."""
+    """The first layer of every group but the first."""
     parts: tuple[tuple[nn.Module, ...], ...] = ()
     """The modules that run in each group, in the decoder's order: the layers and all inside them; in the last group
-    also the decoder itself and what it runs after its layers. Empty without cuts.
+    also the decoder itself and what it runs after its layers.
     """
-
-
-WHOLE = LayerGroups()
-"""All layers in one group."""
 
 
 def layer_groups(block: Any, layers_per_graph: int) -> LayerGroups:
@@ -42,25 +37,18 @@ def layer_groups(block: Any, layers_per_graph: int) -> LayerGroups:
     """
     layers = tuple(block.layers)
     if layers_per_graph >= len(layers):
-        return WHOLE
+        return LayerGroups()
     groups = [layers[begin : begin + layers_per_graph] for begin in range(0, len(layers), layers_per_graph)]
     parts = [tuple(part for layer in group for part in layer.modules()) for group in groups]
     inside = {id(part) for group in parts for part in group}
     parts[-1] += tuple(part for part in block.modules() if id(part) not in inside)
-    _refuse_shared(parts, layers_per_graph)
+    owned = [{id(p) for part in group for p in part.parameters(recurse=False)} for group in parts]
+    if len(set().union(*owned)) < sum(map(len, owned)):
+        raise SettingsError(
+            f"graphs.layers_per_graph is {layers_per_graph}, and layers of two graphs share a parameter: their "
+            "gradients would be added up in another order than eagerly; set it to null"
+        )
     return LayerGroups(cuts=tuple(group[0] for group in groups[1:]), parts=tuple(parts))
-
-
-def _refuse_shared(parts: list[tuple[nn.Module, ...]], layers_per_graph: int) -> None:
-    owners: dict[int, int] = {}
-    for number, group in enumerate(parts):
-        for part in group:
-            for parameter in part.parameters(recurse=False):
-                if owners.setdefault(id(parameter), number) != number:
-                    raise SettingsError(
-                        f"graphs.layers_per_graph is {layers_per_graph}, and layers of two graphs share a parameter: "
-                        "their gradients would be added up in another order than eagerly; set it to null"
-                    )
 
 
 class ChunkGraphs(GraphedModule):
@@ -80,7 +68,7 @@ class ChunkGraphs(GraphedModule):
             SettingsError: layers of two graphs share a parameter.
             ValueError: as `GraphedModule`, which takes the `options`.
         """
-        groups = WHOLE if layers_per_graph is None else layer_groups(module.block, layers_per_graph)
+        groups = LayerGroups() if layers_per_graph is None else layer_groups(module.block, layers_per_graph)
         super().__init__(module, buckets, cuts=groups.cuts, **options)
         self._groups = groups
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,11 +47,7 @@ class DispatcherSizes:
             (owner, {name: value for name, value in vars(owner).items() if type(value) in (int, torch.Size)})
             for owner in self._owners
         ]
-        for path in self._dispatcher.cudagraph_attrs:
-            *parents, name = path.split(".")
-            owner = self._dispatcher
-            for parent in parents:
-                owner = getattr(owner, parent)
+        for owner, name in _find_attributes(self._dispatcher, self._dispatcher.cudagraph_attrs):
             if isinstance(getattr(owner, name, None), torch.Tensor):
                 setattr(owner, name, None)
 
@@ -58,6 +55,13 @@ class DispatcherSizes:
         """Set the sizes of a captured micro-batch of `num_tokens` tokens; passes since may have had others."""
         for owner, sizes in self._kept.get(num_tokens, ()):
             vars(owner).update(sizes)
+
+
+def _find_attributes(dispatcher: Any, paths: Iterable[str]) -> Iterator[tuple[Any, str]]:
+    """The owner and the name of each attribute, from paths such as `_comm_manager.token_probs`."""
+    for path in paths:
+        parents, _, name = path.rpartition(".")
+        yield attrgetter(parents)(dispatcher) if parents else dispatcher, name
 
 
 class ExpertCounts:
@@ -125,10 +129,12 @@ class RecomputedExperts:
         `own`, their forward, takes the rest out of the store. `begins` is called when they run: in the forward without
         gradients and in the backward with them.
         """
-        store = self._layer.mlp.cudagraph_tensor_store
+        store, dispatcher = self._layer.mlp.cudagraph_tensor_store, self._layer.mlp.token_dispatcher
         names = [name for name in _DIFFERENTIABLE if getattr(store, name) is not None]
         routing_map = store.routing_map
-        dispatched = _dispatcher_tensors(self._layer.mlp.token_dispatcher)
+        # what a captured preprocessing has given to the dispatcher: other micro-batches replace it before the backward
+        places = list(_find_attributes(dispatcher, getattr(dispatcher, "valid_cudagraph_attrs", None) or ()))
+        dispatched = [(owner, name, getattr(owner, name)) for owner, name in places]
         others = [(owner, name) for owner, name, tensor in dispatched if tensor.requires_grad]
         constant = [entry for entry in dispatched if not entry[2].requires_grad]
 
@@ -147,20 +153,8 @@ class RecomputedExperts:
             return output
 
         tensors = [*(getattr(store, name) for name in names), *(getattr(owner, name) for owner, name in others)]
-        result: torch.Tensor = recompute.checkpointed(self._layer, experts, *tensors)
+        result: torch.Tensor = recompute.recompute_later(self._layer, experts, *tensors)
         return result
-
-
-def _dispatcher_tensors(dispatcher: Any) -> list[tuple[Any, str, Any]]:
-    """What a captured preprocessing has given to the dispatcher: other micro-batches replace it before the backward."""
-    found = []
-    for path in getattr(dispatcher, "valid_cudagraph_attrs", None) or ():
-        *parents, name = path.split(".")
-        owner = dispatcher
-        for parent in parents:
-            owner = getattr(owner, parent)
-        found.append((owner, name, getattr(owner, name)))
-    return found
 
 
 class UpToRouter:
@@ -240,9 +234,7 @@ class UpToRouter:
         return residual, None
 
     def gather(self) -> None:
-        """Wait until Megatron has gathered the parameters before the experts. The experts' modules run their own
-        hooks.
-        """
+        """Wait until Megatron has gathered the parameters before the experts, whose modules run hooks of their own."""
         for part in self.parts():
             gather_parameters(part)
 
@@ -286,9 +278,7 @@ class UpToRouter:
 
     @contextmanager
     def standing_for(self, graph: Callable[[torch.Tensor], Any], num_tokens: int) -> Iterator[None]:
-        """Inside the block, megatron-core's own node of the layer takes what is captured, of `num_tokens` tokens, from
-        `graph`.
-        """
+        """Inside the block, megatron-core's own node of the layer takes its captured part from `graph`."""
         if self._sizes is not None:
             self._sizes.restore(num_tokens)
         own = self.layer._te_cuda_graph_replay
@@ -302,9 +292,7 @@ class UpToRouter:
 
     @contextmanager
     def _replaying(self, graph: Callable[[torch.Tensor], Any], maps: list[torch.Tensor]) -> Iterator[None]:
-        """Let megatron-core find `graph` as the layer's own inside the block; `maps` gets the map that is to be
-        counted.
-        """
+        """Let megatron-core find `graph` as the layer's own inside the block; `maps` gets the map to count."""
 
         def replay(hidden: torch.Tensor, **_: Any) -> Any:
             outputs = graph(hidden)

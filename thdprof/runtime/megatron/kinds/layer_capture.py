@@ -29,17 +29,13 @@ from thdprof.runtime.megatron import recompute, rotary
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.expert_layers import Split
-from thdprof.runtime.megatron.layer_offload import LayerMoves
+from thdprof.runtime.megatron.layer_offload import LayerMoves, Moves
 from thdprof.runtime.megatron.quantized import is_quantized
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes, same_attributes
 from thdprof.runtime.options import Surroundings
 from thdprof.runtime.padding import PackedSequence
-
-Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]
-"""The type of a function that runs a layer on its hidden states and moves the tensors that the layer saves to the
-host.
-"""
+from thdprof.runtime.random_states import RegisteredStates, with_default
 
 
 class LayerPass(nn.Module):
@@ -56,9 +52,7 @@ class LayerPass(nn.Module):
         moves: Moves | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """What `captured` runs of a layer, with `constants` over static tensors; `around` returns a context for every
-        pass.
-        """
+        """What `captured` runs of a layer, with `constants` over static tensors, inside the context `around()`."""
         super().__init__()
         self._captured, self._constants, self._moves, self._around = captured, constants, moves, around
 
@@ -71,14 +65,8 @@ class LayerPass(nn.Module):
             return self._captured(hidden_states, **self._constants)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """The arguments that one layer was called with."""
-
-    hidden: torch.Tensor
-    """Zeros of the shape, dtype and device of the layer's hidden states."""
-    constants: dict[str, Any]
-    """The layer's other arguments, over static tensors."""
+Recorded = tuple[torch.Tensor, dict[str, Any]]
+"""The arguments that one layer was called with: zeros like its hidden states, and the others over static tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,23 +84,17 @@ class LayerReplays:
     address of that. Autograd gets a dummy for them.
     """
 
-    def reset(self) -> None:
-        """Free the graphs."""
-        for graph in self.graphs:
-            graph.reset()  # type: ignore[attr-defined]
-
 
 class LayerSlot(SlotMemory):
     """A slot whose graphs hold single layers: static tensors, and the graphs of all layers for each bucket."""
 
-    def __init__(self, buckets: Sequence[Bucket], sample: Call, *, outside: Sequence[bool] = ()) -> None:
-        """A slot without graphs, for micro-batches like `sample`, whose first tensor is the hidden states.
-
-        `outside` says whether each of the others is read between layers alone; empty: none is.
+    def __init__(self, buckets: Sequence[Bucket], sample: Call, *, outside: Sequence[bool]) -> None:
+        """A slot without graphs, for micro-batches like `sample`, whose first tensor is the hidden states; `outside`
+        says whether each of the others is read between layers alone.
         """
         super().__init__(buckets, sample)
         tensors = sample.tensors
-        self._outside = tuple(outside) or (False,) * (len(tensors) - 1)
+        self._outside = tuple(outside)
         self.others = [
             t.new_zeros(()).expand_as(t) if skipped else torch.zeros_like(t, memory_format=torch.contiguous_format)
             for t, skipped in zip(tensors[1:], self._outside, strict=True)
@@ -131,14 +113,11 @@ class LayerSlot(SlotMemory):
 
     def inputs_like(self, recorded: Sequence[Recorded]) -> list[torch.Tensor]:
         """The static inputs of the layers, which all buckets share; made at the first capture."""
-        if not self.hidden:
-            self.hidden = [r.hidden.requires_grad_() for r in recorded]
+        self.hidden = self.hidden or [zeros.requires_grad_() for zeros, _ in recorded]
         return self.hidden
 
     def stage(self, call: Call, bucket: Bucket) -> None:
-        """Queue the copies of one micro-batch's metadata, and of its tensors besides the hidden states, into the static
-        ones.
-        """
+        """Queue the copies of one micro-batch: metadata, and tensors besides the hidden states."""
         self.metadata.stage(call.boundaries, bucket)
         for static, tensor, skipped in zip(self.others, call.tensors[1:], self._outside, strict=True):
             if not skipped:
@@ -161,7 +140,8 @@ class LayerSlot(SlotMemory):
 
     def _free_graphs(self) -> None:
         for replays in self.replays.values():
-            replays.reset()
+            for graph in replays.graphs:
+                graph.reset()  # type: ignore[attr-defined]
         self.replays.clear()
 
 
@@ -238,9 +218,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Runs after the last layer, and copies its output out of the graph's memory. Its backward runs before those of all
-    layers.
-    """
+    """Copies the last layer's output out of the graph's memory. Its backward runs before those of all layers."""
 
     @staticmethod
     def forward(ctx: Any, lease: LayerLease, hidden: torch.Tensor) -> torch.Tensor:
@@ -279,15 +257,11 @@ Make = Callable[..., Sequence[Callable[..., Any]]]
 """The type of `make_graphed_callables`; tests give another function of this type."""
 
 RunLayer = Callable[[int, torch.Tensor, dict[str, Any]], Any]
-"""The type of a function that stands for the layers' forward: it takes a layer's number, its hidden states and its
-other arguments.
-"""
+"""The type of a function that stands for the layers' forward: of a layer's number, hidden states, other arguments."""
 
 
 class LayerCapture:
-    """Captures the layers of one decoder. It keeps one sample call, without the tensors' memory, as long as its graphs
-    live.
-    """
+    """Captures the layers of one decoder. It keeps one sample call, without the tensors' memory."""
 
     def __init__(
         self,
@@ -296,22 +270,32 @@ class LayerCapture:
         call: Call,
         *,
         make: Make,
-        generators: Sequence[torch.Generator],
+        find_generators: Callable[[], Sequence[torch.Generator]],
         surroundings: Surroundings,
-        device: torch.device,
         in_block: bool = True,
     ) -> None:
         """A capturer for the layers of `decoder`, which run around their graphs as `splits` says.
 
-        `call` is a sample call of the decoder, without the tensors' memory. `generators` are those that the decoder
-        draws from, the default one among them. With `in_block` layers draw from the random state that the decoder's own
-        forward chooses.
+        `call` is a sample call of the decoder. `find_generators` returns those that the decoder draws from now, besides
+        the default one; the graphs register them. With `in_block` layers draw from the random state that the decoder's
+        own forward chooses.
         """
-        self._in_block = in_block
-        self._decoder, self._splits, self._call = decoder, splits, call
-        self._layers = tuple(split.layer for split in splits)
-        self._make, self._surroundings, self._device = make, surroundings, device
-        self._generators = tuple(generators)
+        self.device = device = call.tensors[0].device
+        """The GPU of the graphs."""
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        """A scalar that takes a gradient, so that every lease has a backward."""
+        self.order = ReplayOrder(device)
+        """Keeps the replays of all leases one after the other."""
+        self._decoder, self._splits, self._call, self._in_block = decoder, splits, call.without_values(), in_block
+        self._layers, self._make, self._surroundings = tuple(split.layer for split in splits), make, surroundings
+        self._config = getattr(decoder.block, "config", None)
+        self._find_generators = lambda: with_default(device, find_generators())
+        self._generators = self._find_generators()
+        self._states = RegisteredStates(self._generators)
+
+    def check_states(self) -> None:
+        """Raise RuntimeError where the decoder draws from other random states than the graphs have registered."""
+        self._states.check(self._find_generators())
 
     def capture(self, slot: LayerSlot, bucket: Bucket) -> LayerReplays:
         """The graphs of all layers for `bucket`, captured over the static memory of `slot`.
@@ -325,10 +309,10 @@ class LayerCapture:
         with (
             moving,
             self._surroundings.quantizing(),
-            recompute.keeping_activations(config := getattr(self._decoder.block, "config", None)),
-            recompute.layer_by_layer(config),
+            recompute.keeping_activations(self._config),
+            recompute.layer_by_layer(self._config),
             unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
-            undone_if_failed(self._device, self._generators),
+            undone_if_failed(self.device, self._generators),
             rotary.on_the_device(),
         ):
             recorded, touched = self._rehearse(slot, bucket)
@@ -343,7 +327,9 @@ class LayerCapture:
                 inputs = slot.inputs_like(recorded)
 
                 def warmed_up() -> None:
-                    _give_main_grads(pairs)
+                    for parameter, alias in pairs:  # from here on, passes over the aliases add to the model's own
+                        if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+                            alias.main_grad = main_grad  # type: ignore[attr-defined]
                     if slot.moves is not None:
                         slot.moves.begin()
 
@@ -351,11 +337,11 @@ class LayerCapture:
                     tuple(
                         LayerPass(
                             split.captured,
-                            r.constants,
+                            constants,
                             None if slot.moves is None else slot.moves.layer(number),
                             partial(self._surroundings.inside_graph, split.layer),
                         )
-                        for number, (split, r) in enumerate(zip(self._splits, recorded, strict=True))
+                        for number, (split, (_, constants)) in enumerate(zip(self._splits, recorded, strict=True))
                     ),
                     tuple(
                         (hidden, *(aliases[id(p)] for p in own)) for hidden, own in zip(inputs, parameters, strict=True)
@@ -388,18 +374,17 @@ class LayerCapture:
         repeating: Callable[[], AbstractContextManager[None]],
     ) -> Subject:
         """The captured part of layer `number`, called with these `constants` now, for eager runs that its replay must
-        agree with; each runs in a context that `repeating` returns.
+        agree with; each runs in the context `repeating()`.
         """
         split, around = self._splits[number], self._surroundings
-        config = getattr(self._decoder.block, "config", None)
 
         def run(tensors: Sequence[torch.Tensor], packed: PackedSequence) -> Any:
             like = constants.get("packed_seq_params")
             own = {} if like is None else {"packed_seq_params": packed_seq_params.write(packed, like)}
             with (
                 self._decoder.around(cp_size),
-                recompute.keeping_activations(config),
-                recompute.layer_by_layer(config),
+                recompute.keeping_activations(self._config),
+                recompute.layer_by_layer(self._config),
                 rotary.on_the_device(),
                 around.inside_graph(split.layer),
             ):
@@ -421,11 +406,11 @@ class LayerCapture:
         )
 
     def _rehearse(self, slot: LayerSlot, bucket: Bucket) -> tuple[list[Recorded], set[int]]:
-        """Run the decoder once, forward and backward, on the slot's static tensors, over scratch gradients; returns the
-        arguments of every layer, in order, and the ids of the parameters that get a gradient.
+        """Run the decoder once over scratch gradients; returns the arguments of every layer, and the ids of parameters
+        that get a gradient.
         """
         hidden = self._call.tensors[0]
-        first = torch.zeros(hidden.shape, dtype=hidden.dtype, device=self._device, requires_grad=hidden.requires_grad)
+        first = torch.zeros(hidden.shape, dtype=hidden.dtype, device=self.device, requires_grad=hidden.requires_grad)
         args, kwargs = self._call.substitute([first, *slot.others], slot.metadata.packed(bucket))
         recorded: dict[int, Recorded] = {}
         touched: set[int] = set()
@@ -433,7 +418,7 @@ class LayerCapture:
 
         def record(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
             zeros = torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
-            recorded[number] = Recorded(hidden=zeros, constants=constants)
+            recorded[number] = zeros, constants
             split = self._splits[number]
 
             def run(layer_input: torch.Tensor) -> Any:
@@ -441,7 +426,8 @@ class LayerCapture:
 
             if slot.moves is None:
                 return run(hidden)
-            return slot.moves.rehearse(number, split.layer, hidden, run)
+            taking_gradient = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as its capture's
+            return slot.moves.rehearse(number, split.layer, taking_gradient, run)
 
         def hook(original: int) -> Callable[[torch.Tensor], None]:
             def arrived(alias: torch.Tensor) -> None:
@@ -451,8 +437,8 @@ class LayerCapture:
             return arrived
 
         block: Any = self._decoder.block
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with (
             aliased_parameters(self._decoder) as aliases,
             parts.remaking_fused_operations(block, but=self._layers),
@@ -465,7 +451,7 @@ class LayerCapture:
                     alias.register_post_accumulate_grad_hook(hook(original))
             outputs = [o for o in (*tree_flatten(self._decoder(*args, **kwargs))[0], *heads) if o.requires_grad]
             torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         if len(recorded) < len(self._layers):
             raise RuntimeError(
                 f"the decoder called {len(recorded)} of its {len(self._layers)} layers in a pass before the capture"
@@ -486,9 +472,7 @@ class LayerCapture:
 
 @contextmanager
 def layers_run(layers: Sequence[nn.Module], run: RunLayer) -> Iterator[None]:
-    """Let `run` stand for the forward of every layer inside the block: it gets the layer's number, hidden states and
-    other arguments.
-    """
+    """Let `run` stand for the forward of every layer inside the block."""
 
     def stand_in(number: int) -> Callable[..., Any]:
         def forward(hidden_states: torch.Tensor, **constants: Any) -> Any:
@@ -519,16 +503,6 @@ def transformer_engines_own(generators: Sequence[torch.Generator]) -> Make:
         )
     make: Make = make_graphed_callables
     return make
-
-
-def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Let passes over the aliases, the second of each pair, add to the `main_grad` of the parameters, the first of each
-    pair.
-    """
-    for parameter, alias in pairs:
-        main_grad = getattr(parameter, "main_grad", None)
-        if main_grad is not None:
-            alias.main_grad = main_grad  # type: ignore[attr-defined]
 
 
 def tidy_after_failure(collecting: bool) -> None:

@@ -29,13 +29,13 @@ from thdprof.runtime.graphs.bank import AgreedCaptures
 from thdprof.runtime.graphs.capture import pool_bytes
 from thdprof.runtime.graphs.failed_captures import WarmupError
 from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since
-from thdprof.runtime.graphs.slots import FreeSlots, Metadata, ReplayOrder
+from thdprof.runtime.graphs.slots import FreeSlots, Metadata
 from thdprof.runtime.graphs.watch.findings import Finding
 from thdprof.runtime.graphs.watch.twin import Subject, missing_bytes
 from thdprof.runtime.graphs.watch.watch import Watch, Watched, make_watch
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.decoder.parts import has_fused_operations, has_gated_delta_net, is_mamba
+from thdprof.runtime.megatron.decoder.parts import find_capturable, is_mamba
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, without_gathering
 from thdprof.runtime.megatron.kinds.chunk import SizedGraphs
 from thdprof.runtime.megatron.kinds.expert_layers import find_splits
@@ -52,46 +52,35 @@ from thdprof.runtime.megatron.kinds.layer_capture import (
 from thdprof.runtime.megatron.layer_offload import Offloading
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.padding import Boundaries, PackedSequence, to_device
-from thdprof.runtime.random_states import RegisteredStates, with_default
 from thdprof.runtime.stats import Captured
 
 
-class EagerLayers:
-    """The layers outside of graphs that the model recomputes whole.
+def recomputing_between(decoder: Decoder, graphed: Sequence[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which layers of `decoder` that are not `graphed` keep their inputs alone, and run again in the
+    backward, where full recompute has it so: all of them, or the first few by the method `block`.
 
-    megatron-core's full recompute runs whole layers again in the backward, several of them together if it is
-    set so. Layers that are graphs keep their activations and are called once each (`recompute.layer_by_layer`); those
-    between them are recomputed here.
+    megatron-core runs several layers together again if it is set so. Layers that are graphs keep their activations and
+    are called once each (`recompute.layer_by_layer`); those between them are recomputed here.
     """
-
-    def __init__(self, decoder: Decoder, graphed: Sequence[nn.Module]) -> None:
-        """The recomputed layers of `decoder` that are not `graphed`; none where it recomputes no whole layers."""
-        self._layers = tuple(layer for layer in recomputed_whole(decoder) if layer not in graphed)
-        self._own: tuple[Callable[..., Any], ...] = tuple(layer.forward for layer in self._layers)
-
-    def recomputed(self) -> AbstractContextManager[None]:
-        """Inside the block, each of these layers keeps its input alone, and runs again in its backward."""
-        return layers_run(self._layers, self._run)
-
-    def _run(self, number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
-        own = self._own[number]
-        if not hidden.requires_grad:  # a recomputation would then give parameters no gradients
-            return own(hidden_states=hidden, **constants)
-        return recompute.checkpointed(self._layers[number], lambda given: own(hidden_states=given, **constants), hidden)
-
-
-def recomputed_whole(decoder: Decoder) -> Sequence[nn.Module]:
-    """The layers of a decoder that full recompute runs again: all of them, or the first few by the method `block`."""
     config: Any = getattr(decoder.block, "config", None)
     if not recompute.is_full(config):
-        return ()
-    layers = decoder.layers
-    return layers[: config.recompute_num_layers] if config.recompute_method == "block" else layers
+        return nullcontext
+    whole = decoder.layers[: config.recompute_num_layers if config.recompute_method == "block" else None]
+    layers = tuple(layer for layer in whole if layer not in graphed)
+    forwards: tuple[Callable[..., Any], ...] = tuple(layer.forward for layer in layers)
+
+    def run(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
+        own = forwards[number]
+        if not hidden.requires_grad:  # a recomputation would then give parameters no gradients
+            return own(hidden_states=hidden, **constants)
+        return recompute.recompute_later(layers[number], lambda given: own(hidden_states=given, **constants), hidden)
+
+    return partial(layers_run, layers, run)
 
 
 SubjectOf = Callable[[int, dict[str, Any]], Subject]
-"""The type of a function that returns what is verified of a layer: it takes the layer's number and the arguments of
-its call besides the hidden states.
+"""The type of a function that returns what is verified of a layer, by its number and its arguments besides the hidden
+states.
 """
 
 
@@ -255,15 +244,9 @@ class LayerGraphs(DispatchedModule):
     ) -> None:
         """Graphs of `decoder`'s layers over `buckets`.
 
-        Args:
-            decoder: a TransformerBlock or HybridStack.
-            buckets: the shapes to capture.
-            num_slots: number of slots: micro-batches that can be between forward and backward at a time.
-            modules: the parts of a layer that are captured, by megatron-core's names; empty: whole layers.
-            generators: returns the CUDA generators of Megatron's tracker.
-            make: `make_graphed_callables`; None: Transformer Engine's.
-            offload: moves activations to the host; None: all stay on the device.
-            options: further arguments of DispatchedModule.
+        At most `num_slots` micro-batches can be between forward and backward at a time. `modules` are the parts of a
+        layer that are captured, by megatron-core's names; empty: whole layers. `generators` returns the CUDA generators
+        of Megatron's tracker, and `make` stands for Transformer Engine's `make_graphed_callables`.
 
         Raises:
             SettingsError: no layer can be captured, two layers share a parameter, or the tracker of random states is
@@ -276,7 +259,7 @@ class LayerGraphs(DispatchedModule):
         self._watch: Watch | None = make_watch(self._options, lambda: self._stats) if self._buckets else None
         self._layers = self._graphed(decoder.layers)
         self._splits = find_splits(self._layers, modules)
-        self._eager_layers = EagerLayers(decoder, self._layers)
+        self._recomputing_others = recomputing_between(decoder, self._layers)
         self._all_graphed = len(self._layers) == len(decoder.layers)
         self._num_slots, self._find_generators = num_slots, generators
         self._make = make or transformer_engines_own(generators())
@@ -285,33 +268,41 @@ class LayerGraphs(DispatchedModule):
         agreed = self._options.agreed if self.decides_jointly else alone
         self._captures, self._free = self._new_captures(), FreeSlots(agreed)
         self._placement: Placement | None = None
-        self._states: RegisteredStates | None = None
-        self._order: ReplayOrder | None = None
-        self._anchor: torch.Tensor | None = None
         self._layer_capture: LayerCapture | None = None
 
-    def _graphed(self, layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-        return _graphed_layers(layers)
+    def _graphed(self, of_decoder: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+        """The layers that are captured; SettingsError where none can be, or two of them share a parameter."""
+        layers = find_capturable(of_decoder)
+        if not layers:
+            raise SettingsError(
+                "graphs.impl transformer_engine captures TransformerLayers and MambaLayers without fused operations, "
+                f"and this chunk of {len(of_decoder)} layers has none; set it to chunk, and "
+                "use_transformer_engine_op_fuser to False"
+            )
+        owned = [id(p) for layer in layers for p in layer.parameters()]
+        if len(set(owned)) < len(owned):
+            raise SettingsError(
+                "two layers share a parameter: layer graphs cannot add up its gradients; use impl chunk"
+            )
+        return layers
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in the graphs' memory pools and in their static inputs, of which every layer has its
-        own.
-        """
-        return sum(pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
+        """Bytes of GPU memory in the graphs' memory pools and in their static inputs; every layer has its own."""
+        return sum(pool_bytes(self._opened.device, slot.pool) + slot.static_bytes() for slot in self._slots)
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory that hold activations between forward and backward."""
-        of_slots = sum(slot.moves.host_bytes() for slot in self._slots if slot.moves is not None)
-        return of_slots + (self._offload.host_bytes() if self._offload is not None else 0)
+        owners = (self._offload, *(slot.moves for slot in self._slots))
+        return sum(owner.host_bytes() for owner in owners if owner is not None)
 
     def offload_freed_bytes(self) -> int:
         """Bytes by which offloading should reduce the graphs' memory, over all slots."""
-        return sum(slot.moves.freed_bytes() for slot in self._slots if slot.moves is not None)
+        return sum(slot.moves.freed_bytes for slot in self._slots if slot.moves is not None)
 
     @property
-    def _device(self) -> torch.device:
-        assert self._anchor is not None  # `_open` has made it
-        return self._anchor.device
+    def _opened(self) -> LayerCapture:
+        assert self._layer_capture is not None  # `_open` has made it
+        return self._layer_capture
 
     def _open(self, call: Call) -> None:
         outside = between_layers(call, cast("Decoder", self.module))
@@ -320,28 +311,23 @@ class LayerGraphs(DispatchedModule):
                 "a tensor argument besides the hidden states takes a gradient, which graphs of layers do not return: "
                 "detach it, or set graphs.impl to chunk"
             )
-        device = call.tensors[0].device
         if not self._opening_ahead:  # before training all parameters are whole, and hooks must not begin to gather
             gather_parameters(self.module)
-        self._states = RegisteredStates(with_default(device, self._find_generators()))
-        self._anchor, self._order = torch.zeros((), device=device, requires_grad=True), ReplayOrder(device)
         self._layer_capture = LayerCapture(
             cast("Decoder", self.module),
             self._splits,
-            call.without_values(),
+            call,
             make=self._make,
-            generators=with_default(device, self._find_generators()),
+            find_generators=self._find_generators,
             surroundings=self._surroundings,
-            device=device,
             in_block=self.in_block,
         )
         self._slots = [LayerSlot(self._buckets, call, outside=outside) for _ in range(self._num_slots)]
         if self._offload is not None:
             for slot in self._slots:
-                slot.moves = self._offload.slot(self._layers, device)
-        is_startup = self._options.capture == "startup"
-        self._captures = self._new_captures(len(self._buckets) * self._num_slots if is_startup else 0)
-        if is_startup:
+                slot.moves = self._offload.slot(self._layers, self._opened.device)
+        if self._options.capture == "startup":
+            self._captures = self._new_captures(len(self._buckets) * self._num_slots)
             for _ in self._captures.all_of(self._slots, self._buckets):
                 pass
 
@@ -376,7 +362,7 @@ class LayerGraphs(DispatchedModule):
             around,
             self._timed(call.tensors, replayed=True) as outputs,
             recompute.layer_by_layer(getattr(self.module.block, "config", None)),
-            self._eager_layers.recomputed(),
+            self._recomputing_others(),
             layers_run(self._layers, replayed),
         ):
             result = self.module(*args, **kwargs)
@@ -397,30 +383,36 @@ class LayerGraphs(DispatchedModule):
 
     def _leased(self, bucket: Bucket, call: Call) -> LayerLease | FallbackReason:
         """A slot for a micro-batch, with all in place that its graphs read, or why there is none."""
-        lease = self._lease(bucket, call.slot)
-        if not isinstance(lease, FallbackReason):
-            self._surroundings.before_forward()
-            lease.order.begin()
-            lease.slot.stage(call, bucket)
+        self._opened.check_states()
+        if self._placement is not None:
+            self._placement.check()
+        free = self._free.find(self._slots, call.slot)
+        slot = next((one for one in free if self._captures.has(one, bucket)), None)
+        if slot is None:
+            return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
+        lease = LayerLease(slot, bucket, self._opened.anchor, self._opened.order)
+        self._surroundings.before_forward()
+        lease.order.begin()
+        slot.stage(call, bucket)
         return lease
 
     def _watched(self, lease: LayerLease, call: Call) -> WatchedLayers | None:
         """What verifies the layers of the micro-batch that is about to be replayed; None: it is not verified."""
-        watch, capture = self._watch, self._layer_capture
-        if watch is None or capture is None or not watch.is_due:
+        watch = self._watch
+        if watch is None or not watch.is_due:
             return None
         trains = torch.is_grad_enabled()
         if not watch.verifies(replays=trains, missing_bytes=self._missing_for_eager(lease.slot, call) if trains else 0):
             return None
         try:
-            metadata = Metadata([lease.bucket], call.packed, self._device)
+            metadata = Metadata([lease.bucket], call.packed, self._opened.device)
             metadata.stage(call.boundaries, lease.bucket)
             parameters = [
                 [p for part in split.parts() for p in part.parameters() if p.requires_grad] for split in self._splits
             ]
             return WatchedLayers(
                 watch,
-                partial(capture.subject, cp_size=lease.bucket.cp_size, repeating=self._surroundings.repeating()),
+                partial(self._opened.subject, cp_size=lease.bucket.cp_size, repeating=self._surroundings.repeating()),
                 parameters,
                 lease,
                 metadata.packed(lease.bucket),
@@ -436,22 +428,10 @@ class LayerGraphs(DispatchedModule):
         count = len(self._layers)
         largest = max(4 * p.numel() for split in self._splits for part in split.parts() for p in part.parameters())
         return missing_bytes(
-            self._device,
-            slot_bytes=pool_bytes(self._device, slot.pool) // count,
+            self._opened.device,
+            slot_bytes=pool_bytes(self._opened.device, slot.pool) // count,
             others=WATCHED_COPIES * max(largest, WATCHED_BYTES) + WATCHED_HIDDEN * count * call.tensors[0].nbytes,
         )
-
-    def _lease(self, bucket: Bucket, slot: int | None = None) -> LayerLease | FallbackReason:
-        assert self._anchor is not None
-        assert self._order is not None
-        self._check_states()
-        if self._placement is not None:
-            self._placement.check()
-        free = self._free.find(self._slots, slot)
-        for one in free:
-            if self._captures.has(one, bucket):
-                return LayerLease(one, bucket, self._anchor, self._order)
-        return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def _new_captures(self, together: int = 0) -> AgreedCaptures[LayerSlot]:
         """Captures of which the first `together` are made one after the other."""
@@ -470,23 +450,18 @@ class LayerGraphs(DispatchedModule):
         )
 
     def _make_graphs(self, slot: LayerSlot, bucket: Bucket) -> int:
-        """Capture `bucket` in `slot`; returns the bytes by which the slot's pool grew."""
-        assert self._layer_capture is not None  # `_open` has made it
-        collecting, before = gc.isenabled(), pool_bytes(self._device, slot.pool)
+        """Returns the bytes by which the slot's pool grew."""
+        collecting, before = gc.isenabled(), pool_bytes(self._opened.device, slot.pool)
         try:
             with without_gathering(self.module) if self._opening_ahead else nullcontext():
-                slot.replays[bucket] = self._layer_capture.capture(slot, bucket)
+                slot.replays[bucket] = self._opened.capture(slot, bucket)
         except Exception:
             tidy_after_failure(collecting)
             raise
-        return pool_bytes(self._device, slot.pool) - before
+        return pool_bytes(self._opened.device, slot.pool) - before
 
     def _changed(self) -> str:
-        return changes_since(self._placement, self._check_states) or self._surroundings.changed()
-
-    def _check_states(self) -> None:
-        assert self._states is not None  # `_open` has made it
-        self._states.check(with_default(self._device, self._find_generators()))
+        return changes_since(self._placement, self._opened.check_states) or self._surroundings.changed()
 
     def _refuse_megatrons_own(self) -> None:
         """Raise RuntimeError where megatron-core has captured the layers, too: its graphs do not take packed input."""
@@ -498,13 +473,13 @@ class LayerGraphs(DispatchedModule):
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
         if self._slots:
-            teardown.wait_for_gpu(self._device)
+            teardown.wait_for_gpu(self._opened.device)
         with teardown.LAUNCH:
             for slot in self._slots:
                 slot.close()
             self._slots = []
         self._captures = self._new_captures()
-        self._placement = self._states = self._layer_capture = None
+        self._placement = self._layer_capture = None
         self._surroundings.forget()
         super().recapture()
 
@@ -523,26 +498,3 @@ def between_layers(call: Call, decoder: Decoder) -> list[bool]:
     """Whether each of a call's tensors, but for the first, the hidden states, is read by no layer, but between them."""
     named = [decoder.is_between_layers(name) for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)]
     return [*[False] * (len(call.tensors) - 1 - len(named)), *named][: len(call.tensors) - 1]
-
-
-def capturable(layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Those of `layers` that can be graphs of their own."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    known = (layer for layer in layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
-    return tuple(layer for layer in known if not (has_gated_delta_net(layer) or has_fused_operations(layer)))
-
-
-def _graphed_layers(of_decoder: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The layers that are captured; SettingsError where none can be, or two of them share a parameter."""
-    layers = capturable(of_decoder)
-    if not layers:
-        raise SettingsError(
-            "graphs.impl transformer_engine captures TransformerLayers and MambaLayers without fused operations, and "
-            f"this chunk of {len(of_decoder)} layers has none; set it to chunk, and use_transformer_engine_op_fuser "
-            "to False"
-        )
-    owned = [id(p) for layer in layers for p in layer.parameters()]
-    if len(set(owned)) < len(owned):
-        raise SettingsError("two layers share a parameter: layer graphs cannot add up its gradients; use impl chunk")
-    return layers

@@ -44,7 +44,6 @@ class LocalGraphs(DispatchedModule):
     """
 
     why_no_rehearsal = "graphs.impl is local: Megatron records and makes its graphs in training steps alone"
-    """Why no micro-batch can be replayed that is no part of training."""
 
     def __init__(
         self,
@@ -65,9 +64,7 @@ class LocalGraphs(DispatchedModule):
 
         super().__init__(decoder, buckets, **options)
         self._renew_tables = decoder.renew_tables
-        inside = (
-            m for m in decoder.block.modules() if m is not decoder.block
-        )  # the block's own manager is for inference
+        _, *inside = decoder.block.modules()  # the block's own manager is for inference
         self._layers = tuple(m for m in inside if hasattr(m, "cudagraph_manager"))
         self._managers: tuple[Any, ...] = tuple(layer.cudagraph_manager for layer in self._layers)
         self._recorded: list[Bucket] = []
@@ -107,7 +104,7 @@ class LocalGraphs(DispatchedModule):
                 self._renew_tables()
                 tensors = tuple(t if t.requires_grad else t.clone() for t in tensors)
                 self._recorded.append(taken)
-        args, kwargs = call.substitute(tensors, packed_seq_params.padded(call, taken))
+        args, kwargs = call.substitute(tensors, packed_seq_params.pad_call(call, taken))
         with self._timed(tensors if self._announced else (), replayed=True) as outputs:
             result = self.module(*args, **kwargs)
             outputs.append(result)
@@ -118,12 +115,9 @@ class LocalGraphs(DispatchedModule):
             return super()._run_eagerly(call, timed=timed)
 
     def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which have recorded no such
-        call.
-        """
-        self._run_alike_without_boundaries()
+        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which have recorded none."""
         with self._past_managers():
-            return function(*args, **kwargs)
+            return super().unpacked(function, *args, **kwargs)
 
     @contextmanager
     def _past_managers(self) -> Iterator[None]:
@@ -221,24 +215,19 @@ def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collecti
     """
     holding = [b for b in buckets if _holds(b, shape)]
     new = [b for b in holding if b not in recorded]
-    needed = [b for b in new if not any(_holds(r, _largest(b)) for r in recorded)]
+    largest = {b: Shape(b.max_seqs, b.max_seqlen, b.n_tokens, b.cp_size) for b in new}
+    needed = [b for b in new if not any(_holds(r, largest[b]) for r in recorded)]
     return needed[-1] if needed else (new or holding)[0]
 
 
 def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) -> Bucket | None:
     """`bucket` if it was recorded, else the smallest recorded bucket that holds `shape`; None if there is none."""
-    if bucket in recorded:
-        return bucket
-    choice = Dispatcher(recorded).decide(shape)
+    choice = bucket if bucket in recorded else Dispatcher(recorded).decide(shape)
     return choice if isinstance(choice, Bucket) else None
 
 
 def _holds(bucket: Bucket, shape: Shape) -> bool:
     return Dispatcher([bucket]).decide(shape) == bucket
-
-
-def _largest(bucket: Bucket) -> Shape:
-    return Shape(bucket.max_seqs, bucket.max_seqlen, bucket.n_tokens, bucket.cp_size)
 
 
 def _no(*args: Any, **kwargs: Any) -> bool:

@@ -12,8 +12,8 @@ experts and of layers without experts go on being delayed (`CapturedWeightGradie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +29,7 @@ from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes
 
 
-def predicts(layer: Any) -> bool:
-    """Whether a layer of a schedule's plan is one of multi-token prediction."""
-    return hasattr(layer, "mtp_model_layer")
-
-
-def taking_packed_input(layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+def take_packed_input(layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     """The first node of a MultiTokenPredictionLayer around `own`, megatron-core's node, so that it takes packed input.
 
     The node shifts tokens by the documents' boundaries, and runs its attention by them. Between the two megatron-core
@@ -75,9 +70,12 @@ class CapturedWeightGradients:
     def __init__(self, block: nn.Module, captured: Iterable[nn.Module]) -> None:
         """The modules in `block`; those inside the `captured` ones have captured passes."""
         inside = {id(module) for part in captured for module in part.modules()}
-        delaying = _delaying(block)
-        self._captured = [module for module in delaying if id(module) in inside]
-        self._others = [module for module in delaying if id(module) not in inside]
+        self._delaying: list[Any] = [
+            module
+            for module in block.modules()
+            if (store := getattr(module, "wgrad_store", None)) is not None and store.delay_wgrad_compute()
+        ]
+        self._captured = [module for module in self._delaying if id(module) in inside]
         self._begun = False
 
     def begin(self) -> None:
@@ -86,7 +84,7 @@ class CapturedWeightGradients:
             self._begun = True
             for module in self._captured:
                 module.wgrad_store.disable_delay_wgrad_compute()
-                vars(module)["backward_dw"] = _telling(module)
+                vars(module)["backward_dw"] = partial(_run_reduction_hooks, module)
 
     def end(self) -> None:
         """Let weight gradients be delayed as before."""
@@ -98,10 +96,8 @@ class CapturedWeightGradients:
 
     @contextmanager
     def none_delayed(self) -> Iterator[None]:
-        """Inside the block no module delays: a pass before a capture would leave gradients of its own in the queue of
-        a module that is not captured, and training would take them for the next micro-batch's.
-        """
-        delaying = [module for module in (*self._captured, *self._others) if module.wgrad_store.delay_wgrad_compute()]
+        """Inside the block no module delays: training would take what a pass before a capture queues for its own."""
+        delaying = [module for module in self._delaying if module.wgrad_store.delay_wgrad_compute()]
         for module in delaying:
             module.wgrad_store.disable_delay_wgrad_compute()
         try:
@@ -111,22 +107,10 @@ class CapturedWeightGradients:
                 module.wgrad_store.enable_delay_wgrad_compute()
 
 
-def _delaying(block: nn.Module) -> list[Any]:
-    return [
-        module
-        for module in block.modules()
-        if (store := getattr(module, "wgrad_store", None)) is not None and store.delay_wgrad_compute()
-    ]
-
-
-def _telling(module: Any) -> Any:
-    """What stands for a module's `backward_dw`: Megatron's gradient reduction waits for these hooks."""
-
-    def backward_dw() -> None:
-        for hook in module.wgrad_accumulation_and_reduce_hooks:
-            hook()
-
-    return backward_dw
+def _run_reduction_hooks(module: Any) -> None:
+    """Stands for a module's `backward_dw`: Megatron's gradient reduction waits for these hooks."""
+    for hook in module.wgrad_accumulation_and_reduce_hooks:
+        hook()
 
 
 class OverlappedLayerGraphs(LayerGraphs):
@@ -136,12 +120,12 @@ class OverlappedLayerGraphs(LayerGraphs):
     """
 
     in_block = False
+    _deciding = False
 
     def __init__(self, decoder: Decoder, *args: Any, **options: Any) -> None:
         super().__init__(decoder, *args, **options)
         self.holds_preprocessing = "moe_preprocess" in options.get("modules", ())
         """Whether the dispatcher's preprocessing is captured, so that what it sends is memory of the graph."""
-        self._deciding = False
         captured = [part for split in self._splits for part in split.parts()]
         self.weights = CapturedWeightGradients(decoder.block, captured)
         """The weight gradients that are delayed, of what is captured and of the rest."""
@@ -159,16 +143,11 @@ class OverlappedLayerGraphs(LayerGraphs):
         """The place of a layer among those that are captured; None for another one."""
         return next((number for number, own in enumerate(self._layers) if own is layer), None)
 
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
+    def deciding(self) -> AbstractContextManager[None]:
         """Inside the block, a call only decides: it returns the micro-batch's lease, or None where it runs eagerly."""
-        self._deciding = True
-        try:
-            yield
-        finally:
-            self._deciding = False
+        return attributes(self, _deciding=True)
 
-    def replayed(self, number: int, lease: LayerLease, own: Callable[[], Any], hidden: torch.Tensor) -> Any:
+    def replay_node(self, number: int, lease: LayerLease, own: Callable[[], Any], hidden: torch.Tensor) -> Any:
         """What the first node of the captured layer `number` returns, from its graph; `own` runs Megatron's node."""
         split = self._splits[number]
         split.gather()
@@ -195,19 +174,50 @@ class OverlappedLayerGraphs(LayerGraphs):
             return super()._make_graphs(slot, bucket)
 
 
-@dataclass(slots=True)
-class _MicroBatch:
-    lease: LayerLease | None = None
-    """Its slot; None where it runs eagerly, and before its first layer."""
+class _LedMicroBatch:
+    """One micro-batch whose nodes replay the graphs of `run`, or run eagerly, as its first node decides."""
+
+    def __init__(self, run: OverlappedLayerGraphs, decoder: Decoder) -> None:
+        self._run, self._decoder = run, decoder
+        self._lease: LayerLease | None = None
+
+    def first_node(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The first node of the captured layer `number` around `own`, megatron-core's node."""
+
+        def submodule(node: Any, hidden: torch.Tensor) -> Any:
+            if number == 0:
+                self._lease = self._decide(node.chunk_state, hidden)
+            if self._lease is None:
+                return own(node, hidden)
+            return self._run.replay_node(number, self._lease, lambda: own(node, hidden), hidden)
+
+        return submodule
+
+    def experts_node(self, layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The experts' node of a layer, which recomputes no norm that the layer's graph has run."""
+
+        def submodule(node: Any, hidden: torch.Tensor) -> Any:
+            recomputes = self._lease is not None and getattr(layer, "recompute_pre_mlp_layernorm", False)
+            with attributes(layer, recompute_pre_mlp_layernorm=False) if recomputes else nullcontext():
+                return own(node, hidden)
+
+        return submodule
+
+    def _decide(self, state: Any, hidden: torch.Tensor) -> LayerLease | None:
+        """Decide by the arguments that the decoder would get; megatron-core's nodes give routers no padding mask."""
+        given = {name: getattr(state, name, None) for name in ("rotary_pos_emb", "packed_seq_params")}
+        with self._run.deciding():
+            lease: LayerLease | None = self._decoder.decide(
+                hidden, attention_mask=state.attention_mask, **{k: v for k, v in given.items() if v is not None}
+            )
+        return lease
 
 
 class SchedulePlans:
     """Lets the nodes of a model chunk's schedule replay its graphs, until `detach`."""
 
     def __init__(self, model: Any, decoder: Decoder, run: OverlappedLayerGraphs | None) -> None:
-        """The nodes that `build_schedule_plan` of a GPTModel makes, and `run`, to which its decoder is attached; None:
-        no layer of the chunk is captured.
-        """
+        """The nodes that a GPTModel makes, and `run`, to which its decoder is attached; None: no layer is captured."""
         self._model, self._decoder, self._run = model, decoder, run
 
     def attach(self) -> None:
@@ -231,51 +241,15 @@ class SchedulePlans:
             self._run.weights.end()
 
     def _lead(self, plan: Any) -> None:
-        micro_batch = _MicroBatch()
+        run = self._run
+        led = None if run is None else _LedMicroBatch(run, self._decoder)
         for place in range(plan.num_layers()):
             of_layer = plan.get_layer(place)
             node = of_layer.pre_dispatch_computation
-            if predicts(of_layer.layer):
-                node.submodule = taking_packed_input(of_layer.layer, node.submodule)
-            elif self._run is not None and (number := self._run.number_of(of_layer.layer)) is not None:
-                node.submodule = self._first_node(self._run, micro_batch, number, node.submodule)
-                of_layer.mlp.submodule = _of_experts(micro_batch, of_layer.layer, of_layer.mlp.submodule)
-                if self._run.holds_preprocessing:
+            if hasattr(of_layer.layer, "mtp_model_layer"):
+                node.submodule = take_packed_input(of_layer.layer, node.submodule)
+            elif run is not None and led is not None and (number := run.number_of(of_layer.layer)) is not None:
+                node.submodule = led.first_node(number, node.submodule)
+                of_layer.mlp.submodule = led.experts_node(of_layer.layer, of_layer.mlp.submodule)
+                if run.holds_preprocessing:
                     of_layer.moe_dispatch.free_input = False
-
-    def _first_node(
-        self, run: OverlappedLayerGraphs, micro_batch: _MicroBatch, number: int, own: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def submodule(node: Any, hidden: torch.Tensor) -> Any:
-            if number == 0:
-                micro_batch.lease = self._decided(run, node.chunk_state, hidden)
-            if micro_batch.lease is None:
-                return own(node, hidden)
-            return run.replayed(number, micro_batch.lease, lambda: own(node, hidden), hidden)
-
-        return submodule
-
-    def _decided(self, run: OverlappedLayerGraphs, state: Any, hidden: torch.Tensor) -> LayerLease | None:
-        """The lease of a micro-batch, whose decision is made by the arguments that its decoder would get.
-
-        A padding mask is not among them: megatron-core's nodes give their routers none.
-        """
-        given = {name: getattr(state, name, None) for name in ("rotary_pos_emb", "packed_seq_params")}
-        with run.deciding():
-            lease: LayerLease | None = self._decoder.decide(
-                hidden, attention_mask=state.attention_mask, **{k: v for k, v in given.items() if v is not None}
-            )
-        return lease
-
-
-def _of_experts(micro_batch: _MicroBatch, layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """The experts' node of a layer, which recomputes no norm that the layer's graph has run."""
-
-    def submodule(node: Any, hidden: torch.Tensor) -> Any:
-        recomputes = getattr(layer, "recompute_pre_mlp_layernorm", False)
-        if micro_batch.lease is None or not recomputes:
-            return own(node, hidden)
-        with attributes(layer, recompute_pre_mlp_layernorm=False):
-            return own(node, hidden)
-
-    return submodule
