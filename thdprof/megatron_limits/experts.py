@@ -76,24 +76,21 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: run.experts == "dropless" and _captured_whole(run),
         reason=f"with dropless experts no layer is captured whole, because {_COUNTS_ON_HOST}",
         options=Words(
-            case=lambda run: f"--impl {run.impl}",
-            remedy="use --impl transformer_engine, which captures up to the router, or pad experts to capacity "
-            "(--experts padded)",
+            "--impl {impl}",
+            "use --impl transformer_engine, which captures up to the router, or pad experts to capacity (--experts "
+            "padded)",
         ),
         fields=Words(
-            case=lambda run: "moe_pad_expert_input_to_capacity is False",
-            remedy="analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn and "
-            "moe_router), or set moe_pad_expert_input_to_capacity to True with a moe_expert_capacity_factor",
+            "moe_pad_expert_input_to_capacity is False",
+            "analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn and moe_router), or "
+            "set moe_pad_expert_input_to_capacity to True with a moe_expert_capacity_factor",
         ),
     ),
     Limit(
         name="parts of layers without experts",
-        holds=lambda run: run.experts == "none" and bool(run.modules),
+        holds=lambda run: run.experts == "none" and run.modules,
         reason="the model has no experts",
-        fields=Words(
-            case=lambda run: f"graphs.modules is {sorted(run.modules or ())}",
-            remedy="analyse with --experts none",
-        ),
+        fields=Words(lambda run: f"graphs.modules is {sorted(run.modules or ())}", "analyse with --experts none"),
     ),
     Limit(
         name="token dispatchers other than `alltoall` with experts that are captured whole",
@@ -104,8 +101,8 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         ),
         reason="it was not checked in a graph",
         fields=Words(
-            case=lambda run: f"moe_token_dispatcher_type is {run.field('moe_token_dispatcher_type')!r}",
-            remedy="analyse with --experts dropless, whose graphs end at the router, or set it to 'alltoall'",
+            "moe_token_dispatcher_type is {moe_token_dispatcher_type!r}",
+            "analyse with --experts dropless, whose graphs end at the router, or set it to 'alltoall'",
         ),
     ),
     Limit(
@@ -114,18 +111,18 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         reason="it makes its buffers anew for a micro-batch with more tokens than any before, and a graph would go on "
         "in the old ones",
         fields=Words(
-            case=lambda run: "moe_flex_dispatcher_backend is 'hybridep'",
-            remedy="analyse with --experts dropless, whose graphs end at the router, or set moe_token_dispatcher_type "
-            "to 'alltoall'",
+            "moe_flex_dispatcher_backend is 'hybridep'",
+            "analyse with --experts dropless, whose graphs end at the router, or set moe_token_dispatcher_type to "
+            "'alltoall'",
         ),
     ),
     Limit(
         name="`moe_preprocess` where the dispatcher's preprocessing waits for the GPU or leaves its stream",
-        holds=lambda run: _in_part(run) and PREPROCESS in (run.modules or ()) and bool(_why_no_preprocess(run)),
+        holds=lambda run: _in_part(run) and PREPROCESS in (run.modules or ()) and _why_no_preprocess(run),
         reason="a graph cannot hold the dispatcher's preprocessing then",
         fields=Words(
-            case=lambda run: f"graphs.modules has {PREPROCESS}, and {_why_no_preprocess(run)}",
-            remedy=f"take {PREPROCESS} out of graphs.modules",
+            lambda run: f"graphs.modules has {PREPROCESS}, and {_why_no_preprocess(run)}",
+            f"take {PREPROCESS} out of graphs.modules",
         ),
     ),
     must_be_off(
@@ -174,9 +171,9 @@ OVERLAP_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="overlapped expert communication in hybrid models",
-        holds=lambda run: _overlaps(run) and bool(run.field("hybrid_layer_pattern")),
+        holds=lambda run: _overlaps(run) and run.field("hybrid_layer_pattern"),
         reason="their schedule has other nodes",
-        fields=Words(case=lambda run: f"{_OVERLAP} is True in a hybrid model", remedy=f"set {_OVERLAP} to False"),
+        fields=Words(lambda run: f"{_OVERLAP} is True in a hybrid model", f"set {_OVERLAP} to False"),
     ),
 )
 """With graphs of any kind; where nothing else is said, those of layers up to their routers are served."""

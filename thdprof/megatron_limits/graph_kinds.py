@@ -22,9 +22,9 @@ ALL_GRAPHS: tuple[Limit, ...] = (
     must_be_off("log_max_attention_logit", False, "it keeps a maximum in Python"),
     Limit(
         name="norms by fused operations",
-        holds=lambda run: run.captures and bool(run.field("fused_residual_rmsnorm")),
+        holds=lambda run: run.captures and run.field("fused_residual_rmsnorm"),
         reason="Transformer Engine's operations keep parameters in places of their own",
-        fields=Words(case=lambda run: "fused_residual_rmsnorm is True", remedy="set it to False"),
+        fields=Words("fused_residual_rmsnorm is True", "set it to False"),
     ),
 )
 """With graphs of any kind."""
@@ -37,10 +37,7 @@ LOCAL_GRAPHS: tuple[Limit, ...] = (
         "each other",
         remedy=_USE_CHUNK,
         is_on=lambda run: (run.pipeline_parallel_size or 1) > 1,
-        options=Words(
-            case=lambda run: f"--impl local with --pipeline-parallel-size {run.pipeline_parallel_size}",
-            remedy="use --impl chunk",
-        ),
+        options=Words("--impl local with --pipeline-parallel-size {pipeline_parallel_size}", "use --impl chunk"),
     ),
     _off_in_local(
         "expert_model_parallel_size",
@@ -74,32 +71,25 @@ LAYERS_PER_GRAPH_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _in_groups(run) and run.impl != "chunk",
         reason="only the graphs of a whole model chunk can be cut between layers",
         options=Words(
-            case=lambda run: f"--impl {run.impl} with layers_per_graph {run.layers_per_graph}",
-            remedy="use --impl chunk, or layers_per_graph all",
+            "--impl {impl} with layers_per_graph {layers_per_graph}", "use --impl chunk, or layers_per_graph all"
         ),
-        fields=Words(case=lambda run: f"{_field(run)} with graphs.impl {run.impl}", remedy=_NULL),
+        fields=Words(lambda run: f"{_field(run)} with graphs.impl {run.impl}", _NULL),
     ),
     Limit(
         name="`graphs.layers_per_graph` with offloading",
         holds=lambda run: _in_groups(run) and run.impl == "chunk" and run.offload_modules is not None,
         reason="copies to the host begin in one graph and end in another one",
         options=Words(
-            case=lambda run: f"--offload with layers_per_graph {run.layers_per_graph}",
-            remedy="leave --offload out, or use layers_per_graph all",
+            "--offload with layers_per_graph {layers_per_graph}", "leave --offload out, or use layers_per_graph all"
         ),
-        fields=Words(
-            case=lambda run: f"{_field(run)} with graphs.offload", remedy=f"{_NULL}, or graphs.offload to null"
-        ),
+        fields=Words(lambda run: f"{_field(run)} with graphs.offload", f"{_NULL}, or graphs.offload to null"),
     ),
     Limit(
         name="`graphs.layers_per_graph` under dynamic context parallelism",
-        holds=lambda run: _in_groups(run) and run.impl == "chunk" and bool(run.dynamic_cp),
+        holds=lambda run: _in_groups(run) and run.impl == "chunk" and run.dynamic_cp,
         reason="graphs of several context-parallel sizes were not run in groups of layers",
-        options=Words(
-            case=lambda run: f"--packer {run.packer} with layers_per_graph {run.layers_per_graph}",
-            remedy="use layers_per_graph all",
-        ),
-        fields=Words(case=_field, remedy=_NULL),
+        options=Words("--packer {packer} with layers_per_graph {layers_per_graph}", "use layers_per_graph all"),
+        fields=Words(_field, _NULL),
     ),
 )
 
@@ -126,9 +116,7 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
         graphs="`local`",
         remedy=_USE_CHUNK,
         is_on=_recomputes,
-        options=Words(
-            case=lambda run: f"--impl local with recompute_granularity {run.recompute}", remedy="use --impl chunk"
-        ),
+        options=Words("--impl local with recompute_granularity {recompute}", "use --impl chunk"),
     ),
     must_be_off(
         "distribute_saved_activations",
@@ -141,15 +129,12 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _chunks(run) and run.layers_per_graph is not None and _granularity(run) == "full",
         reason="layers run inside recomputed functions, between which no pass can be cut",
         options=Words(
-            case=lambda run: (
-                f"--impl {run.impl} with layers_per_graph {run.layers_per_graph} and recompute_granularity "
-                f"{run.recompute}"
-            ),
-            remedy="use layers_per_graph all, or recompute_granularity selective",
+            "--impl {impl} with layers_per_graph {layers_per_graph} and recompute_granularity {recompute}",
+            "use layers_per_graph all, or recompute_granularity selective",
         ),
         fields=Words(
-            case=lambda run: f"recompute_granularity is 'full' with graphs.layers_per_graph {run.layers_per_graph}",
-            remedy="set graphs.layers_per_graph to null, or recompute_granularity to selective",
+            "recompute_granularity is 'full' with graphs.layers_per_graph {layers_per_graph}",
+            "set graphs.layers_per_graph to null, or recompute_granularity to selective",
         ),
     ),
     Limit(
@@ -157,22 +142,16 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _chunks(run) and run.offload_modules is not None and _recomputes(run),
         reason="a recomputed tensor has no memory that could be moved",
         fields=Words(
-            case=lambda run: f"recompute_granularity is {run.field('recompute_granularity')!r} with graphs.offload",
-            remedy="set graphs.offload to null, or recompute_granularity to None",
+            "recompute_granularity is {recompute_granularity!r} with graphs.offload",
+            "set graphs.offload to null, or recompute_granularity to None",
         ),
     ),
     Limit(
         name="recompute under dynamic context parallelism",
-        holds=lambda run: _chunks(run) and bool(run.dynamic_cp) and _recomputes(run),
+        holds=lambda run: _chunks(run) and run.dynamic_cp and _recomputes(run),
         reason="a backward would recompute with the process groups of another context-parallel size",
-        options=Words(
-            case=lambda run: f"--packer {run.packer} with recompute_granularity {run.recompute}",
-            remedy="use recompute_granularity none",
-        ),
-        fields=Words(
-            case=lambda run: f"recompute_granularity is {run.field('recompute_granularity')!r} with {run.packer}",
-            remedy="set it to None",
-        ),
+        options=Words("--packer {packer} with recompute_granularity {recompute}", "use recompute_granularity none"),
+        fields=Words("recompute_granularity is {recompute_granularity!r} with {packer}", "set it to None"),
     ),
 )
 """Recomputed activations."""

@@ -48,63 +48,51 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _latent(run) and _rope_type(run) != "yarn",
         reason="with multi-latent attention only yarn's RoPE is fused, and an unfused one reads the boundaries on the "
         "host",
-        fields=Words(
-            case=lambda run: f"rope_type is {run.field('rope_type')!r}",
-            remedy="set it to 'yarn', and apply_rope_fusion to True",
-        ),
+        fields=Words("rope_type is {rope_type!r}", "set it to 'yarn', and apply_rope_fusion to True"),
     ),
     Limit(
         name="unfused RoPE",
         holds=lambda run: run.captures and _unfused(run),
         reason=_READS_BOUNDARIES,
-        fields=Words(case=lambda run: "apply_rope_fusion is False", remedy="set it to True"),
+        fields=Words("apply_rope_fusion is False", "set it to True"),
     ),
     Limit(
         name="cached latents",
-        holds=lambda run: _latent(run) and bool(run.field("cache_mla_latents")),
+        holds=lambda run: _latent(run) and run.field("cache_mla_latents"),
         reason="megatron-core refuses it in training",
-        fields=Words(case=lambda run: "cache_mla_latents is True", remedy="set it to False"),
+        fields=Words("cache_mla_latents is True", "set it to False"),
     ),
     Limit(
         name="variants of attention",
         holds=lambda run: _latent(run) and run.field("experimental_attention_variant") is not None,
         reason=_UNCHECKED,
-        fields=Words(
-            case=lambda run: f"experimental_attention_variant is {run.field('experimental_attention_variant')!r}",
-            remedy="set it to None",
-        ),
+        fields=Words("experimental_attention_variant is {experimental_attention_variant!r}", "set it to None"),
     ),
     Limit(
         name="positions in several dimensions (`mrope`) in Megatron's own layer graphs",
         holds=lambda run: _several_dimensions(run) and run.impl == "local",
         reason="every micro-batch has rotary embeddings of its own, which were not checked in them",
-        fields=Words(
-            case=lambda run: "position_embedding_type is 'mrope' with graphs.impl local",
-            remedy="set graphs.impl to chunk",
-        ),
+        fields=Words("position_embedding_type is 'mrope' with graphs.impl local", "set graphs.impl to chunk"),
     ),
     Limit(
         name="positions in several dimensions (`mrope`) with context parallelism",
-        holds=lambda run: _several_dimensions(run) and ((run.context_parallel_size or 1) > 1 or bool(run.dynamic_cp)),
+        holds=lambda run: _several_dimensions(run) and ((run.context_parallel_size or 1) > 1 or run.dynamic_cp),
         reason="the share that each rank takes of them was not checked in a graph",
-        fields=Words(
-            case=lambda run: "position_embedding_type is 'mrope' with context parallelism",
-            remedy="set context_parallel_size to 1",
-        ),
+        fields=Words("position_embedding_type is 'mrope' with context parallelism", "set context_parallel_size to 1"),
     ),
     Limit(
         name="overlapped expert communication in vision-language models",
-        holds=lambda run: _pictures(run) and bool(run.field("overlap_moe_expert_parallel_comm")),
+        holds=lambda run: _pictures(run) and run.field("overlap_moe_expert_parallel_comm"),
         reason="Megatron-Bridge's model has no schedule plan (build_schedule_plan) by which Megatron would train it",
-        fields=Words(case=lambda run: "overlap_moe_expert_parallel_comm is True", remedy="set it to False"),
+        fields=Words("overlap_moe_expert_parallel_comm is True", "set it to False"),
     ),
     Limit(
         name="full recompute in vision-language models in graphs of layers",
         holds=lambda run: _pictures(run) and run.impl != "chunk" and run.field("recompute_granularity") == "full",
         reason="features of images are added between its graphs, and no such model was recomputed there",
         fields=Words(
-            case=lambda run: f"recompute_granularity is 'full' in a vision-language model with graphs.impl {run.impl}",
-            remedy="set graphs.impl to chunk, or recompute_granularity to 'selective' or None",
+            "recompute_granularity is 'full' in a vision-language model with graphs.impl {impl}",
+            "set graphs.impl to chunk, or recompute_granularity to 'selective' or None",
         ),
     ),
     Limit(
@@ -112,9 +100,9 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: run.captures and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ()),
         reason="they read the boundaries on the host in every pass",
         fields=Words(
-            case=lambda run: "the decoder has gated delta nets",
-            remedy="analyse with --impl transformer_engine, whose graphs of the other layers leave those that have "
-            "one to run eagerly",
+            "the decoder has gated delta nets",
+            "analyse with --impl transformer_engine, whose graphs of the other layers leave those that have one to "
+            "run eagerly",
         ),
     ),
     Limit(
@@ -122,18 +110,15 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: run.captures and run.model in _OTHER_KINDS,
         reason="only decoders of GPTModel, HybridModel and Qwen3VLModel are captured",
         fields=Words(
-            case=lambda run: f"the model is of the kind {run.model}, and {_OTHER_KINDS[run.model or '']}",
-            remedy="set graphs.impl to none and graphs.buckets to []",
+            lambda run: f"the model is of the kind {run.model}, and {_OTHER_KINDS[run.model or '']}",
+            "set graphs.impl to none and graphs.buckets to []",
         ),
     ),
     Limit(
         name="wrappers other than DistributedDataParallel",
         holds=lambda run: run.captures and run.wrapper not in (None, "", "DistributedDataParallel"),
         reason="it moves parameters, whose places graphs keep",
-        fields=Words(
-            case=lambda run: f"the model is wrapped in {run.wrapper}",
-            remedy="use DistributedDataParallel",
-        ),
+        fields=Words("the model is wrapped in {wrapper}", "use DistributedDataParallel"),
     ),
 )
 """With graphs of any kind, in the order of messages."""

@@ -54,36 +54,34 @@ OFFLOAD_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: run.offload_modules is not None and run.impl == "local" and not _turned_off_first(run),
         reason="megatron-core does not offload with cuda_graph_impl='local' and whole-layer capture, so Megatron's own "
         "layer graphs move nothing",
-        options=Words(case=lambda run: "--offload", remedy="use --impl chunk or transformer_engine"),
-        fields=Words(case=lambda run: "graphs.offload", remedy="set graphs.impl to chunk or transformer_engine"),
+        options=Words("--offload", "use --impl chunk or transformer_engine"),
+        fields=Words("graphs.offload", "set graphs.impl to chunk or transformer_engine"),
     ),
     Limit(
         name="offloading by megatron-core itself of modules that it does not support",
-        holds=lambda run: _by_core(run) and bool(_unsupported(run)),
+        holds=lambda run: _by_core(run) and _unsupported(run),
         reason="megatron-core's own offloading supports only some modules around graphs of layers (attn_norm's tensor "
         "is a layer's input, which the layer's graph keeps)",
         options=Words(
-            case=lambda run: f"--offload {','.join(_unsupported(run))} with --experts {run.experts}",
-            remedy=f"choose some of {', '.join(CORE_MODULES_WITH_EXPERTS)}, or leave --offload out",
+            lambda run: f"--offload {','.join(_unsupported(run))} with --experts {run.experts}",
+            f"choose some of {', '.join(CORE_MODULES_WITH_EXPERTS)}, or leave --offload out",
         ),
         fields=Words(
-            case=lambda run: f"graphs.offload.modules has {', '.join(_unsupported(run))}",
-            remedy=f"with fine_grained_activation_offloading choose some of {', '.join(CORE_MODULES)}",
+            lambda run: f"graphs.offload.modules has {', '.join(_unsupported(run))}",
+            f"with fine_grained_activation_offloading choose some of {', '.join(CORE_MODULES)}",
         ),
     ),
     Limit(
         name="offloading `mlp_norm` of layers with experts by megatron-core itself",
-        holds=lambda run: _by_core(run) and _has_experts(run) and bool(_unsupported_with_experts(run)),
+        holds=lambda run: _by_core(run) and _has_experts(run) and _unsupported_with_experts(run),
         reason="megatron-core does not move its tensors where attn and moe_router are captured",
         options=Words(
-            case=lambda run: f"--offload {','.join(_unsupported_with_experts(run))} with --experts {run.experts}",
-            remedy="leave mlp_norm out",
+            lambda run: f"--offload {','.join(_unsupported_with_experts(run))} with --experts {run.experts}",
+            "leave mlp_norm out",
         ),
         fields=Words(
-            case=lambda run: (
-                f"graphs.offload.modules has {', '.join(_unsupported_with_experts(run))} with num_moe_experts"
-            ),
-            remedy="leave mlp_norm out",
+            lambda run: f"graphs.offload.modules has {', '.join(_unsupported_with_experts(run))} with num_moe_experts",
+            "leave mlp_norm out",
         ),
     ),
     Limit(
@@ -95,18 +93,18 @@ OFFLOAD_LIMITS: tuple[Limit, ...] = (
             and run.core_offload is False
         ),
         reason="graphs of layers with experts move nothing",
-        options=Words(case=lambda run: f"--offload with --experts {run.experts}", remedy="use --impl chunk"),
+        options=Words("--offload with --experts {experts}", "use --impl chunk"),
         fields=Words(
-            case=lambda run: "graphs.offload with num_moe_experts",
-            remedy="build the model with fine_grained_activation_offloading (dropless experts), set graphs.impl to "
-            "chunk, or graphs.offload to null",
+            "graphs.offload with num_moe_experts",
+            "build the model with fine_grained_activation_offloading (dropless experts), set graphs.impl to chunk, or "
+            "graphs.offload to null",
         ),
     ),
     Limit(
         name="offloading `attn_proj` without `core_attn`",
         holds=lambda run: _lacks_core_attn(run) and run.impl != "module" and not _turned_off_first(run),
         reason="the input of attn_proj is the output of core_attn, which the backward of core_attn needs too",
-        options=Words(case=lambda run: f"--offload {_names(run)}", remedy="add core_attn"),
-        fields=Words(case=lambda run: "graphs.offload.modules has attn_proj without core_attn", remedy="add core_attn"),
+        options=Words(lambda run: f"--offload {_names(run)}", "add core_attn"),
+        fields=Words("graphs.offload.modules has attn_proj without core_attn", "add core_attn"),
     ),
 )

@@ -79,8 +79,8 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _dynamic(run) and run.impl == "local",
         reason="layers' graphs have one context-parallel size, and dynamic context parallelism gives micro-batches "
         "several",
-        options=Words(case=lambda run: f"--impl local with --packer {run.packer}", remedy="use --impl chunk"),
-        fields=Words(case=lambda run: "graphs.impl is local", remedy="set graphs.impl to chunk"),
+        options=Words("--impl local with --packer {packer}", "use --impl chunk"),
+        fields=Words("graphs.impl is local", "set graphs.impl to chunk"),
     ),
     _off_if_dynamic(
         "pipeline_model_parallel_size",
@@ -88,10 +88,7 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
         remedy="set it to 1, or analyse with another packer",
         is_on=lambda run: (run.pipeline_parallel_size or 1) > 1 and not _of_dev(run),
-        options=Words(
-            case=lambda run: f"--pipeline-parallel-size {run.pipeline_parallel_size} with --packer {run.packer}",
-            remedy="use 1",
-        ),
+        options=Words("--pipeline-parallel-size {pipeline_parallel_size} with --packer {packer}", "use 1"),
     ),
     _off_if_dynamic(
         "num_moe_experts",
@@ -100,10 +97,7 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         "micro-batches several",
         remedy=_ONE_SIZE,
         is_on=lambda run: run.experts not in (None, "none"),
-        options=Words(
-            case=lambda run: f"--experts {run.experts} with --packer {run.packer}",
-            remedy="use another packer",
-        ),
+        options=Words("--experts {experts} with --packer {packer}", "use another packer"),
     ),
     _off_if_dynamic(
         "multi_latent_attention",
@@ -116,27 +110,18 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         name="`context_parallel_size` 1 with graphs that span several ranks",
         holds=lambda run: _spans_ranks(run) and run.context_parallel_size == 1,
         reason="some graphs span several ranks, and megatron-core makes the stream of context parallelism only above 1",
-        options=Words(
-            case=lambda run: "--context-parallel-size 1",
-            remedy="use 2, and half as large a --data-parallel-size",
-        ),
+        options=Words("--context-parallel-size 1", "use 2, and half as large a --data-parallel-size"),
         fields=Words(
-            case=lambda run: "context_parallel_size is 1",
-            remedy="set context_parallel_size to 2, halve the data-parallel size, and analyse for these",
+            "context_parallel_size is 1",
+            "set context_parallel_size to 2, halve the data-parallel size, and analyse for these",
         ),
     ),
     Limit(
         name="an odd `max_seqlen_per_dp_cp_rank` with graphs that span several ranks",
         holds=lambda run: _spans_ranks(run) and bool((run.max_seqlen_per_dp_cp_rank or 0) % 2),
         reason="a rank holds two pieces of every document that several ranks share",
-        options=Words(
-            case=lambda run: f"--max-seqlen-per-dp-cp-rank {run.max_seqlen_per_dp_cp_rank}",
-            remedy="use an even number",
-        ),
-        fields=Words(
-            case=lambda run: f"max_seqlen_per_dp_cp_rank is {run.max_seqlen_per_dp_cp_rank}",
-            remedy="analyse with an even number",
-        ),
+        options=Words("--max-seqlen-per-dp-cp-rank {max_seqlen_per_dp_cp_rank}", "use an even number"),
+        fields=Words("max_seqlen_per_dp_cp_rank is {max_seqlen_per_dp_cp_rank}", "analyse with an even number"),
     ),
 )
 """In the order of analysis, which tells the first alone."""

@@ -109,15 +109,15 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         "fp8_recipe",
         "tensorwise",
         "whole layers of delayed scaling were not run as graphs beside eager training",
-        is_on=lambda run: bool(run.field("fp8")) and _recipe(run) == "delayed",
+        is_on=lambda run: run.field("fp8") and _recipe(run) == "delayed",
         remedy="set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk",
     ),
     _unmeasured(
         "fp8_recipe",
         "tensorwise",
-        is_on=lambda run: bool(run.field("fp8")) and _recipe(run) not in (*_MEASURED, "custom") and not run.unmeasured,
+        is_on=lambda run: run.field("fp8") and _recipe(run) not in (*_MEASURED, "custom") and not run.unmeasured,
     ),
-    _unmeasured("fp4", None, is_on=lambda run: bool(run.field("fp4")) and not run.unmeasured),
+    _unmeasured("fp4", None, is_on=lambda run: run.field("fp4") and not run.unmeasured),
     _quantized("fp8_quantizer_factory", None, _CUSTOM),
     _quantized("fp4_quantizer_factory", None, _CUSTOM),
     _quantized("fp8_dot_product_attention", False, _ATTENTION),
@@ -138,15 +138,15 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _quantizes(run) and _foreign_by_module(run),
         reason=_CUSTOM,
         fields=Words(
-            case=lambda run: "quant_recipe has a custom_recipe_factory or a kitchen_config_type",
-            remedy="choose among Transformer Engine's own recipes",
+            "quant_recipe has a custom_recipe_factory or a kitchen_config_type",
+            "choose among Transformer Engine's own recipes",
         ),
     ),
     Limit(
         name="`quant_recipe` with recipes that Hopper GPUs do not have",
-        holds=lambda run: _otherwise(run) and bool(_new_by_module(run)) and not run.unmeasured,
+        holds=lambda run: _otherwise(run) and _new_by_module(run) and not run.unmeasured,
         reason=_NO_GPU,
-        fields=Words(case=lambda run: f"quant_recipe has {', '.join(_new_by_module(run))}", remedy=TAKEN_ALL_THE_SAME),
+        fields=Words(lambda run: f"quant_recipe has {', '.join(_new_by_module(run))}", TAKEN_ALL_THE_SAME),
     ),
     Limit(
         name="`quant_recipe` with overlapped expert communication",
@@ -155,15 +155,14 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         ),
         reason="what quantized weights keep was not checked between the schedule's nodes",
         fields=Words(
-            case=lambda run: "quant_recipe with overlap_moe_expert_parallel_comm",
-            remedy="set overlap_moe_expert_parallel_comm to False",
+            "quant_recipe with overlap_moe_expert_parallel_comm", "set overlap_moe_expert_parallel_comm to False"
         ),
     ),
     Limit(
         name="offloading of quantized activations",
         holds=lambda run: _quantizes(run) and run.offload_modules is not None,
         reason="it was not checked with FP8 or FP4",
-        fields=Words(case=lambda run: "graphs.offload", remedy="set it to null"),
+        fields=Words("graphs.offload", "set it to null"),
     ),
 )
 """Everything else keeps its scales and quantized weights (`thdprof.runtime.megatron.quantized`)."""

@@ -142,6 +142,10 @@ class Run:
         """Value of a field of the TransformerConfig; None where it is not known or the class has no such field."""
         return getattr(self.config, name, None)
 
+    def __getitem__(self, name: str) -> Any:
+        """A field of this class by name, else one of the TransformerConfig."""
+        return getattr(self, name) if name in self.__slots__ else self.field(name)
+
     @property
     def captures(self) -> bool:
         """Whether graphs are known to be captured."""
