@@ -203,7 +203,9 @@ def describe_arguments(
     plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
 ) -> tuple[Run, dict[str, str]]:
     """The run of a script's arguments, and the arguments by the field of TransformerConfig that each sets."""
-    found = [(field, flag, True if flag in given else None) for field, flag in SWITCHES.items()]
+    found: list[tuple[str, str, Any]] = [
+        (field, flag, True if flag in given else None) for field, flag in SWITCHES.items()
+    ]
     found += [(field, flag, given.value(flag)) for field, flag in TEXTS.items()]
     found += [(field, flag, given.count(flag)) for field, flag in COUNTS.items()]
     found += [(field, flag, given.values(flag) or None) for field, flag in LISTS.items()]
