@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import io
 import itertools
 import os
 import random
@@ -53,8 +51,7 @@ def lengths(rng: np.random.Generator, *, documents: int, tokens: int, multiple: 
 
     They are multiples of `multiple`. Where that many documents do not fit, there are fewer.
     """
-    units = tokens // multiple
-    documents = max(1, min(documents, units))
+    documents, units = _fitting(documents, tokens, multiple)
     share = rng.lognormal(sigma=1.0, size=documents)
     counts = 1 + np.floor(share / share.sum() * (units - documents)).astype(np.int64)
     counts[int(counts.argmax())] += units - int(counts.sum())
@@ -63,19 +60,21 @@ def lengths(rng: np.random.Generator, *, documents: int, tokens: int, multiple: 
 
 def equal_lengths(*, documents: int, tokens: int, multiple: int) -> NDArray[np.int64]:
     """Lengths of documents that are as equal as multiples of `multiple` can be: int64, shape [documents]."""
-    units = tokens // multiple
-    documents = max(1, min(documents, units))
+    documents, units = _fitting(documents, tokens, multiple)
     ends = np.round(np.linspace(0, units, documents + 1)).astype(np.int64)
     return np.asarray((ends[1:] - ends[:-1]) * multiple, dtype=np.int64)
 
 
 def one_long(*, documents: int, tokens: int, multiple: int) -> NDArray[np.int64]:
     """Lengths of documents of which one is as long as the others allow: int64, shape [documents]."""
+    documents, units = _fitting(documents, tokens, multiple)
+    return np.array([units - documents + 1, *[1] * (documents - 1)], dtype=np.int64) * multiple
+
+
+def _fitting(documents: int, tokens: int, multiple: int) -> tuple[int, int]:
+    """How many documents fit into a row, and the row's size in units of `multiple` tokens."""
     units = tokens // multiple
-    documents = max(1, min(documents, units))
-    counts = np.ones(documents, dtype=np.int64)
-    counts[0] += units - documents
-    return counts * multiple
+    return max(1, min(documents, units)), units
 
 
 def micro_batch(rng: np.random.Generator, shape: Shape, rows: list[NDArray[np.int64]]) -> MicroBatch:
@@ -182,8 +181,7 @@ def _metadata(args: Any, batch: dict[str, Any], *, hybrid: bool) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-    valid = batch["cu_seqlens"].squeeze(0)
-    padded = batch.get("cu_seqlens_padded")
+    valid, padded = batch["cu_seqlens"].squeeze(0), batch.get("cu_seqlens_padded")
     padded = None if padded is None else padded.squeeze(0)
     update_seqlen_stats_from_cu_seqlens(valid)
     boundaries = valid if padded is None else padded
@@ -194,7 +192,7 @@ def _metadata(args: Any, batch: dict[str, Any], *, hybrid: bool) -> Any:
         cu_seqlens_kv=boundaries,
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
-        max_seqlen_q=int(batch["max_seqlen"].item()),
+        max_seqlen_q=int(batch["max_seqlen"].item()),  # each field waits for the GPU, as in the scripts
         max_seqlen_kv=int(batch["max_seqlen"].item()),
         tokens_per_sample=args.seq_length,
         **more,
@@ -270,6 +268,7 @@ class Training:
 def start(args: Any) -> None:
     """Start process groups, random states and Megatron's global state by validated arguments."""
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import set_jit_fusion_options
 
@@ -290,7 +289,16 @@ def start(args: Any) -> None:
         create_gloo_process_groups=False,
     )
     args.use_gloo_process_groups = False
-    _start_rerun_state_machine(args)
+
+    def save() -> dict[str, Any]:
+        return {"rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states()}
+
+    def restore(state: dict[str, Any]) -> None:
+        if state["rng_tracker_states"]:
+            tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+    # the machine that looks at every loss, as in training; by default it keeps every step's micro-batches
+    initialize_rerun_state_machine(state_save_func=save, state_restore_func=restore, mode=RerunMode(args.rerun_mode))
     random.seed(_SEED)
     np.random.seed(_SEED)
     torch.manual_seed(_SEED)
@@ -300,21 +308,6 @@ def start(args: Any) -> None:
 
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
     set_jit_fusion_options(args.tensor_model_parallel_size)
-
-
-def _start_rerun_state_machine(args: Any) -> None:
-    """Start the machine that looks at every loss, as training does; by default it keeps every step's micro-batches."""
-    from megatron.core import tensor_parallel
-    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
-
-    def save() -> dict[str, Any]:
-        return {"rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states()}
-
-    def restore(state: dict[str, Any]) -> None:
-        if state["rng_tracker_states"]:
-            tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-    initialize_rerun_state_machine(state_save_func=save, state_restore_func=restore, mode=RerunMode(args.rerun_mode))
 
 
 def build(args: Any, *, where: str) -> Training:
@@ -372,12 +365,6 @@ def build(args: Any, *, where: str) -> Training:
     )
 
 
-def release() -> None:
-    """Give back the memory of a model that is no longer held."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def stop() -> None:
     """Take down what `start` made."""
     from megatron.training.training import destroy_global_state
@@ -386,10 +373,3 @@ def stop() -> None:
         destroy_global_state()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what Megatron prints off stdout inside the block."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
