@@ -134,6 +134,20 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
     return sorted(found, key=lambda misfit: (misfit.changes, order.index(misfit.setting)))
 
 
+def describe(found: Sequence[Misfit], arguments: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Lines of the misfits that change graphs, and of those that only change the prediction.
+
+    Args:
+        found: the differences.
+        arguments: what the run calls its settings, such as MEGATRON_ARGUMENTS; others keep their own names.
+    """
+    graphs, prediction = (
+        [misfit.told(arguments) for misfit in found if misfit.changes == changes]
+        for changes in ("graphs", "prediction")
+    )
+    return graphs, prediction
+
+
 def _matters(name: str, plan: Plan) -> bool:
     """Whether the setting has an effect on data of the plan's format."""
     kinds = definitions()[name].setting.kinds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +73,9 @@ def _masks_before_tokens(mask: Any) -> bool:
     return bool((mask[:, 1:] != 0).logical_and(mask[:, :-1] == 0).any())
 
 
-def follow_collator(dataloader: Any) -> Callable[[], None]:
-    """Let the batches of `dataloader` hold their boundaries; returns a function that ends it.
+@contextmanager
+def followed_collator(dataloader: Any) -> Iterator[None]:
+    """Let the batches of `dataloader` hold their boundaries inside the block.
 
     Args:
         dataloader: a torch DataLoader, or accelerate's around one, of which no iterator was made yet.
@@ -81,8 +83,7 @@ def follow_collator(dataloader: Any) -> Callable[[], None]:
     loader = getattr(dataloader, "base_dataloader", dataloader)
     own = loader.collate_fn
     loader.collate_fn = WithBoundaries(own)
-
-    def end() -> None:
+    try:
+        yield
+    finally:
         loader.collate_fn = own
-
-    return end

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from thdprof.dispatch import Bucket, Dispatcher, FallbackReason
+from thdprof.dispatch import Bucket, Dispatcher
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
@@ -93,23 +93,6 @@ def gathered(calls: Sequence[dict[str, Any]]) -> tuple[Arguments, list[torch.Ten
     return Arguments(tuple(described), tuple(sets)), tensors
 
 
-@dataclass(slots=True)
-class KnownArguments:
-    """Every form of arguments that was seen, by a short name: calls with one name can share captured graphs."""
-
-    names: dict[Arguments, str] = field(default_factory=dict)
-    """The name of each form."""
-    forms: dict[str, Arguments] = field(default_factory=dict)
-    """The form of each name."""
-
-    def name(self, arguments: Arguments) -> str:
-        """The name of `arguments`."""
-        if arguments not in self.names:
-            name = f"form {len(self.names)}"
-            self.names[arguments], self.forms[name] = name, arguments
-        return self.names[arguments]
-
-
 class LayerStack(nn.Module):
     """All decoder layers of a model, one after the other. The layers stay the model's own.
 
@@ -120,13 +103,19 @@ class LayerStack(nn.Module):
         """The stack of `layers`, each called with hidden states and keyword arguments, and returning hidden states."""
         super().__init__()
         self.layers = layers
-        self.known = KnownArguments()
+        self._forms: list[Arguments] = []
+
+    def name_form(self, arguments: Arguments) -> str:
+        """A short name of a form of arguments: calls with one name can share captured graphs."""
+        if arguments not in self._forms:
+            self._forms.append(arguments)
+        return f"form {self._forms.index(arguments)}"
 
     def forward(
         self, hidden_states: torch.Tensor, packed: PackedSequence, form: str, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states after all layers, shape [1, tokens, hidden]."""
-        arguments = self.known.forms[form]
+        arguments = self._forms[int(form.removeprefix("form "))]
         boundaries = {
             "cu_seq_lens_q": packed.cu_seqlens,
             "cu_seq_lens_k": packed.cu_seqlens,
@@ -324,7 +313,7 @@ class GraphedDecoder:
             )
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
-        with self._attention_set_to(self._own_attention):
+        with self.attention_set_to(self._own_attention):
             return own(*args, **kwargs)
 
     def _run_stack(
@@ -345,46 +334,36 @@ class GraphedDecoder:
         arguments, tensors = gathered(calls)
         stack = self._stack
         stack.training = self._model.training  # the stack is no part of the model, which switches its own modules alone
-        form = stack.known.name(arguments)
+        form = stack.name_form(arguments)
         padding = self._most_tokens - n_tokens if self._model.training and torch.is_grad_enabled() else 0
         if padding > 0:
             hidden_states = functional.pad(hidden_states, (0, 0, 0, padding))
             tensors = [_padded(t, n_tokens, padding) for t in tensors]
         packed = pack(boundaries.cu_seqlens)
         if self._model.training:
-            choice = self._decide(packed, n_tokens + max(0, padding))
-            self.graphed.stats().decided[choice] += 1
-            if not self._replay:
-                packed = self._as_replayed(packed, choice, n_tokens + max(0, padding))
+            packed = self._count_decision(packed, n_tokens + max(0, padding))
         result: torch.Tensor = self.graphed(hidden_states, packed, form, *tensors)
         return result[:, :n_tokens] if padding > 0 else result
 
-    def _decide(self, packed: PackedSequence, n_tokens: int) -> Bucket | FallbackReason:
-        """What the shape of a micro-batch alone decides."""
-        boundaries = boundaries_of(packed, n_tokens, self.graphed.tail_policy)
-        return self._dispatcher.decide(shape_of(packed, boundaries, n_tokens))
+    def _count_decision(self, packed: PackedSequence, n_tokens: int) -> PackedSequence:
+        """Count what the shape of a micro-batch alone decides.
 
-    def _as_replayed(self, packed: PackedSequence, choice: Bucket | FallbackReason, n_tokens: int) -> PackedSequence:
-        """The boundaries as the graphs of the bucket `choice` would read them; as they are where none fits."""
+        Without replays its boundaries are returned as the graphs of the chosen bucket would read them.
+        """
         policy = self.graphed.tail_policy
-        if not isinstance(choice, Bucket) or packed.host is None:
+        choice = self._dispatcher.decide(shape_of(packed, boundaries_of(packed, n_tokens, policy), n_tokens))
+        self.graphed.stats().decided[choice] += 1
+        if self._replay or not isinstance(choice, Bucket) or packed.host is None:
             return packed
         host = pad_cu_seqlens(packed.host, max_seqs=choice.max_seqs, n_tokens=n_tokens, policy=policy)
         return pack(host, max_seqlen=choice.max_seqlen)
-
-    def choose_attention(self, name: str) -> None:
-        """Let the layers use the attention that is registered as `name`, until `restore_attention`."""
-        self._config._attn_implementation = name
-
-    def restore_attention(self) -> None:
-        """Let the layers use the model's own attention again."""
-        self._config._attn_implementation = self._own_attention
 
     def _attention(self) -> str | None:
         return getattr(self._config, "_attn_implementation", None)
 
     @contextmanager
-    def _attention_set_to(self, name: str | None) -> Iterator[None]:
+    def attention_set_to(self, name: str | None) -> Iterator[None]:
+        """Let the layers use the attention that is registered as `name` inside the block."""
         before = self._attention()
         self._config._attn_implementation = name
         try:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -344,34 +343,13 @@ class Observer:
         ]
 
 
-class FollowedRun:
-    """The installation and the observer of one run of a trainer; nothing before `begin` and after `end`."""
-
-    def __init__(self) -> None:
-        self.installation: Installation | None = None
-        self.observer: Observer | None = None
-
-    def counted_line(self, message: str) -> str:
-        """A message of the trainer's log, with the counters behind it if it is the line of a step."""
-        is_line = message.lstrip().startswith("[") and " iteration " in message
-        return message + self.observer.log_text() if is_line and self.observer is not None else message
-
-    def recapture(self) -> None:
-        """Drop all graphs: they would go on with the random states that they were captured with."""
-        if self.installation is not None:
-            self.installation.recapture()
-
-    def end(self, *, together: bool = False) -> None:
-        """Report what was observed and free the graphs; the second call does nothing. All ranks end here `together`, or
-        this one alone.
-        """
-        installation, observer = self.installation, self.observer
-        self.installation = self.observer = None
-        with ExitStack() as stack:
-            if installation is not None:
-                stack.callback(installation.close)
-            if observer is not None:
-                observer.finish(together=together)
+def write_scalars(scalars: Mapping[str, float], step: int, *, tensorboard: Any, wandb: Any) -> None:
+    """Write the counters of a step to a trainer's writers, of which it may have none."""
+    if tensorboard:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, step)
+    if wandb:
+        wandb.log(scalars, step)
 
 
 def compared(totals: Stats, plan: Plan) -> str:
