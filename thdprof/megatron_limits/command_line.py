@@ -13,56 +13,44 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import DataError
 from thdprof.files import read_yaml
-from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES
-from thdprof.megatron_limits.quantization import TAKEN_ALL_THE_SAME
+from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES, TAKEN_ALL_THE_SAME
 from thdprof.megatron_limits.run import SHARDED, Run, find_experts
 from thdprof.megatron_limits.table import limits_of
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan
 
-TEXTS: Mapping[str, str] = {
-    "fp8": "--fp8-format",
-    "fp8_recipe": "--fp8-recipe",
-    "fp8_quantizer_factory": "--fp8-quantizer-factory",
-    "fp4": "--fp4-format",
-    "fp4_quantizer_factory": "--fp4-quantizer-factory",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
-    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend",
-    "rope_type": "--rope-type",
-    "recompute_granularity": "--recompute-granularity",
-    "moe_router_force_biased": "--moe-router-force-biased",
-    "experimental_attention_variant": "--experimental-attention-variant",
-}
-COUNTS: Mapping[str, str] = {
-    "cpu_offloading": "--cpu-offloading-num-layers",
-    "mtp_num_layers": "--mtp-num-layers",
-    "num_moe_experts": "--num-experts",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-}
-SWITCHES: Mapping[str, str] = {
-    "recompute_granularity": "--recompute-activations",
-    "distribute_saved_activations": "--distribute-saved-activations",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
-    "moe_enable_routing_replay": "--moe-enable-routing-replay",
-    "moe_paged_stash": "--moe-paged-stash",
-    "qk_clip": "--qk-clip",
-    "log_max_attention_logit": "--log-max-attention-logit",
-    "multi_latent_attention": "--multi-latent-attention",
-    "cache_mla_latents": "--cache-mla-latents",
-    "fp8_param": "--fp8-param-gather",
-    "fp4_param": "--fp4-param-gather",
-    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
-}
+
+def _flags(fields: str, **others: str) -> dict[str, str]:
+    """Arguments by the fields that they set: named as these, and others."""
+    return {field: f"--{field.replace('_', '-')}" for field in fields.split()} | others
+
+
+TEXTS = _flags(
+    """
+    fp8_recipe fp8_quantizer_factory fp4_quantizer_factory moe_token_dispatcher_type moe_flex_dispatcher_backend
+    rope_type recompute_granularity moe_router_force_biased experimental_attention_variant
+    """,
+    fp8="--fp8-format",
+    fp4="--fp4-format",
+)
+COUNTS = _flags(
+    "mtp_num_layers pipeline_model_parallel_size expert_model_parallel_size",
+    cpu_offloading="--cpu-offloading-num-layers",
+    num_moe_experts="--num-experts",
+)
+SWITCHES = _flags(
+    """
+    distribute_saved_activations overlap_moe_expert_parallel_comm delay_wgrad_compute moe_enable_routing_replay
+    moe_paged_stash qk_clip log_max_attention_logit multi_latent_attention cache_mla_latents
+    use_transformer_engine_op_fuser
+    """,
+    recompute_granularity="--recompute-activations",
+    fp8_param="--fp8-param-gather",
+    fp4_param="--fp4-param-gather",
+)
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
-LISTS: Mapping[str, str] = {
-    "recompute_modules": "--recompute-modules",
-    "cp_comm_type": "--cp-comm-type",
-    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
-    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
-}
+LISTS = _flags("recompute_modules cp_comm_type hierarchical_context_parallel_sizes moe_router_load_balancing_type")
 """Arguments with several values by the field that they set."""
 SHARDS: Mapping[str, tuple[str, str]] = {
     "gtp_weight_remat_size": ("--tensor-parallel-num-weight-shards", "--tensor-model-parallel-size"),

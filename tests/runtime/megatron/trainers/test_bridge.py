@@ -275,7 +275,7 @@ def test_a_difference_that_only_the_prediction_feels_is_said(run, plan, monkeypa
     ],
 )
 def test_settings_of_bridge_are_refused_by_their_names(plan, changes, named):
-    assert bridge_runs.refusals(configuration(), plan) == []
+    assert list(bridge_runs.refusals(configuration(), plan)) == []
     (line,) = bridge_runs.refusals(configuration(**changes), plan)
     assert line.startswith(named)
     assert "set it to" in line
@@ -285,13 +285,13 @@ def test_graphs_that_bridge_would_capture_itself_are_refused(plan):
     def of_impl(impl):
         return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
 
-    assert bridge_runs.refusals(configuration(), of_impl("local")) == [
+    assert list(bridge_runs.refusals(configuration(), of_impl("local"))) == [
         "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
         "transformer_engine"
     ]
     layers = of_impl("transformer_engine")
-    assert bridge_runs.refusals(configuration(model_cuda_graph_impl="none"), layers) == []
-    assert bridge_runs.refusals(configuration(model_cuda_graph_impl="transformer_engine"), layers) == [
+    assert list(bridge_runs.refusals(configuration(model_cuda_graph_impl="none"), layers)) == []
+    assert list(bridge_runs.refusals(configuration(model_cuda_graph_impl="transformer_engine"), layers)) == [
         "cuda_graph_impl is 'transformer_engine': Megatron-Bridge would capture the layers itself; set it to 'none'"
     ]
 

@@ -109,9 +109,9 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
     def _install(self, context: CallbackContext) -> None:
         """The plan's graphs on the model, or every reason against them."""
         config, run = context.state.cfg, self._run
-        lines = bridge_runs.refusals(config, run.plan, replay=run.replay)
+        lines = [*bridge_runs.refusals(config, run.plan, replay=run.replay)]
         for misfit in bridge_runs.misfits_of(config, run.plan):
-            line = misfit.told(bridge_runs.FIELDS)
+            line = misfit.describe(bridge_runs.FIELDS)
             if misfit.changes == "graphs":
                 lines.append(f"{line}; analyse for this run")
             else:

@@ -156,7 +156,7 @@ def _packing(config: Any) -> Any:
     return dataset.offline_packing_specs if getattr(dataset, "enable_offline_packing", False) else None
 
 
-def refusals(config: Any, plan: Plan, *, replay: bool = True) -> list[str]:
+def refusals(config: Any, plan: Plan, *, replay: bool = True) -> Iterator[str]:
     """One line for every setting in the way, with the field to change; what `install` refuses itself is not among them.
 
     Args:
@@ -164,26 +164,6 @@ def refusals(config: Any, plan: Plan, *, replay: bool = True) -> list[str]:
         plan: the plan that training is to follow.
         replay: whether graphs are to be captured.
     """
-    return [*_always(config, plan), *(_of_graphs(config) if replay and plan.captured else ())]
-
-
-def joined(lines: Sequence[str], error: SettingsError | None) -> SettingsError:
-    """All reasons in one error.
-
-    Args:
-        lines: the reasons that `refusals` found.
-        error: what `install` raised; None if it raised nothing.
-    """
-    heading = (
-        "thdprof cannot follow the plan in this run of Megatron-Bridge (a name without a dot is a field of model):"
-    )
-    own = [] if error is None else [line for line in str(error).splitlines() if line.startswith("- ")]
-    if error is not None and not own:
-        own = [f"- {error}"]
-    return SettingsError("\n".join([heading, *(f"- {line}" for line in lines), *own]))
-
-
-def _always(config: Any, plan: Plan) -> Iterator[str]:
     if plan.graphs.impl == "local":
         yield (
             "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
@@ -211,9 +191,8 @@ def _always(config: Any, plan: Plan) -> Iterator[str]:
             f"dist.eval_context_parallel_size is {config.dist.eval_context_parallel_size}: evaluation would rebind the "
             f"groups of captured layers; set it to None or {own_size}"
         )
-
-
-def _of_graphs(config: Any) -> Iterator[str]:
+    if not (replay and plan.captured):
+        return
     if not config.rng.te_rng_tracker:
         yield "rng.te_rng_tracker is False: random states must be such that graphs can hold them; set it to True"
     inspection = getattr(config, "tensor_inspect", None)
@@ -226,6 +205,22 @@ def _of_graphs(config: Any) -> Iterator[str]:
             "model.moe_expert_rank_capacity_factor is set: Bridge reruns steps whose experts overflow without graphs; "
             "set it to None"
         )
+
+
+def joined(lines: Sequence[str], error: SettingsError | None) -> SettingsError:
+    """All reasons in one error.
+
+    Args:
+        lines: the reasons that `refusals` found.
+        error: what `install` raised; None if it raised nothing.
+    """
+    heading = (
+        "thdprof cannot follow the plan in this run of Megatron-Bridge (a name without a dot is a field of model):"
+    )
+    own = [] if error is None else [line for line in str(error).splitlines() if line.startswith("- ")]
+    if error is not None and not own:
+        own = [f"- {error}"]
+    return SettingsError("\n".join([heading, *(f"- {line}" for line in lines), *own]))
 
 
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -259,28 +254,21 @@ def _remembering(own: Callable[..., dict[str, Any]], *, constant_length: bool) -
     """get_batch_from_iterator, whose batches know their boundaries on the host."""
 
     def get_batch(data_iterator: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        source = _LastOf(data_iterator)
-        batch = own(source, *args, **kwargs)
+        on_host: dict[str, Any] = {}
+
+        def note(batch: dict[str, Any]) -> dict[str, Any]:
+            nonlocal on_host
+            on_host = batch
+            return batch
+
+        batch = own(map(note, data_iterator), *args, **kwargs)
         if batch.get("cu_seqlens_q") is not None:
-            _know(batch, source.last, constant_length=constant_length)
+            _know(batch, on_host, constant_length=constant_length)
         elif batch.get("cu_seqlens") is not None:
-            _keep_legacy(batch, source.last)
+            _keep_legacy(batch, on_host)
         return batch
 
     return get_batch
-
-
-class _LastOf:
-    def __init__(self, data_iterator: Any) -> None:
-        self._of = data_iterator
-        self.last: dict[str, Any] = {}
-
-    def __iter__(self) -> _LastOf:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        self.last = next(self._of)
-        return self.last
 
 
 def _know(batch: dict[str, Any], on_host: dict[str, Any], *, constant_length: bool) -> None:
@@ -293,7 +281,7 @@ def _know(batch: dict[str, Any], on_host: dict[str, Any], *, constant_length: bo
         in_memory = values.get("cu_seqlens_q_padded", values["cu_seqlens_q"])
         entries = num_filled(in_memory.reshape(-1).numpy())
         values = {name: value[..., :entries] for name, value in values.items()}
-        longest = int(values.get("cu_seqlens_q_padded", values["cu_seqlens_q"]).diff().max())
+        longest = int(in_memory[..., :entries].diff().max())
         for name in _LONGEST:
             if batch.get(name) is not None:
                 batch[name] = torch.full_like(batch[name], longest)
@@ -303,15 +291,13 @@ def _know(batch: dict[str, Any], on_host: dict[str, Any], *, constant_length: bo
 
 def _keep_legacy(batch: dict[str, Any], on_host: dict[str, Any]) -> None:
     """Remember boundaries of Bridge's older form, which end in -1 and come with the position of the first of them."""
-    unpadded = "cu_seqlens_unpadded" if batch.get("cu_seqlens_unpadded") is not None else None
-    in_memory = _without_end(on_host, "cu_seqlens")
-    if unpadded is None:
-        if in_memory is not None:
-            keep_on_host(batch["cu_seqlens"], in_memory)
+    in_memory, valid = _without_end(on_host, "cu_seqlens"), _without_end(on_host, "cu_seqlens_unpadded")
+    if in_memory is None:
         return
-    valid = _without_end(on_host, unpadded)
-    if valid is not None and in_memory is not None:
-        keep_on_host(batch[unpadded], valid, in_memory)
+    if batch.get("cu_seqlens_unpadded") is None:
+        keep_on_host(batch["cu_seqlens"], in_memory)
+    elif valid is not None:
+        keep_on_host(batch["cu_seqlens_unpadded"], valid, in_memory)
 
 
 def _without_end(on_host: dict[str, Any], name: str) -> NDArray[np.int32] | None:
