@@ -261,7 +261,8 @@ def _remembering(own: Callable[..., dict[str, Any]], *, constant_length: bool) -
             on_host = batch
             return batch
 
-        batch = own(map(note, data_iterator), *args, **kwargs)
+        source = iter(lambda: note(next(data_iterator)), None)  # Megatron's iterators only know next()
+        batch = own(source, *args, **kwargs)
         if batch.get("cu_seqlens_q") is not None:
             _know(batch, on_host, constant_length=constant_length)
         elif batch.get("cu_seqlens") is not None:
