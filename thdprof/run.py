@@ -181,11 +181,6 @@ def _find_problem(stats: Path) -> str:
 def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tuple[list[str], list[str]]:
     """What keeps a run of the command from beginning by the plan, and what only makes its prediction untrue.
 
-    Args:
-        plan: the plan.
-        command: the script and its arguments.
-        replay: whether graphs are to be replayed.
-
     Raises:
         UsageError: an argument has an impossible value.
     """

@@ -44,37 +44,34 @@ _OTHER_SHAPE = "graphs were chosen for micro-batches of another shape, so that n
 _OTHER_LENGTHS = "documents have other lengths, so that shares and times may differ"
 _OTHER_ROWS = "micro-batches hold other rows, so that shares and times may differ"
 
-_CHANGES: Mapping[str, tuple[Changes, str]] = {
-    name: (changes, why)
-    for changes, why, names in (
-        ("graphs", _OTHER_SHAPE, "seq_length micro_batch_size max_seqlen_per_dp_cp_rank"),
-        (
-            "graphs",
-            "slots and counts are those of other ranks, and install refuses the plan",
-            "data_parallel_size context_parallel_size pipeline_parallel_size virtual_pipeline_size",
-        ),
-        ("graphs", "another part of each layer is captured", "experts"),
-        ("graphs", "micro-batches are padded in another way than graphs expect", "tail_policy pad_to_max_length"),
-        ("prediction", "other ranks decide together, so that shares and times differ", "shared_capture_ranks"),
-        ("prediction", _OTHER_LENGTHS, "pad_seq_to_mult sft_tokenizer_prompt_format"),
-        (
-            "prediction",
-            "a step holds other micro-batches, so that shares and times of steps differ",
-            "global_batch_size",
-        ),
-        (
-            "prediction",
-            "the rows are read in another order, so that shares and times are only about right",
-            "loader data_sharding drop_last seed shuffle_seed max_num_samples",
-        ),
-        (
-            "prediction",
-            _OTHER_ROWS,
-            "min_dynamic_context_parallel_size add_extra_token packing_processes max_docs_per_pack",
-        ),
-    )
-    for name in names.split()
-}
+_ROWS: tuple[tuple[Changes, str, str], ...] = (
+    ("graphs", _OTHER_SHAPE, "seq_length micro_batch_size max_seqlen_per_dp_cp_rank"),
+    (
+        "graphs",
+        "slots and counts are those of other ranks, and install refuses the plan",
+        "data_parallel_size context_parallel_size pipeline_parallel_size virtual_pipeline_size",
+    ),
+    ("graphs", "another part of each layer is captured", "experts"),
+    ("graphs", "micro-batches are padded in another way than graphs expect", "tail_policy pad_to_max_length"),
+    ("prediction", "other ranks decide together, so that shares and times differ", "shared_capture_ranks"),
+    ("prediction", _OTHER_LENGTHS, "pad_seq_to_mult sft_tokenizer_prompt_format"),
+    (
+        "prediction",
+        "a step holds other micro-batches, so that shares and times of steps differ",
+        "global_batch_size",
+    ),
+    (
+        "prediction",
+        "the rows are read in another order, so that shares and times are only about right",
+        "loader data_sharding drop_last seed shuffle_seed max_num_samples",
+    ),
+    (
+        "prediction",
+        _OTHER_ROWS,
+        "min_dynamic_context_parallel_size add_extra_token packing_processes max_docs_per_pack",
+    ),
+)
+_CHANGES = {name: (changes, why) for changes, why, names in _ROWS for name in names.split()}
 """What each setting changes that is compared as it stands."""
 _ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
 """Settings that `install` refuses even where the plan captures nothing."""
@@ -121,7 +118,6 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
     plan may have been made on another machine.
 
     Args:
-        plan: the plan that the run is to follow.
         settings: the run's settings by their names in `TrainingOptions`; those that are not known are missing, and are
             not compared.
         data_paths: the run's datasets; None where they are not known.
@@ -143,7 +139,6 @@ def describe(found: Sequence[Misfit], arguments: Mapping[str, str]) -> tuple[lis
     """Lines of the misfits that change graphs, and of those that only change the prediction.
 
     Args:
-        found: the differences.
         arguments: what the run calls its settings, such as MEGATRON_ARGUMENTS; others keep their own names.
     """
     graphs, prediction = (
@@ -208,8 +203,6 @@ def find_lacking_slots(plan: Plan, *, global_batch_size: int, group: int | None)
     """Most micro-batches that a model chunk has in flight where the plan has too few slots; 0 where it has enough.
 
     Args:
-        plan: the plan that the run is to follow.
-        global_batch_size: samples of a step.
         group: micro-batches that the interleaved schedule groups; None: as many as pipeline stages.
 
     Raises:

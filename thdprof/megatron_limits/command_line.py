@@ -138,10 +138,7 @@ def refused_arguments(
     """A line for every argument of a Megatron-LM script that graphs of the plan cannot serve, with what to change.
 
     Args:
-        plan: the plan that the run is to follow.
-        command: the script and its arguments.
         replay: False: micro-batches are padded for graphs of whole model chunks, and run eagerly.
-        environment: environment variables by name.
     """
     given, script = Arguments(command[1:]), PurePath(command[0]).name
     unpacked = []
@@ -167,10 +164,6 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
     """A line for every argument with which training by the plan would be refused, for whoever only analyses a run.
 
     Arguments that choose Megatron's own graphs are left out, which an export of the plan gives.
-
-    Args:
-        plan: the plan that a run with these arguments would follow.
-        words: the arguments of a Megatron-LM script.
     """
     if plan.graphs.impl == "none":
         return []

@@ -82,12 +82,8 @@ def must_be_off(
     """The row of a field of TransformerConfig that must have its value `off`, or one that is false.
 
     Args:
-        field: the field's name.
-        off: the value that turns it off.
-        reason: why it must be off.
         applies: whether a run has the kind of graphs that the row is about; by default any.
         graphs: that kind, for the reference.
-        remedy: what to change; None: the field, to `off`.
         is_on: whether the field is on, where an analysis can know that too; None: by the field's own value.
         options: case and remedy by options of `thdprof analyze`, where an analysis can know the case.
     """

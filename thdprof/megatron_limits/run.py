@@ -44,7 +44,6 @@ def ends_at_router(experts: Experts, dispatcher: str | None) -> bool:
     """Whether the graphs that an analysis chooses for layers with experts end at the router.
 
     Args:
-        experts: how experts take tokens.
         dispatcher: moe_token_dispatcher_type; None: Megatron's own. Inside graphs flex was not checked.
     """
     return experts == "dropless" or (experts == "padded" and dispatcher == FLEX)
@@ -167,9 +166,7 @@ class Run:
         """A run by a plan.
 
         Args:
-            plan: the plan that training is to follow.
             config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-            environment: environment variables by name.
             more: fields of this class that are not the plan's.
         """
         training, graphs = plan.training, plan.graphs
@@ -225,8 +222,6 @@ class Run:
 
         Args:
             fields: fields of TransformerConfig, and of the recipe's parts, by name.
-            plan: the plan that training is to follow.
-            environment: environment variables by name.
         """
         training = plan.training
         return cls.from_plan(

@@ -55,9 +55,6 @@ class UnknownArgument(Exception):
 def gathered(calls: Sequence[dict[str, Any]]) -> tuple[Arguments, list[torch.Tensor]]:
     """The arguments of all layers, and the distinct tensors among them in order.
 
-    Args:
-        calls: the keyword arguments of each layer.
-
     Raises:
         UnknownArgument: an argument is neither a tensor, nor a tuple of tensors, nor a constant.
     """
@@ -167,9 +164,6 @@ def compiled(layers: nn.ModuleList) -> Iterator[None]:
     Layers of one type share what was compiled. The forward itself is compiled, inside of gradient checkpoints, so that
     a layer is recomputed by the kernels that it ran with. A layer that torch.compile cannot take whole is an error when
     it first runs.
-
-    Args:
-        layers: the decoder layers of a model.
     """
     of_type: dict[type, Callable[..., Any]] = {}
     replaced: list[nn.Module] = []
@@ -232,7 +226,6 @@ class GraphedDecoder:
 
         Args:
             model: the decoder: the module whose `layers` its forward loops over.
-            plan: the plan to follow.
             replay: False: pad micro-batches as the plan says, but run them eagerly.
             reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay.
             compile: whether the layers run compiled in training, replayed and eagerly alike.

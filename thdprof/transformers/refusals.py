@@ -138,7 +138,6 @@ def unread_settings(args: Any, arguments: Mapping[str, Any], model: nn.Module) -
     Args:
         args: TrainingArguments, SFTConfig or a class of the user's.
         arguments: its fields, as `to_dict` gives them.
-        model: the model as the Trainer holds it.
     """
     config: Any = getattr(decoder_of(model), "config", None)
     return [
@@ -169,9 +168,7 @@ def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: in
     """How the run differs from the one that the plan was made for: what refuses it, and what makes predictions untrue.
 
     Args:
-        plan: the plan.
         arguments: fields of the run's arguments, as `to_dict` gives them.
-        num_processes: number of processes of the run.
 
     Raises:
         UsageError: the order in which the run reads its data is not known.

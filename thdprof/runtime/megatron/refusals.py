@@ -40,9 +40,6 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
 
     Args:
         config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        plan: the plan that training is to follow.
-        facts: what else is known of the run.
-        environment: environment variables by name.
 
     Raises:
         SettingsError: one line for every setting in the way, with the value to use.

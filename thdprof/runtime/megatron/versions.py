@@ -284,7 +284,6 @@ def refusals(package: Package, root: Path | None = None) -> Sequence[str]:
     """A sentence for every probe that the package does not pass.
 
     Args:
-        package: the package.
         root: the directory of its sources; None: where it would be imported from.
     """
     if root is None:

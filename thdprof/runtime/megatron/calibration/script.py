@@ -300,7 +300,6 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
     Under torchrun every rank calls it.
 
     Args:
-        request: what to measure.
         say: called with lines of progress, on rank 0.
 
     Raises:
@@ -380,7 +379,9 @@ def _of_layers(
     replayable = Replayable(training, plan.buckets)
     say(f"built after {time.monotonic() - request.began:.0f} s; capturing {len(plan.buckets)} buckets")
     scale = scale_of(training, layers, figures.stage_layers)  # before half of the layers are taken away
-    measured, rounds, slot = _run(request, plan, replayable, scale, say)
+    slot = _prepare(plan, replayable, whole=figures.total_layers / layers)
+    say(f"captured after {time.monotonic() - request.began:.0f} s")
+    measured, rounds = _run(request, plan, replayable, scale, say)
     solved = solve(measured, scale)
     if rounds < LEAST_ROUNDS:
         say(f"only {rounds} rounds fit into {request.seconds:.0f} s: times are less sure; give --seconds, more")
@@ -426,44 +427,38 @@ class _Plan:
         self.replayed = {n: packs[documents[n]] for n in caps}
         self.long, self.equal = repeat(training_steps.one_long(**row)), repeat(training_steps.equal_lengths(**row))
         self.buckets = list(buckets.values())
-        self.typical = buckets[holding[0] if holding else caps[-1]]
+        self.typical = typical = buckets[holding[0] if holding else caps[-1]]
+        self.steps: dict[Any, tuple[list[MicroBatch], Bucket | None]] = {
+            **{("replay", b.max_seqs): (self.replayed[b.max_seqs], b) for b in self.buckets},
+            **{("eager", n): (packs, None) for n, packs in self.eager.items()},
+            "few": (self.replayed[typical.max_seqs][: self.few], typical),
+            "long": (self.long, typical),
+            "equal": (self.equal, typical),
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """What one slot takes on the GPU."""
+def _prepare(plan: _Plan, replayable: Replayable, *, whole: float) -> dict[str, float]:
+    """Let the first steps compile, tune and capture; the table's entries for a slot.
 
-    decoder: int
-    """Bytes of the layers that were built, with one bucket."""
-    overhead: float
-    """Share of them that each further bucket adds."""
-    predicting: int
-    """Bytes of multi-token prediction, with one bucket."""
+    `whole` is the number of the model's layers for each layer that was built. Those of multi-token prediction are as
+    many whatever layers were built.
+    """
+    for packs, bucket in plan.steps.values():
+        replayable.step_ms(packs[: plan.few], bucket)
+    decoder, overhead = slot_costs(replayable.graphs.bytes_of_buckets())
+    return {"slot_bytes": round(decoder * whole) + replayable.prediction_bytes(), "bucket_overhead": overhead}
 
 
 def _run(
     request: Request, plan: _Plan, replayable: Replayable, scale: Scale, say: Callable[[str], None]
-) -> tuple[Measured, int, _Slot]:
-    """Measure every variant; also the number of rounds, and what a slot takes."""
+) -> tuple[Measured, int]:
+    """Measure every variant; also the number of rounds."""
     typical = plan.typical
-    steps = 1
-    batches: dict[Any, tuple[list[MicroBatch], Bucket | None]] = {
-        **{("replay", b.max_seqs): (plan.replayed[b.max_seqs], b) for b in plan.buckets},
-        **{("eager", n): (packs, None) for n, packs in plan.eager.items()},
-        "few": (plan.replayed[typical.max_seqs][: plan.few], typical),
-        "long": (plan.long, typical),
-        "equal": (plan.equal, typical),
-    }
-    for packs, bucket in batches.values():  # the first steps compile, tune and capture
-        replayable.step_ms(packs[: plan.few], bucket)
-    slot = _Slot(*slot_costs(replayable.graphs.bytes_of_buckets()), predicting=replayable.prediction_bytes())
-    say(f"captured after {time.monotonic() - request.began:.0f} s")
     one = replayable.step_ms(plan.replayed[typical.max_seqs], typical)
-    if by_rank_zero(one < _SHORT_STEP_MS):
-        steps = 2
+    steps = 2 if by_rank_zero(one < _SHORT_STEP_MS) else 1
     variants: dict[Any, Callable[[], float]] = {
         key: partial(replayable.step_ms, packs, bucket, steps=1 if bucket is None else steps)
-        for key, (packs, bucket) in batches.items()
+        for key, (packs, bucket) in plan.steps.items()
     }
     if replayable.predicts:
         holding = {n: next((b for b in plan.buckets if b.max_seqs >= n), None) for n in plan.eager}
@@ -512,7 +507,7 @@ def _run(
             half_eager_decoder_ms=both["eager"],
         )
     replayable.close()
-    return measured, rounds, slot
+    return measured, rounds
 
 
 def _mean_squared(batches: Sequence[MicroBatch]) -> float:
@@ -533,9 +528,8 @@ def scale_of(training: Training, layers: int, wanted: int) -> Scale:
     )
 
 
-def _table(figures: _Figures, args: Any, layers: int, solved: Solved, slot: _Slot) -> dict[str, Any]:
+def _table(figures: _Figures, args: Any, layers: int, solved: Solved, slot: dict[str, float]) -> dict[str, Any]:
     stamp = stamp_here()
-    whole = figures.total_layers / layers
     return {
         "schema": SCHEMA,
         "name": _name(figures, args, layers),
@@ -545,8 +539,7 @@ def _table(figures: _Figures, args: Any, layers: int, solved: Solved, slot: _Slo
         "n_tokens": args.seq_length * args.micro_batch_size // args.context_parallel_size,
         "eager": [{"n_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.eager_ms.items())],
         "replay": [{"max_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.replay_ms.items())],
-        "slot_bytes": round(slot.decoder * whole) + slot.predicting,
-        "bucket_overhead": slot.overhead,
+        **slot,
         "ms_per_squared_token": solved.ms_per_squared_token,
         "squared_tokens": solved.squared_tokens,
         "outside_ms": round(solved.outside_ms, 4),

@@ -157,13 +157,7 @@ def _packing(config: Any) -> Any:
 
 
 def refusals(config: Any, plan: Plan, *, replay: bool = True) -> Iterator[str]:
-    """One line for every setting in the way, with the field to change; what `install` refuses itself is not among them.
-
-    Args:
-        config: Bridge's ConfigContainer.
-        plan: the plan that training is to follow.
-        replay: whether graphs are to be captured.
-    """
+    """One line for every setting in the way, with the field to change, except for those that `install` refuses itself."""
     if plan.graphs.impl == "local":
         yield (
             "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
@@ -211,7 +205,6 @@ def joined(lines: Sequence[str], error: SettingsError | None) -> SettingsError:
     """All reasons in one error.
 
     Args:
-        lines: the reasons that `refusals` found.
         error: what `install` raised; None if it raised nothing.
     """
     heading = (

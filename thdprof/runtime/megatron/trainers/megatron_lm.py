@@ -84,7 +84,6 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     installed when model, optimizer and checkpoint are ready, and closed when the loop ends, in whatever way.
 
     Args:
-        plan: the plan to follow.
         replay: False: pad as the plan says but run eagerly.
         stats: file to append the run's counters to; None for none.
 

@@ -150,8 +150,6 @@ class Observer:
         """An observer of a run that begins now.
 
         Args:
-            installation: what `install` returned.
-            plan: the plan that the run follows.
             stats: the file that `finish` appends one line of counters to; None for none.
             say: writes one line to the run's log; called on rank 0 alone.
         """
