@@ -194,28 +194,6 @@ def _forward(layer: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@dataclass(slots=True)
-class _StandIn:
-    """Takes the place of one layer while the model's forward runs: notes its call, and hands hidden states on."""
-
-    calls: list[dict[str, Any]]
-    """The keyword arguments of the layers so far."""
-    handed_on: list[torch.Tensor]
-    """The hidden states that the layer before has handed on; empty for the first."""
-    run: Callable[[torch.Tensor], torch.Tensor] | None
-    """Runs the whole stack, at the last layer; None at the others."""
-
-    def __call__(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """The hidden states as they are or, at the last layer, after the stack."""
-        if self.handed_on and self.handed_on[-1] is not hidden_states:
-            raise UsageError(
-                "the model changes hidden states between its decoder layers, which then cannot run as one stack"
-            )
-        self.handed_on[:] = [hidden_states]
-        self.calls.append(arguments)
-        return hidden_states if self.run is None else self.run(hidden_states)
-
-
 class GraphedDecoder:
     """Runs a model's decoder layers through a plan's graphs, wherever a micro-batch comes with host boundaries."""
 
@@ -275,18 +253,23 @@ class GraphedDecoder:
         """The model's forward with the stack in the place of its layers."""
         calls: list[dict[str, Any]] = []
         handed_on: list[torch.Tensor] = []
-        last = len(self._stack.layers) - 1
+        count = len(self._stack.layers)
 
-        def run(hidden_states: torch.Tensor) -> torch.Tensor:
-            return self._run_stack(hidden_states, calls, boundaries)
+        def stand_in(hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            """Notes the call of one layer, and hands hidden states on; in the place of the last one, runs the stack."""
+            if handed_on and handed_on[-1] is not hidden_states:
+                raise UsageError(
+                    "the model changes hidden states between its decoder layers, which then cannot run as one stack"
+                )
+            handed_on[:] = [hidden_states]
+            calls.append(arguments)
+            return self._run_stack(hidden_states, calls, boundaries) if len(calls) == count else hidden_states
 
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name):
                 raise UsageError(f"the model is called with {name}=True, which its layers in graphs do not return")
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_LAYERS}
-        self._model.__dict__["layers"] = [
-            _StandIn(calls, handed_on, run if n == last else None) for n in range(last + 1)
-        ]
+        self._model.__dict__["layers"] = [stand_in] * count
         try:
             return own(*args, **kwargs)
         finally:

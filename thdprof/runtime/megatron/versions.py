@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -266,17 +266,14 @@ def _hidden() -> str:
     return f". megatron-core {there} is imported from {where}, in front of the installed one ({own or 'none'})"
 
 
-def _inside(node: ast.AST | None) -> Iterator[ast.AST]:
-    return iter(()) if node is None else ast.walk(node)
-
-
-def _names_in(node: ast.AST | None, of: str) -> frozenset[str]:
+def _names_in(module: ast.Module | None, of: str) -> set[str]:
     """Every name in the class or function `of` of a module, in the whole module for ""; none where it is not."""
+    inside: list[ast.AST] = [] if module is None else [*ast.walk(module)]
     for part in filter(None, of.split(".")):
-        node = next((n for n in _inside(node) if getattr(n, "name", None) == part), None)
+        inside = next(([*ast.walk(node)] for node in inside if getattr(node, "name", None) == part), [])
     fields = ("id", "attr", "arg", "name", "asname", "value")
-    found = (getattr(n, field, None) for n in _inside(node) for field in fields)
-    return frozenset(name for name in found if isinstance(name, str))
+    found = (getattr(node, field, None) for node in inside for field in fields)
+    return {name for name in found if isinstance(name, str)}
 
 
 @cache

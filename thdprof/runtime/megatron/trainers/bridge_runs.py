@@ -157,7 +157,7 @@ def _packing(config: Any) -> Any:
 
 
 def refusals(config: Any, plan: Plan, *, replay: bool = True) -> Iterator[str]:
-    """One line for every setting in the way, with the field to change, except for those that `install` refuses itself."""
+    """One line for every setting in the way that `install` does not refuse itself, with the field to change."""
     if plan.graphs.impl == "local":
         yield (
             "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
