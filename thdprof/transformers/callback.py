@@ -146,10 +146,11 @@ class PlanCallback(TrainerCallback):
             callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
             callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         on_gpu = getattr(args, "device", torch.device("cpu")).type == "cuda"
-        own = self._keeps_own_attention(model)
+        decoder_module = refusals.decoder_of(model)
+        name = getattr(getattr(decoder_module, "config", None), "_attn_implementation", None) or ""
+        own = self._wanted == "auto" and "flash" in name  # one of transformers' flash attentions
         backend = None if own else attention.register(self._wanted)
         self._check(args, model, backend=backend, own=own, on_gpu=on_gpu)
-        decoder_module = refusals.decoder_of(model)
         assert decoder_module is not None  # `refuse_model` has looked for it
         unseen = _FOLLOWED.get(decoder_module)
         if unseen is not None and (before := unseen()) is not None:
@@ -170,12 +171,6 @@ class PlanCallback(TrainerCallback):
             decoder.changes = following.pop_all()
         self._decoder = decoder
         _FOLLOWED[decoder_module] = weakref.ref(decoder)
-
-    def _keeps_own_attention(self, model: nn.Module) -> bool:
-        """Whether the model's attention is one of transformers' flash attentions, and no other is asked for."""
-        decoder = refusals.decoder_of(model)
-        name = getattr(getattr(decoder, "config", None), "_attn_implementation", None) or ""
-        return self._wanted == "auto" and "flash" in name
 
     def _check(self, args: Any, model: nn.Module, *, backend: Any, own: bool, on_gpu: bool) -> None:
         """Refuse the run with every reason there is, and warn of what makes predictions untrue.

@@ -61,8 +61,7 @@ def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bo
         yield "the model is quantized: its layers were not checked in graphs; load it in bfloat16"
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         yield "the config asks for output_hidden_states or output_attentions, which a graph does not return"
-    yield from _of_attended(decoder)
-    yield from _of_hooks(decoder)
+    yield from _of_layers(decoder)
     yield from _of_adapters(model)
     dropout = _dropout(decoder)
     if dropout and any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
@@ -94,8 +93,8 @@ def _set_in(decoder: nn.Module, name: str) -> float | None:
     return next((value for value in values if isinstance(value, int | float) and value), None)
 
 
-def _of_attended(decoder: nn.Module) -> Iterator[str]:
-    """Attention to later tokens, as the config or a layer asks for it."""
+def _of_layers(decoder: nn.Module) -> Iterator[str]:
+    """Attention to later tokens, as the config or a layer requires it, and hooks on the layers and their parameters."""
     config: Any = decoder.config
     asking = [f"{name}.is_causal" for name, part in decoder.named_modules() if not getattr(part, "is_causal", True)]
     if not getattr(config, "is_causal", True):
@@ -108,10 +107,6 @@ def _of_attended(decoder: nn.Module) -> Iterator[str]:
             f"{found}: tokens would attend to later ones, where the plan's graphs are causal within documents; use a "
             "causal model, or train without PlanCallback"
         )
-
-
-def _of_hooks(decoder: nn.Module) -> Iterator[str]:
-    """Hooks on the layers and their parameters."""
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList)
     if hooked := [*find_hooked_modules(layers, known=(_OUTPUT_HOOKS,), name="layers")]:

@@ -8,7 +8,7 @@ import io
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thdprof.errors import UsageError
@@ -209,9 +209,15 @@ def validate(args: Any, *, where: str) -> Any:
     """
     from megatron.training.arguments import validate_args
 
+    with refused_settings(where), contextlib.redirect_stdout(io.StringIO()):
+        return validate_args(args)
+
+
+@contextlib.contextmanager
+def refused_settings(where: str) -> Iterator[None]:
+    """Raise UsageError where Megatron refuses the settings of the script `where` inside the block."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return validate_args(args)
+        yield
     except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
         lines = str(error).strip().splitlines() or ["an assertion without a message"]
         raise UsageError(f"{where}: Megatron-LM refuses its settings: {lines[0]}") from error

@@ -374,7 +374,7 @@ def _measured(request: Request, figures: _Figures, say: Callable[[str], None]) -
 def _of_layers(
     request: Request, figures: _Figures, args: Any, layers: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    training = training_steps.build(args, where=request.where)
+    training = Training(args, where=request.where)
     plan = _Plan(request, figures, args)
     replayable = Replayable(training, plan.buckets)
     say(f"built after {time.monotonic() - request.began:.0f} s; capturing {len(plan.buckets)} buckets")

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from thdprof.errors import UsageError
+from thdprof.runtime.megatron.calibration.arguments import refused_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,22 +218,54 @@ def _loss(args: Any, mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Te
 _SEED = 1234
 
 
-@dataclass(slots=True, kw_only=True)
 class Training:
-    """A model with its optimizer, ready for training steps."""
+    """The model of Megatron-LM's pretraining scripts with its optimizer, ready for training steps."""
 
-    args: Any
-    """Megatron's arguments."""
-    chunks: list[nn.Module]
-    """The model, wrapped as training wraps it; one chunk."""
-    config: Any
-    """The model's TransformerConfig."""
-    optimizer: Any
-    """Megatron's optimizer."""
-    scheduler: Any
-    """Megatron's scheduler of learning rates."""
-    forward_step: ForwardStep
-    """The forward pass of a micro-batch."""
+    def __init__(self, args: Any, *, where: str) -> None:
+        """Build model and optimizer; `args` become Megatron's global ones.
+
+        Raises:
+            UsageError: Megatron refuses the settings of the script `where`.
+        """
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.enums import ModelType
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.utils import get_model_config
+        from megatron.training.argument_utils import (
+            gpt_config_from_args,
+            hybrid_config_from_args,
+            pretrain_cfg_container_from_args,
+        )
+        from megatron.training.global_vars import get_timers, set_args
+        from megatron.training.training import setup_model_and_optimizer
+
+        set_args(args)
+        args.iteration = 0
+        hybrid = bool(args.hybrid_layer_pattern)
+        with refused_settings(where):
+            model_config = (hybrid_config_from_args if hybrid else gpt_config_from_args)(args)
+        chunks, self.optimizer, self.scheduler = setup_model_and_optimizer(
+            ModelType.encoder_or_decoder,
+            checkpointing_context={},
+            cfg_container=pretrain_cfg_container_from_args(args, model_config),
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        self.args, self.forward_step = args, forward_step_of(args, hybrid=hybrid)
+        self.chunks: list[nn.Module] = list(chunks)
+        """The model, wrapped as training wraps it; one chunk."""
+        self.config = config = get_model_config(chunks[0])
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.timers = get_timers()
+        if args.overlap_grad_reduce:
+            config.no_sync_func = chunks[0].no_sync
+            if args.align_grad_reduce:
+                config.grad_sync_func = chunks[0].start_grad_sync
+        if args.overlap_param_gather and args.align_param_gather:
+            config.param_sync_func = chunks[0].start_param_sync
+        if config.finalize_model_grads_func is None:
+            config.finalize_model_grads_func = finalize_model_grads
+        for chunk in chunks:
+            chunk.train()
 
     def steps(self, batches: Sequence[MicroBatch], *, count: int = 1) -> None:
         """Train `count` steps of these micro-batches, one after the other, without waiting for the GPU between."""
@@ -308,61 +340,6 @@ def start(args: Any) -> None:
 
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
     set_jit_fusion_options(args.tensor_model_parallel_size)
-
-
-def build(args: Any, *, where: str) -> Training:
-    """Build the model and its optimizer as Megatron-LM's pretraining scripts do; `args` become Megatron's global ones.
-
-    Raises:
-        UsageError: Megatron refuses the model's settings.
-    """
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.utils import get_model_config
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        hybrid_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.global_vars import get_timers, set_args
-    from megatron.training.training import setup_model_and_optimizer
-
-    set_args(args)
-    args.iteration = 0
-    hybrid = bool(args.hybrid_layer_pattern)
-    try:
-        model_config = (hybrid_config_from_args if hybrid else gpt_config_from_args)(args)
-    except (AssertionError, ValueError) as error:
-        lines = str(error).strip().splitlines() or ["an assertion without a message"]
-        raise UsageError(f"{where}: Megatron-LM refuses its settings: {lines[0]}") from error
-    chunks, optimizer, scheduler = setup_model_and_optimizer(
-        ModelType.encoder_or_decoder,
-        checkpointing_context={},
-        cfg_container=pretrain_cfg_container_from_args(args, model_config),
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
-    config = get_model_config(chunks[0])
-    config.grad_scale_func = optimizer.scale_loss
-    config.timers = get_timers()
-    if args.overlap_grad_reduce:
-        config.no_sync_func = chunks[0].no_sync
-        if args.align_grad_reduce:
-            config.grad_sync_func = chunks[0].start_grad_sync
-    if args.overlap_param_gather and args.align_param_gather:
-        config.param_sync_func = chunks[0].start_param_sync
-    if config.finalize_model_grads_func is None:
-        config.finalize_model_grads_func = finalize_model_grads
-    for chunk in chunks:
-        chunk.train()
-    return Training(
-        args=args,
-        chunks=list(chunks),
-        config=config,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        forward_step=forward_step_of(args, hybrid=hybrid),
-    )
 
 
 def stop() -> None:
