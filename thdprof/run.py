@@ -208,8 +208,6 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         settings.pop(name, None)
     if launch.weights is not None:
         settings["weights"] = launch.weights
-    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
-        settings.pop("shared_capture_ranks")
     misfit, differing = describe(misfits(plan, settings, data_paths=launch.data_paths or None), MEGATRON_ARGUMENTS)
     if plan.dataset.format != "lengths":
         other = {flag: why for flag, why in _OTHER_DATA.items() if flag in flags}

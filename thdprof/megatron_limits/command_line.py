@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from thdprof.errors import DataError
 from thdprof.files import read_yaml
 from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES, TAKEN_ALL_THE_SAME
-from thdprof.megatron_limits.run import SHARDED, Run, find_experts
+from thdprof.megatron_limits.run import SHARDED, Run, find_experts, find_kind
 from thdprof.megatron_limits.table import limits_of
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def refused_arguments(
         ]
     if plan.graphs.impl == "none":
         return unpacked
-    impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
+    impl: Impl = find_kind(plan) if replay else "chunk"
     return [
         *_of_table(plan, given, impl, environment, replay=replay),
         *unpacked,
@@ -167,8 +167,7 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
     """
     if plan.graphs.impl == "none":
         return []
-    impl: Impl = plan.graphs.impl if plan.graphs.impl != "module" else "chunk"
-    given = Arguments(words)
+    given, impl = Arguments(words), find_kind(plan)
     lines = [*_of_table(plan, given, impl, os.environ, replay=True), *_of_positions(given)]
     return [*lines, *(_of_tracker(given, impl) if impl != "local" else ())]  # whose own switch turns the tracker on
 

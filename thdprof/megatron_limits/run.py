@@ -33,6 +33,11 @@ def is_dynamic(plan: Plan) -> bool:
     return plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
 
 
+def find_kind(plan: Plan) -> Impl:
+    """The plan's kind of graphs; one for a whole module is for whole chunks of Megatron's decoders."""
+    return "chunk" if plan.graphs.impl == "module" else plan.graphs.impl
+
+
 def find_experts(config: Any) -> Experts:
     """Whether a TransformerConfig, or an object with its fields, has experts, padded to a capacity or dropless."""
     if not getattr(config, "num_moe_experts", None):
@@ -228,7 +233,7 @@ class Run:
             plan,
             SimpleNamespace(**{str(name): value for name, value in fields.items()}),
             environment,
-            impl="chunk" if plan.graphs.impl == "module" else plan.graphs.impl,
+            impl=find_kind(plan),
             pipeline_parallel_size=training.pipeline_parallel_size,
             context_parallel_size=training.context_parallel_size,
             experts=training.experts,

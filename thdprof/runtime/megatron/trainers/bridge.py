@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
         f"Engine: {error}; install that package"
     ) from error
 
+from thdprof.compare.fit import describe
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals import SettingsError
@@ -110,12 +111,10 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         """The plan's graphs on the model, or every reason against them."""
         config, run = context.state.cfg, self._run
         lines = [*bridge_runs.refusals(config, run.plan, replay=run.replay)]
-        for misfit in bridge_runs.misfits_of(config, run.plan):
-            line = misfit.describe(bridge_runs.FIELDS)
-            if misfit.changes == "graphs":
-                lines.append(f"{line}; analyse for this run")
-            else:
-                _say(f"WARNING: thdprof: {line}")
+        refused, differing = describe(bridge_runs.misfits_of(config, run.plan), bridge_runs.FIELDS)
+        lines += [f"{line}; analyse for this run" for line in refused]
+        for line in differing:
+            _say(f"WARNING: thdprof: {line}")
         try:
             run.install(
                 context.model,

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from thdprof.compare.fit import Misfit, misfits
+from thdprof.megatron_limits.run import ends_at_router, find_experts
 from thdprof.runtime.megatron.decoder.packed_seq_params import keep_on_host
-from thdprof.runtime.megatron.refusals import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import attach_host_values, host_boundaries
 from thdprof.training import shared_capture_ranks
@@ -48,10 +49,7 @@ FIELDS: Mapping[str, str] = {
 
 def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
     """Every difference between the run that `plan` was made for and that of a validated ConfigContainer of Bridge."""
-    settings = settings_of(config)
-    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
-        settings.pop("shared_capture_ranks", None)
-    return misfits(plan, settings, data_paths=data_paths_of(config))
+    return misfits(plan, settings_of(config), data_paths=data_paths_of(config))
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -96,11 +94,10 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
     """How many ranks decide together, for experts: padded ones exchange tokens inside graphs, dropless ones do not."""
-    if not getattr(model, "num_moe_experts", None):
+    experts, over_all = find_experts(model), averages_over_all_ranks(model)
+    if experts == "none":
         return {}
-    over_all = "global_aux_loss" in _listed(model.moe_router_load_balancing_type)
-    outside = getattr(model, "moe_token_dispatcher_type", "alltoall") == "flex"  # where graphs end at the router
-    if outside or not getattr(model, "moe_pad_expert_input_to_capacity", False):
+    if ends_at_router(experts, getattr(model, "moe_token_dispatcher_type", None)):
         return {"shared_capture_ranks": data_parallel_size} if over_all else {}
     ranks = shared_capture_ranks(
         data_parallel_size=data_parallel_size,
@@ -111,10 +108,6 @@ def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
         global_aux_loss=over_all,
     )
     return {"shared_capture_ranks": ranks}
-
-
-def _listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else [*(value or ())]
 
 
 def host_timeout(config: Any) -> timedelta | None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from thdprof.megatron_limits.run import find_kind
 from thdprof.runtime.megatron.decoder.packed_seq_params import is_of_a_bucket
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.replacing import replaced
@@ -53,8 +54,8 @@ class FollowedRun:
             stats: file to append the run's counters to; None for none.
             say: writes a line to the trainer's log, on one rank alone.
         """
-        if plan.graphs.impl == "module":
-            plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk"})})
+        if (kind := find_kind(plan)) != plan.graphs.impl:
+            plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": kind})})
         self.plan, self.replay, self._stats, self._say = plan, replay, stats, say
         self._installation: Installation | None = None
         self.observer: Observer | None = None
