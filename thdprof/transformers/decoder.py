@@ -144,17 +144,13 @@ def without_random_states(decoder: nn.Module) -> Iterator[None]:
     Args:
         decoder: the module whose layers transformers has told how to checkpoint.
     """
-    kept: list[tuple[dict[str, Any], Any]] = []
-    for module in decoder.modules():
-        own = module.__dict__.get(_FUNCTION)
-        if own is not None:
-            kept.append((module.__dict__, own))
-            module.__dict__[_FUNCTION] = partial(own, preserve_rng_state=False)
-    try:
+    with ExitStack() as stack:
+        for module in decoder.modules():
+            own = module.__dict__.get(_FUNCTION)
+            if own is not None:
+                stack.callback(module.__dict__.__setitem__, _FUNCTION, own)
+                module.__dict__[_FUNCTION] = partial(own, preserve_rng_state=False)
         yield
-    finally:
-        for home, own in kept:
-            home[_FUNCTION] = own
 
 
 @contextmanager
@@ -166,20 +162,16 @@ def compiled(layers: nn.ModuleList) -> Iterator[None]:
     it first runs.
     """
     of_type: dict[type, Callable[..., Any]] = {}
-    replaced: list[nn.Module] = []
-    for layer in layers:
-        if "forward" in layer.__dict__:  # another package has replaced it, and knows of this layer alone
-            continue
-        kind = type(layer)
-        if kind not in of_type:
-            of_type[kind] = torch.compile(kind.forward, fullgraph=True)
-        layer.__dict__["forward"] = _forward(layer, of_type[kind])
-        replaced.append(layer)
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            if "forward" in layer.__dict__:  # another package has replaced it, and knows of this layer alone
+                continue
+            kind = type(layer)
+            if kind not in of_type:
+                of_type[kind] = torch.compile(kind.forward, fullgraph=True)
+            layer.__dict__["forward"] = _forward(layer, of_type[kind])
+            stack.callback(layer.__dict__.pop, "forward")
         yield
-    finally:
-        for layer in replaced:
-            del layer.__dict__["forward"]
 
 
 def _forward(layer: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:

@@ -357,7 +357,6 @@ def _of_adapters(facts: Facts) -> Iterator[str]:
 
 
 def _few(names: tuple[str, ...]) -> str:
-    """The first name, and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
