@@ -53,16 +53,6 @@ class Limit:
     off: MustBeOff | None = None
     """For a field of TransformerConfig that must be off: its row in the reference."""
 
-    def in_options(self, run: Run) -> str:
-        """The message of `thdprof analyze`.
-
-        Raises:
-            ValueError: an analysis cannot know the case.
-        """
-        if self.options is None:
-            raise ValueError(f"{self.name}: an analysis cannot know this case")
-        return self.options.describe(run, self.reason)
-
     def in_fields(self, run: Run) -> str:
         """The line of `install`."""
         return self.fields.describe(run, self.reason)

@@ -46,4 +46,4 @@ def check_options(impl: Impl | None, **known: Any) -> None:
     run = Run.from_options(impl, **known)
     for limit in limits_of(run):
         if limit.options is not None:
-            raise UsageError(limit.in_options(run))
+            raise UsageError(limit.options.describe(run, limit.reason))

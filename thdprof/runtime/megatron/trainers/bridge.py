@@ -22,7 +22,12 @@ from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers import bridge_runs
 from thdprof.runtime.megatron.trainers.observer import write_scalars
-from thdprof.runtime.megatron.trainers.training_loops import FollowedRun, checked_once_a_step, packed_schedule_plans
+from thdprof.runtime.megatron.trainers.training_loops import (
+    FollowedRun,
+    checked_once_a_step,
+    find_host_timeout,
+    packed_schedule_plans,
+)
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -120,7 +125,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
                 context.model,
                 capture_now=not lines,
                 form=MetadataForm(padded=bridge_runs.pads_documents(config)),
-                host_timeout=bridge_runs.host_timeout(config),
+                host_timeout=find_host_timeout(config.dist),
             )
         except SettingsError as error:
             raise bridge_runs.joined(lines, error) from None

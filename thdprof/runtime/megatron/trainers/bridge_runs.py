@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,12 +107,6 @@ def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
         global_aux_loss=over_all,
     )
     return {"shared_capture_ranks": ranks}
-
-
-def host_timeout(config: Any) -> timedelta | None:
-    """How long ranks wait for each other on the host; None where the run makes no gloo groups."""
-    dist = config.dist
-    return timedelta(minutes=dist.distributed_timeout_minutes) if dist.use_gloo_process_groups else None
 
 
 def data_paths_of(config: Any) -> list[str] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,12 @@ from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import write_scalars
-from thdprof.runtime.megatron.trainers.training_loops import FollowedRun, checked_once_a_step, packed_schedule_plans
+from thdprof.runtime.megatron.trainers.training_loops import (
+    FollowedRun,
+    checked_once_a_step,
+    find_host_timeout,
+    packed_schedule_plans,
+)
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -96,18 +100,13 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     run = FollowedRun(plan, replay=replay, stats=stats, say=lambda line: training.print_rank_0(line))
     with ExitStack() as stack:
         stack.callback(run.end)  # for runs that install and never train, as with --skip-train
-        stack.enter_context(host_boundaries(lambda: _peer_timeout(training.get_args())))
+        stack.enter_context(host_boundaries(lambda: find_host_timeout(training.get_args())))
         stack.enter_context(datasets_on_all_stages(run.say))
         stack.enter_context(packed_schedule_plans(run.say))
         stack.enter_context(checked_once_a_step(on_restore=run.recapture))
         for name, function in _replacements(run, training).items():
             stack.enter_context(replaced(training, name, function))
         yield
-
-
-def _peer_timeout(args: Any) -> timedelta | None:
-    """Timeout of process groups on the host; None where the run makes none (--disable-gloo-process-groups)."""
-    return timedelta(minutes=args.distributed_timeout_minutes) if args.use_gloo_process_groups else None
 
 
 def _replacements(run: FollowedRun, training: Any) -> dict[str, Callable[..., Any]]:
@@ -119,7 +118,7 @@ def _replacements(run: FollowedRun, training: Any) -> dict[str, Callable[..., An
         model, optimizer, scheduler = own_setup(*args, **kwargs)
         settings = training.get_args()
         form = MetadataForm(tokens_per_sample=getattr(settings, "seq_length", None))
-        run.install(model, form=form, host_timeout=_peer_timeout(settings))
+        run.install(model, form=form, host_timeout=find_host_timeout(settings))
         run.observe()
         return model, optimizer, scheduler
 

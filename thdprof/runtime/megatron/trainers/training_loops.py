@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,15 @@ def is_agreed(error: BaseException | None) -> bool:
     while where.tb_next is not None:
         where = where.tb_next
     return where.tb_frame.f_code.co_name == _LOOP
+
+
+def find_host_timeout(settings: Any) -> timedelta | None:
+    """How long ranks wait for each other on the host; None where the run makes no gloo groups.
+
+    Args:
+        settings: Megatron-LM's arguments, or Bridge's DistributedInitConfig.
+    """
+    return timedelta(minutes=settings.distributed_timeout_minutes) if settings.use_gloo_process_groups else None
 
 
 class FollowedRun:
