@@ -332,12 +332,6 @@ def test_a_limit_whose_inputs_are_unknown_does_not_hold():
         assert [*limits_of(Run(impl=impl))] == []
 
 
-def test_an_analysis_has_no_words_for_what_it_cannot_know():
-    (limit,) = (limit for limit in LIMITS if limit.name == "qk_clip")
-    with pytest.raises(ValueError, match="qk_clip: an analysis cannot know this case"):
-        limit.in_options(Run(impl="chunk"))
-
-
 def test_the_table_needs_neither_torch_nor_megatron():
     blocked = (
         "import sys\n"

@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(sys.argv[1:] if argv is None else argv)
         plan = _checked(options)
     except DataError as error:  # of files, which each node has its own of
-        return _fail(error, said="LOCAL_RANK")
+        return exit_with(error, report_on="LOCAL_RANK")
     except ThdprofError as error:  # of arguments, which all ranks have alike
-        return _fail(error, said="RANK")
+        return exit_with(error, report_on="RANK")
     return _train(options, plan)
 
 
@@ -128,22 +128,17 @@ def _script_at(argv: Sequence[str]) -> int:
         UsageError: an option in front of it is not known.
     """
     at = 0
-    while at < len(argv):
+    while at < len(argv) and argv[at].startswith("-"):
         name, equals, _ = argv[at].partition("=")
-        if name in _WITH_VALUE:
-            at += 1 if equals else 2
-        elif name == "--":
+        if name == "--":
             return at + 1
-        elif name in ("-h", "--help"):
-            at += 1
-        elif name.startswith("-"):
+        if name not in (*_WITH_VALUE, "-h", "--help"):
             raise UsageError(
                 f"{name}: not an option of thdprof.run; the script's own arguments stand behind its name; "
                 f"usage: {_USAGE}"
             )
-        else:
-            return at
-    return len(argv)
+        at += 2 if name in _WITH_VALUE and not equals else 1
+    return min(at, len(argv))
 
 
 def _checked(options: argparse.Namespace) -> Plan:
@@ -155,83 +150,71 @@ def _checked(options: argparse.Namespace) -> Plan:
     """
     from thdprof.plan import load_plan
 
-    script, stats = options.script, options.stats
+    script = options.script
     if not script.is_file():
         raise DataError(f"{script}: {'is no file' if script.exists() else 'no such script'}")
-    if stats is not None and stats.is_dir():
-        raise DataError(f"--stats {stats}: is a directory; name a file in it")
-    if stats is not None and not stats.absolute().parent.is_dir():
-        raise DataError(f"--stats {stats}: there is no directory {stats.parent}; make it, or name another file")
-    if stats is not None and not os.access(stats if stats.exists() else stats.absolute().parent, os.W_OK):
-        raise DataError(f"--stats {stats}: cannot be written: Permission denied")
+    if options.stats is not None and (problem := _find_problem(options.stats)):
+        raise DataError(f"--stats {options.stats}: {problem}")
     plan = load_plan(options.plan)
-    refused, differing = compared(plan, [str(script), *options.arguments], replay=options.replay == "on")
+    found = compared(plan, [str(script), *options.arguments], replay=options.replay == "on")
+    refused, differing = ("\n".join(f"- {line}" for line in lines) for lines in found)
     if refused:
-        lines = "\n".join(f"- {line}" for line in refused)
         raise UsageError(
-            f"{options.plan} does not fit this run:\n{lines}\nfor a plan that fits, put thdprof in front of "
+            f"{options.plan} does not fit this run:\n{refused}\nfor a plan that fits, put thdprof in front of "
             "this command: thdprof analyze -o PLAN -- torchrun ..."
         )
     if differing and os.environ.get("RANK", "0") == "0":
-        lines = "\n".join(f"- {line}" for line in differing)
-        print(f"thdprof.run: warning: {options.plan} may not count this run:\n{lines}", file=sys.stderr)
+        print(f"thdprof.run: warning: {options.plan} may not count this run:\n{differing}", file=sys.stderr)
     return plan
+
+
+def _find_problem(stats: Path) -> str:
+    """Why the statistics file could not be written; "" where it can."""
+    folder = stats.absolute().parent
+    if stats.is_dir():
+        return "is a directory; name a file in it"
+    if not folder.is_dir():
+        return f"there is no directory {stats.parent}; make it, or name another file"
+    return "" if os.access(stats if stats.exists() else folder, os.W_OK) else "cannot be written: Permission denied"
 
 
 def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tuple[list[str], list[str]]:
     """What keeps a run of the command from beginning by the plan, and what only makes its prediction untrue.
 
-    Args:
-        plan: the plan.
-        command: the script and its arguments.
-        replay: whether graphs are to be replayed.
-
     Raises:
         UsageError: an argument has an impossible value.
     """
     from thdprof.analyze.settings.launch_script import read_launch
+    from thdprof.analyze.settings.megatron_flags import FLAGS
     from thdprof.analyze.settings.shell import Launch
-    from thdprof.compare.fit import MEGATRON_ARGUMENTS, misfits
+    from thdprof.compare.fit import MEGATRON_ARGUMENTS, describe, misfits
     from thdprof.megatron_limits.command_line import refused_arguments
 
-    if not any(_is_megatrons(word) for word in command[1:]):
+    flags = {word.partition("=")[0] for word in command[1:]}
+    if all(FLAGS[flag].of_torchrun for flag in flags & FLAGS.keys()):
         return [], ["the command line has none of Megatron-LM's arguments, so that the plan is not compared with it"]
-    if any(word.partition("=")[0] == _SETTINGS_FILE for word in command[1:]):
+    if _SETTINGS_FILE in flags:
         return [], [f"{_SETTINGS_FILE}: the file is not read, so that the plan is not compared with the run"]
     refused = refused_arguments(plan, command, replay=replay, environment=os.environ)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        said = read_launch(Launch(command=tuple(command)).read(), world_size=world_size)
+        launch = read_launch(Launch(command=tuple(command)).read(), world_size=world_size)
     except UsageError as error:
         raise UsageError(re.split("; (?:mend it or )?give ", str(error))[0]) from error  # the rest is for an analysis
-    settings = {**MEGATRON_DEFAULTS, **said.settings}
+    settings = {**MEGATRON_DEFAULTS, **launch.settings}
     one_each = settings["micro_batch_size"] * settings.get("data_parallel_size", 1)
     settings.setdefault("global_batch_size", one_each)
-    flags = {word.partition("=")[0] for word in command[1:]}
-    for name in {name for flag in flags for name in _NOT_TOLD.get(flag, ()) if name not in said.settings}:
+    for name in {name for flag in flags for name in _NOT_TOLD.get(flag, ()) if name not in launch.settings}:
         settings.pop(name, None)
-    if said.weights is not None:
-        settings["weights"] = said.weights
-    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
-        settings.pop("shared_capture_ranks")
-    found = misfits(plan, settings, data_paths=said.data_paths or None)
-    told = {
-        changes: [misfit.told(MEGATRON_ARGUMENTS) for misfit in found if misfit.changes == changes]
-        for changes in ("graphs", "prediction")
-    }
+    if launch.weights is not None:
+        settings["weights"] = launch.weights
+    misfit, differing = describe(misfits(plan, settings, data_paths=launch.data_paths or None), MEGATRON_ARGUMENTS)
     if plan.dataset.format != "lengths":
         other = {flag: why for flag, why in _OTHER_DATA.items() if flag in flags}
         if plan.dataset.format == "megatron-sft" and other.pop("--sft", None) is None:
             other["--sft"] = "is missing, and the plan has counted conversations, which only this argument trains on"
-        told["prediction"] += [f"{flag}: {why}" for flag, why in other.items()]
-    return [*told["graphs"], *refused], told["prediction"]
-
-
-def _is_megatrons(word: str) -> bool:
-    from thdprof.analyze.settings.megatron_flags import FLAGS
-
-    flag = FLAGS.get(word.partition("=")[0])
-    return flag is not None and not flag.of_torchrun
+        differing += [f"{flag}: {why}" for flag, why in other.items()]
+    return [*misfit, *refused], differing
 
 
 def _train(options: argparse.Namespace, plan: Plan) -> int:
@@ -242,14 +225,14 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
         from thdprof.runtime.megatron.trainers.megatron_lm import following
         from thdprof.runtime.megatron.versions import VersionError
     except ModuleNotFoundError as error:  # of packages, which each node has its own of
-        return _fail(error, said="LOCAL_RANK")
+        return exit_with(error, report_on="LOCAL_RANK")
     try:
         with following(plan, replay=options.replay == "on", stats=options.stats and options.stats.absolute()):
             runpy.run_path(str(options.script), run_name="__main__")
     except VersionError as error:  # of packages, which each node has its own of
-        return _fail(error, said="LOCAL_RANK")
+        return exit_with(error, report_on="LOCAL_RANK")
     except SettingsError as error:  # of a model as it was built, which may differ between ranks
-        return _fail(error, said=None)
+        return exit_with(error, report_on=None)
     except BaseException:
         _end_workers()
         raise
@@ -267,13 +250,13 @@ def _end_workers() -> None:
             process.terminate()
 
 
-def _fail(error: Exception, *, said: str | None) -> int:
-    """Say the error, on one rank alone where the variable `said` numbers ranks; returns the exit code.
+def exit_with(error: Exception, *, report_on: str | None) -> int:
+    """Report the error, on one rank alone where the variable `report_on` numbers ranks; returns the exit code.
 
     The other ranks wait a while before they end, since torchrun ends all ranks as soon as one has failed, and the rank
-    that speaks may not have spoken yet.
+    that reports may not have done it yet.
     """
-    if said is None or os.environ.get(said, "0") == "0":
+    if report_on is None or os.environ.get(report_on, "0") == "0":
         print(f"thdprof.run: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(SILENT_RANKS_WAIT_S)

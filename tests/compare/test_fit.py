@@ -148,7 +148,7 @@ def test_a_larger_step_needs_slots_only_where_the_pipeline_was_not_full():
         ("global_batch_size", "graphs"),
         ("global_batch_size", "prediction"),
     ]
-    assert "a model chunk has up to 2 micro-batches in flight, more than the plan has slots for" in str(found[0])
+    assert "a model chunk has up to 2 micro-batches in flight, more than the plan has slots for" in found[0].why
 
 
 def test_a_plan_without_graphs_refuses_only_what_install_refuses():
@@ -205,8 +205,8 @@ def test_the_words_name_the_runs_own_arguments():
         ": the plan was made for 1, the run has 2: slots and counts are those of other ranks, and install refuses the "
         "plan"
     )
-    assert misfit.told(MEGATRON_ARGUMENTS) == "--pipeline-model-parallel-size" + rest
-    assert misfit.told({"pipeline_parallel_size": "model.pipeline_model_parallel_size"}) == (
+    assert misfit.describe(MEGATRON_ARGUMENTS) == "--pipeline-model-parallel-size" + rest
+    assert misfit.describe({"pipeline_parallel_size": "model.pipeline_model_parallel_size"}) == (
         "model.pipeline_model_parallel_size" + rest
     )
-    assert str(misfit) == "pipeline_parallel_size" + rest
+    assert misfit.describe({}) == "pipeline_parallel_size" + rest

@@ -85,8 +85,8 @@ def train(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=True)
     found = []
     torch.manual_seed(1)
-    with decoder.following(), without_random_states(refusals.decoder_of(model)):
-        decoder.choose_attention(attention.IMPLEMENTATION)
+    own_attention = decoder.attention_set_to(attention.IMPLEMENTATION)
+    with decoder.following(), without_random_states(refusals.decoder_of(model)), own_attention:
         for number, batch in enumerate(batches(steps * accumulation)):
             with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                 loss = model(**batch).loss
@@ -95,7 +95,6 @@ def train(
             if number % accumulation == accumulation - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-        decoder.restore_attention()
         stats = decoder.graphed.stats()
     weights = [p.detach().clone() for p in model.parameters()]
     return torch.stack(found).float().cpu(), weights, stats

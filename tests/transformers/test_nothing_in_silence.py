@@ -158,8 +158,7 @@ def followed(model, batch, cu):
     """The loss of `batch` by the plan, with boundaries `cu`."""
     attention.register()
     decoder = GraphedDecoder(refusals.decoder_of(model), PLAN, replay=True, reduced_by_hooks=False)
-    decoder.choose_attention(attention.IMPLEMENTATION)
-    with decoder.following():
+    with decoder.attention_set_to(attention.IMPLEMENTATION), decoder.following():
         boundaries = HostBoundaries(cu_seqlens=np.array(cu, dtype=np.int32))
         return model(**batch, use_cache=False, **{BATCH_KEY: boundaries}).loss
 

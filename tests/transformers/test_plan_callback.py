@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare.statistics import compare, read_stats
 from thdprof.errors import UsageError
+from thdprof.megatron_limits import trainer as trainer_limits
 from thdprof.runtime import Stats
 from thdprof.transformers import PlanCallback, attention, refusals
 from thdprof.transformers.callback import with_covered_tail
@@ -270,7 +271,7 @@ def test_checkpointing_with_dropout_is_refused(plan, tmp_path):
 def test_plans_of_megatron_are_refused(plan, changes, reason):
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= changes
-    assert reason in " ".join(refusals.refuse_plan(type(plan).model_validate(values)))
+    assert reason in " ".join(trainer_limits.refuse_plan(type(plan).model_validate(values)))
 
 
 @pytest.mark.parametrize(
@@ -283,28 +284,27 @@ def test_plans_of_megatron_are_refused(plan, changes, reason):
         ({"activation_offloading": True}, "activation_offloading is set"),
         ({"activation_checkpointing_kwargs": {"offload": True}}, "activation_checkpointing_kwargs has offload"),
         ({"parallelism_config": object()}, "parallelism_config is set"),
-        ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, "dispatch_batches"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"per_device_train_batch_size": 2}, "padding_free is False with several rows"),
     ],
 )
 def test_what_surrounds_the_model_is_refused_by_name(changes, reason):
     usual = {"padding_free": False, "packing": False, "per_device_train_batch_size": 1, "n_gpu": 1}
-    assert list(refusals.refuse_arguments(SimpleNamespace(**usual))) == []
-    assert reason in " ".join(refusals.refuse_arguments(SimpleNamespace(**{**usual, **changes})))
+    assert list(trainer_limits.refuse_arguments(usual, {})) == []
+    assert reason in " ".join(trainer_limits.refuse_arguments({**usual, **changes}, {}))
 
 
 def test_a_cache_is_refused_where_the_trainer_leaves_it_on():
     usual = {"per_device_train_batch_size": 1, "n_gpu": 1, "use_cache": True}
-    assert "use_cache is True" in " ".join(refusals.refuse_arguments(SimpleNamespace(**usual)))
-    trls = SimpleNamespace(**usual, padding_free=True, packing=False)  # SFTTrainer runs its models without
-    assert list(refusals.refuse_arguments(trls)) == []
+    assert "use_cache is True" in " ".join(trainer_limits.refuse_arguments(usual, {}))
+    trls = {**usual, "padding_free": True, "packing": False}  # SFTTrainer runs its models without
+    assert list(trainer_limits.refuse_arguments(trls, {})) == []
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_what_accelerates_launcher_asks_for_is_refused_too(name, monkeypatch):
-    monkeypatch.setenv(name, "true")
-    usual = SimpleNamespace(padding_free=True, packing=False, per_device_train_batch_size=2, n_gpu=1)
-    assert len(list(refusals.refuse_arguments(usual))) == 1
+def test_what_accelerates_launcher_asks_for_is_refused_too(name):
+    usual = {"padding_free": True, "packing": False, "per_device_train_batch_size": 2, "n_gpu": 1}
+    assert len(list(trainer_limits.refuse_arguments(usual, {name: "true"}))) == 1
 
 
 def of_model(model, backend="torch", **options) -> str:

@@ -51,7 +51,7 @@ def followed(model, **options):
     """The decoder of `model` by the plan, with thdprof's attention."""
     attention.register()
     decoder = GraphedDecoder(refusals.decoder_of(model), PLAN, **{"replay": True, "reduced_by_hooks": False, **options})
-    decoder.choose_attention(attention.IMPLEMENTATION)
+    decoder.changes.enter_context(decoder.attention_set_to(attention.IMPLEMENTATION))
     return decoder
 
 
@@ -91,7 +91,7 @@ def test_afterwards_the_model_is_as_it_was():
     decoder = followed(model)
     with decoder.following():
         assert "forward" in refusals.decoder_of(model).__dict__
-    decoder.restore_attention()
+    decoder.give_back()
     assert {"forward", "layers"}.isdisjoint(refusals.decoder_of(model).__dict__)
     assert model.config._attn_implementation == "eager"
 

@@ -41,38 +41,37 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
 """What Megatron-LM's command line calls the settings of a run."""
 
 _OTHER_SHAPE = "graphs were chosen for micro-batches of another shape, so that none would replay"
-_OTHER_RANKS = "slots and counts are those of other ranks, and install refuses the plan"
-_OTHER_PADDING = "micro-batches are padded in another way than graphs expect"
-_OTHER_ORDER = "the rows are read in another order, so that shares and times are only about right"
 _OTHER_LENGTHS = "documents have other lengths, so that shares and times may differ"
 _OTHER_ROWS = "micro-batches hold other rows, so that shares and times may differ"
 
-_CHANGES: Mapping[str, tuple[Changes, str]] = {
-    "seq_length": ("graphs", _OTHER_SHAPE),
-    "micro_batch_size": ("graphs", _OTHER_SHAPE),
-    "data_parallel_size": ("graphs", _OTHER_RANKS),
-    "context_parallel_size": ("graphs", _OTHER_RANKS),
-    "pipeline_parallel_size": ("graphs", _OTHER_RANKS),
-    "virtual_pipeline_size": ("graphs", _OTHER_RANKS),
-    "max_seqlen_per_dp_cp_rank": ("graphs", _OTHER_SHAPE),
-    "min_dynamic_context_parallel_size": ("prediction", _OTHER_ROWS),
-    "experts": ("graphs", "another part of each layer is captured"),
-    "shared_capture_ranks": ("prediction", "other ranks decide together, so that shares and times differ"),
-    "tail_policy": ("graphs", _OTHER_PADDING),
-    "pad_to_max_length": ("graphs", _OTHER_PADDING),
-    "pad_seq_to_mult": ("prediction", _OTHER_LENGTHS),
-    "global_batch_size": ("prediction", "a step holds other micro-batches, so that shares and times of steps differ"),
-    "loader": ("prediction", _OTHER_ORDER),
-    "data_sharding": ("prediction", _OTHER_ORDER),
-    "drop_last": ("prediction", _OTHER_ORDER),
-    "seed": ("prediction", _OTHER_ORDER),
-    "shuffle_seed": ("prediction", _OTHER_ORDER),
-    "add_extra_token": ("prediction", _OTHER_ROWS),
-    "max_num_samples": ("prediction", _OTHER_ORDER),
-    "packing_processes": ("prediction", _OTHER_ROWS),
-    "max_docs_per_pack": ("prediction", _OTHER_ROWS),
-    "sft_tokenizer_prompt_format": ("prediction", _OTHER_LENGTHS),
-}
+_ROWS: tuple[tuple[Changes, str, str], ...] = (
+    ("graphs", _OTHER_SHAPE, "seq_length micro_batch_size max_seqlen_per_dp_cp_rank"),
+    (
+        "graphs",
+        "slots and counts are those of other ranks, and install refuses the plan",
+        "data_parallel_size context_parallel_size pipeline_parallel_size virtual_pipeline_size",
+    ),
+    ("graphs", "another part of each layer is captured", "experts"),
+    ("graphs", "micro-batches are padded in another way than graphs expect", "tail_policy pad_to_max_length"),
+    ("prediction", "other ranks decide together, so that shares and times differ", "shared_capture_ranks"),
+    ("prediction", _OTHER_LENGTHS, "pad_seq_to_mult sft_tokenizer_prompt_format"),
+    (
+        "prediction",
+        "a step holds other micro-batches, so that shares and times of steps differ",
+        "global_batch_size",
+    ),
+    (
+        "prediction",
+        "the rows are read in another order, so that shares and times are only about right",
+        "loader data_sharding drop_last seed shuffle_seed max_num_samples",
+    ),
+    (
+        "prediction",
+        _OTHER_ROWS,
+        "min_dynamic_context_parallel_size add_extra_token packing_processes max_docs_per_pack",
+    ),
+)
+_CHANGES = {name: (changes, why) for changes, why, names in _ROWS for name in names.split()}
 """What each setting changes that is compared as it stands."""
 _ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
 """Settings that `install` refuses even where the plan captures nothing."""
@@ -87,7 +86,7 @@ _KINDS: Mapping[str, frozenset[Kind]] = {
 """What a dataset can hold, by the name of its format."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Misfit:
     """One setting in which a run is not the one that was analysed."""
 
@@ -102,10 +101,7 @@ class Misfit:
     why: str
     """What the difference does, as a clause."""
 
-    def __str__(self) -> str:
-        return self.told({})
-
-    def told(self, arguments: Mapping[str, str]) -> str:
+    def describe(self, arguments: Mapping[str, str]) -> str:
         """The difference in one line.
 
         Args:
@@ -122,26 +118,40 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
     plan may have been made on another machine.
 
     Args:
-        plan: the plan that the run is to follow.
         settings: the run's settings by their names in `TrainingOptions`; those that are not known are missing, and are
             not compared.
         data_paths: the run's datasets; None where they are not known.
     """
-    known = {name: settings[name] for name in settings if _matters(name, plan)}
+    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
+        settings = {name: value for name, value in settings.items() if name != "shared_capture_ranks"}
+    kinds = _KINDS.get(plan.dataset.format)
+    read_by = {name: definitions()[name].setting.kinds for name in settings}
+    known = {
+        name: settings[name]
+        for name, readers in read_by.items()
+        if readers is None or kinds is None or kinds & {*readers}  # others have no effect on data of this format
+    }
     found = [*_plain(plan, known), *_packing(plan, known), *_slots(plan, known), *_length(plan, known)]
-    found += [*_blend(plan, known), *_tokenizer(plan, known), *_dataset(plan, data_paths)]
+    found += _contents(plan, known, data_paths)
     order = [*definitions(), "dataset"]
     return sorted(found, key=lambda misfit: (misfit.changes, order.index(misfit.setting)))
 
 
-def _matters(name: str, plan: Plan) -> bool:
-    """Whether the setting has an effect on data of the plan's format."""
-    kinds = definitions()[name].setting.kinds
-    return kinds is None or plan.dataset.format not in _KINDS or bool(_KINDS[plan.dataset.format] & {*kinds})
+def describe(found: Sequence[Misfit], arguments: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Lines of the misfits that change graphs, and of those that only change the prediction.
+
+    Args:
+        arguments: what the run calls its settings, such as MEGATRON_ARGUMENTS; others keep their own names.
+    """
+    graphs, prediction = (
+        [misfit.describe(arguments) for misfit in found if misfit.changes == changes]
+        for changes in ("graphs", "prediction")
+    )
+    return graphs, prediction
 
 
 def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Settings that are compared as they stand, and the split."""
+    """Settings that are compared as they stand."""
     dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
     for name, (changes, why) in _CHANGES.items():
         planned = getattr(plan.training, name)
@@ -155,11 +165,7 @@ def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         if run != planned:
             if not plan.captured and name not in _ALWAYS_REFUSED:
                 changes = "prediction"
-            yield Misfit(setting=name, planned=planned, run=run, changes=changes, why=why)
-    if "split" in settings and _shares(settings["split"]) != _shares(plan.training.split):
-        yield Misfit(
-            setting="split", planned=plan.training.split, run=settings["split"], changes="prediction", why=_OTHER_ROWS
-        )
+            yield Misfit(name, planned, run, changes, why)
 
 
 def _packing(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -168,13 +174,7 @@ def _packing(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     if run is None or run == planned:
         return
     other_graphs = (planned in DYNAMIC_CP) != (run in DYNAMIC_CP) and bool(plan.captured)
-    yield Misfit(
-        setting="packer",
-        planned=planned,
-        run=run,
-        changes="graphs" if other_graphs else "prediction",
-        why=_OTHER_SHAPE if other_graphs else _OTHER_ROWS,
-    )
+    yield Misfit("packer", planned, run, *(("graphs", _OTHER_SHAPE) if other_graphs else ("prediction", _OTHER_ROWS)))
 
 
 def _slots(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -194,23 +194,17 @@ def _slots(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     except UsageError:
         return  # Megatron refuses it, with its own words
     if lacking:
-        by_group = group != training.microbatch_group_size
-        name = "microbatch_group_size" if by_group else "global_batch_size"
-        yield Misfit(
-            setting=name,
-            planned=getattr(training, name),
-            run=group if by_group else batch,
-            changes="graphs",
-            why=f"a model chunk has up to {lacking} micro-batches in flight, more than the plan has slots for",
-        )
+        why = f"a model chunk has up to {lacking} micro-batches in flight, more than the plan has slots for"
+        if group != training.microbatch_group_size:
+            yield Misfit("microbatch_group_size", training.microbatch_group_size, group, "graphs", why)
+        else:
+            yield Misfit("global_batch_size", training.global_batch_size, batch, "graphs", why)
 
 
 def find_lacking_slots(plan: Plan, *, global_batch_size: int, group: int | None) -> int:
     """Most micro-batches that a model chunk has in flight where the plan has too few slots; 0 where it has enough.
 
     Args:
-        plan: the plan that the run is to follow.
-        global_batch_size: samples of a step.
         group: micro-batches that the interleaved schedule groups; None: as many as pipeline stages.
 
     Raises:
@@ -238,66 +232,42 @@ def _length(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     run = settings.get("train_samples")
     if run is None and settings.get("train_iters") is not None:
         run = settings["train_iters"] * batch
-    planned = training.train_samples
-    if settings.get("train_epochs") is not None and (planned is not None or training.train_epochs is not None):
-        yield from _epochs(training.train_epochs, settings["train_epochs"])
+    planned: Any = training.train_samples
+    epochs = settings.get("train_epochs")  # of the Trainer, which reads each in an order of its own
+    if epochs not in (None, training.train_epochs) and (planned is not None or training.train_epochs is not None):
+        why = "shares are those of the epochs that were analysed"
+        yield Misfit("train_epochs", training.train_epochs, epochs, "prediction", why)
     if run is None or run == planned:
         return
     counted = plan.microbatches.steps * training.global_batch_size
     if planned is None and run == counted:
         return
-    epochs = f"{training.train_epochs} epochs" if (training.train_epochs or 1) > 1 else "one epoch"
-    yield Misfit(
-        setting="train_samples",
-        planned=f"{epochs} ({counted:,})" if planned is None else planned,
-        run=run,
-        changes="prediction",
-        why="shares are those of the plan's samples, and of the order in which it reads them",
-    )
+    if planned is None:
+        passes = f"{training.train_epochs} epochs" if (training.train_epochs or 1) > 1 else "one epoch"
+        planned = f"{passes} ({counted:,})"
+    why = "shares are those of the plan's samples, and of the order in which it reads them"
+    yield Misfit("train_samples", planned, run, "prediction", why)
 
 
-def _epochs(planned: int | None, run: int) -> Iterator[Misfit]:
-    """Other epochs of a run of the Trainer, which reads each in an order of its own."""
-    if run != planned:
-        yield Misfit(
-            setting="train_epochs",
-            planned=planned,
-            run=run,
-            changes="prediction",
-            why="shares are those of the epochs that were analysed",
-        )
+def _contents(plan: Plan, settings: Mapping[str, Any], data_paths: Sequence[str] | None) -> Iterator[Misfit]:
+    """Other data: its split, its weights, the tokenizer of conversations, and the datasets.
 
-
-def _blend(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
-    if "weights" not in settings:
-        return
-    planned, run = plan.training.weights, settings["weights"]
-    if (planned is None) != (run is None) or not _alike(_normalized(planned or ()), _normalized(run or ())):
-        yield Misfit(setting="weights", planned=planned, run=run, changes="prediction", why=_OTHER_ROWS)
-
-
-def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
-    """Other datasets, by resolved paths or else by names; a plan of plain lengths names no dataset of a run."""
+    Tokenizers and datasets are compared by resolved paths or else by names, and a plan of plain lengths names no
+    dataset of a run. The contents of tokenizers are not compared.
+    """
+    training = plan.training
+    if "split" in settings and _shares(settings["split"]) != _shares(training.split):
+        yield Misfit("split", training.split, settings["split"], "prediction", _OTHER_ROWS)
+    if "weights" in settings and not _are_proportional(training.weights, settings["weights"]):
+        yield Misfit("weights", training.weights, settings["weights"], "prediction", _OTHER_ROWS)
+    planned, run = training.tokenizer_model, settings.get("tokenizer_model")
+    if run is not None and (planned is None or not _same([Path(planned)], [Path(run)])):
+        yield Misfit("tokenizer_model", planned, run, "prediction", _OTHER_LENGTHS)
+    uris = plan.dataset.uris
     if data_paths is None or plan.dataset.format == "lengths":
         return
-    planned, run = [_stem(uri) for uri in plan.dataset.uris], [_stem(path) for path in data_paths]
-    if _same(planned, run):
-        return
-    yield Misfit(
-        setting="dataset",
-        planned=_listed(plan.dataset.uris),
-        run=_listed(data_paths),
-        changes="prediction",
-        why=_OTHER_ROWS,
-    )
-
-
-def _tokenizer(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Another tokenizer of conversations, compared as datasets are; the contents of tokenizers are not."""
-    planned, run = plan.training.tokenizer_model, settings.get("tokenizer_model")
-    if run is None or (planned is not None and _same([Path(planned)], [Path(run)])):
-        return
-    yield Misfit(setting="tokenizer_model", planned=planned, run=run, changes="prediction", why=_OTHER_LENGTHS)
+    if not _same([_stem(uri) for uri in uris], [_stem(path) for path in data_paths]):
+        yield Misfit("dataset", _listed(uris), _listed(data_paths), "prediction", _OTHER_ROWS)
 
 
 def _same(planned: Sequence[Path], run: Sequence[Path]) -> bool:
@@ -330,13 +300,12 @@ def _shares(split: str) -> tuple[float, ...] | str:
     return tuple(round(weight / sum(weights), 9) for weight in weights)
 
 
-def _normalized(weights: Sequence[float]) -> list[float]:
-    total = sum(weights)
-    return [weight / total for weight in weights] if total > 0 else list(weights)
-
-
-def _alike(first: Sequence[float], second: Sequence[float]) -> bool:
-    return len(first) == len(second) and all(isclose(a, b) for a, b in zip(first, second, strict=True))
+def _are_proportional(first: Sequence[float] | None, second: Sequence[float] | None) -> bool:
+    """Whether weights give the same shares; None are other ones than any."""
+    if first is None or second is None or len(first) != len(second):
+        return first is second
+    totals = [sum(weights) if sum(weights) > 0 else 1.0 for weights in (first, second)]
+    return all(isclose(a / totals[0], b / totals[1]) for a, b in zip(first, second, strict=True))
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,6 @@
 """What graphs cannot serve, by the arguments of Megatron-LM's scripts: what `install` refuses later, at once.
 
-The rows of the table of limits are read by the arguments that set their fields. What `install` refuses besides the
-table, such as an RNG tracker that graphs cannot register, has its lines here, where an argument shows it.
+The arguments that set a field show the rows of the table. What `install` refuses besides the table has its lines here.
 """
 
 from __future__ import annotations
@@ -14,57 +13,44 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import DataError
 from thdprof.files import read_yaml
-from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES
-from thdprof.megatron_limits.limit import Limit
-from thdprof.megatron_limits.quantization import TAKEN_ALL_THE_SAME
-from thdprof.megatron_limits.run import SHARDED, Run, find_experts
+from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES, TAKEN_ALL_THE_SAME
+from thdprof.megatron_limits.run import SHARDED, Run, find_experts, find_kind
 from thdprof.megatron_limits.table import limits_of
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan
 
-TEXTS: Mapping[str, str] = {
-    "fp8": "--fp8-format",
-    "fp8_recipe": "--fp8-recipe",
-    "fp8_quantizer_factory": "--fp8-quantizer-factory",
-    "fp4": "--fp4-format",
-    "fp4_quantizer_factory": "--fp4-quantizer-factory",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
-    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend",
-    "rope_type": "--rope-type",
-    "recompute_granularity": "--recompute-granularity",
-    "moe_router_force_biased": "--moe-router-force-biased",
-    "experimental_attention_variant": "--experimental-attention-variant",
-}
-COUNTS: Mapping[str, str] = {
-    "cpu_offloading": "--cpu-offloading-num-layers",
-    "mtp_num_layers": "--mtp-num-layers",
-    "num_moe_experts": "--num-experts",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-}
-SWITCHES: Mapping[str, str] = {
-    "recompute_granularity": "--recompute-activations",
-    "distribute_saved_activations": "--distribute-saved-activations",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
-    "moe_enable_routing_replay": "--moe-enable-routing-replay",
-    "moe_paged_stash": "--moe-paged-stash",
-    "qk_clip": "--qk-clip",
-    "log_max_attention_logit": "--log-max-attention-logit",
-    "multi_latent_attention": "--multi-latent-attention",
-    "cache_mla_latents": "--cache-mla-latents",
-    "fp8_param": "--fp8-param-gather",
-    "fp4_param": "--fp4-param-gather",
-    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
-}
+
+def _flags(fields: str, **others: str) -> dict[str, str]:
+    """Arguments by the fields that they set: named as these, and others."""
+    return {field: f"--{field.replace('_', '-')}" for field in fields.split()} | others
+
+
+TEXTS = _flags(
+    """
+    fp8_recipe fp8_quantizer_factory fp4_quantizer_factory moe_token_dispatcher_type moe_flex_dispatcher_backend
+    rope_type recompute_granularity moe_router_force_biased experimental_attention_variant
+    """,
+    fp8="--fp8-format",
+    fp4="--fp4-format",
+)
+COUNTS = _flags(
+    "mtp_num_layers pipeline_model_parallel_size expert_model_parallel_size",
+    cpu_offloading="--cpu-offloading-num-layers",
+    num_moe_experts="--num-experts",
+)
+SWITCHES = _flags(
+    """
+    distribute_saved_activations overlap_moe_expert_parallel_comm delay_wgrad_compute moe_enable_routing_replay
+    moe_paged_stash qk_clip log_max_attention_logit multi_latent_attention cache_mla_latents
+    use_transformer_engine_op_fuser
+    """,
+    recompute_granularity="--recompute-activations",
+    fp8_param="--fp8-param-gather",
+    fp4_param="--fp4-param-gather",
+)
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
-LISTS: Mapping[str, str] = {
-    "recompute_modules": "--recompute-modules",
-    "cp_comm_type": "--cp-comm-type",
-    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
-    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
-}
+LISTS = _flags("recompute_modules cp_comm_type hierarchical_context_parallel_sizes moe_router_load_balancing_type")
 """Arguments with several values by the field that they set."""
 SHARDS: Mapping[str, tuple[str, str]] = {
     "gtp_weight_remat_size": ("--tensor-parallel-num-weight-shards", "--tensor-model-parallel-size"),
@@ -126,25 +112,24 @@ class Arguments:
     def __contains__(self, flag: str) -> bool:
         return flag in self._values
 
-    def value(self, flag: str) -> str | None:
-        """The first value of a flag; None without any."""
-        return next(iter(self._values.get(flag, [])), None)
-
-    def count(self, flag: str) -> int | None:
-        """The first value of a flag as a number above zero; None without one."""
-        try:
-            number = int(self.value(flag) or "")
-        except ValueError:
-            return None
-        return number if number > 0 else None
-
     def values(self, flag: str) -> list[str]:
         """All values of a flag."""
         return [*self._values.get(flag, [])]
 
+    def value(self, flag: str) -> str | None:
+        """The first value of a flag; None without any."""
+        return next(iter(self.values(flag)), None)
+
+    def count(self, flag: str) -> int | None:
+        """The first value of a flag as a number above zero; None without one."""
+        try:
+            return max(0, int(self.value(flag) or "")) or None
+        except ValueError:
+            return None
+
     def shown(self, flag: str) -> str:
         """The flag and its values, as a message names them."""
-        return " ".join([flag, *self._values.get(flag, [])])
+        return " ".join([flag, *self.values(flag)])
 
 
 def refused_arguments(
@@ -153,10 +138,7 @@ def refused_arguments(
     """A line for every argument of a Megatron-LM script that graphs of the plan cannot serve, with what to change.
 
     Args:
-        plan: the plan that the run is to follow.
-        command: the script and its arguments.
         replay: False: micro-batches are padded for graphs of whole model chunks, and run eagerly.
-        environment: environment variables by name.
     """
     given, script = Arguments(command[1:]), PurePath(command[0]).name
     unpacked = []
@@ -167,12 +149,12 @@ def refused_arguments(
         ]
     if plan.graphs.impl == "none":
         return unpacked
-    impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
-    lines = [*_of_table(plan, given, impl, environment, replay=replay), *unpacked, *_of_positions(given)]
+    impl: Impl = find_kind(plan) if replay else "chunk"
     return [
-        *lines,
-        *_of_shared_captures(plan, given),
-        *_of_graphs(plan, given, impl),
+        *_of_table(plan, given, impl, environment, replay=replay),
+        *unpacked,
+        *_of_positions(given),
+        *_of_groups_and_graphs(plan, given, impl),
         *_of_tracker(given, impl),
         *refused_allocator(environment),
     ]
@@ -182,15 +164,10 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
     """A line for every argument with which training by the plan would be refused, for whoever only analyses a run.
 
     Arguments that choose Megatron's own graphs are left out, which an export of the plan gives.
-
-    Args:
-        plan: the plan that a run with these arguments would follow.
-        words: the arguments of a Megatron-LM script.
     """
     if plan.graphs.impl == "none":
         return []
-    impl: Impl = plan.graphs.impl if plan.graphs.impl != "module" else "chunk"
-    given = Arguments(words)
+    given, impl = Arguments(words), find_kind(plan)
     lines = [*_of_table(plan, given, impl, os.environ, replay=True), *_of_positions(given)]
     return [*lines, *(_of_tracker(given, impl) if impl != "local" else ())]  # whose own switch turns the tracker on
 
@@ -206,33 +183,26 @@ def describe_arguments(
     plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
 ) -> tuple[Run, dict[str, str]]:
     """The run of a script's arguments, and the arguments by the field of TransformerConfig that each sets."""
-    flags: dict[str, str] = {}
+    found: list[tuple[str, str, Any]] = [
+        (field, flag, True if flag in given else None) for field, flag in SWITCHES.items()
+    ]
+    found += [(field, flag, given.value(flag)) for field, flag in TEXTS.items()]
+    found += [(field, flag, given.count(flag)) for field, flag in COUNTS.items()]
+    found += [(field, flag, given.values(flag) or None) for field, flag in LISTS.items()]
+    for field, (flag, of_size) in SHARDS.items():
+        size = given.count(of_size) or given.count("--tensor-model-parallel-size") or 1
+        shards = given.count(flag)
+        found.append((field, flag, None if shards is None else shards // size))
+    if (file := given.value(PRECISION_FILE)) is not None:
+        found.append(("quant_recipe", PRECISION_FILE, read_precision_file(file)))
+    flags = {field: flag for field, flag, value in found if value is not None}
+    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
     config = SimpleNamespace(
         moe_pad_expert_input_to_capacity="--moe-pad-expert-input-to-capacity" in given,
         hybrid_layer_pattern=given.value("--hybrid-layer-pattern"),
         apply_rope_fusion="--no-rope-fusion" not in given,
+        **{field: value for field, _, value in found if value is not None},
     )
-
-    def set_field(field: str, flag: str, value: Any) -> None:
-        if value is not None and value != []:
-            flags[field] = flag
-            setattr(config, field, value)
-
-    for field, flag in SWITCHES.items():
-        set_field(field, flag, True if flag in given else None)
-    for field, flag in TEXTS.items():
-        set_field(field, flag, given.value(flag))
-    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
-    for field, flag in COUNTS.items():
-        set_field(field, flag, given.count(flag))
-    for field, flag in LISTS.items():
-        set_field(field, flag, given.values(flag))
-    for field, (flag, of_size) in SHARDS.items():
-        size = given.count(of_size) or given.count("--tensor-model-parallel-size") or 1
-        shards = given.count(flag)
-        set_field(field, flag, None if shards is None else shards // size)
-    if (file := given.value(PRECISION_FILE)) is not None:
-        set_field("quant_recipe", PRECISION_FILE, read_precision_file(file))
     experts = find_experts(config)
     if experts == "padded" and given.value(_DISPATCHER) is None:
         config.moe_token_dispatcher_type = _DEFAULT_DISPATCHER
@@ -255,14 +225,9 @@ def describe_arguments(
 
 
 def read_precision_file(path: str) -> Any:
-    """What megatron-core makes of a file of precisions, as far as the table of limits looks at it.
+    """What megatron-core makes of the value of `PRECISION_FILE`, as far as the table looks at it: the file's `configs`.
 
-    Args:
-        path: the value of `PRECISION_FILE`.
-
-    Returns:
-        An object with the file's `configs`; the path where the file is not there or does not hold any, with which
-        Megatron ends by itself.
+    The path where the file is not there or does not hold any, with which Megatron ends by itself.
     """
     try:
         values = read_yaml(path, where=path)
@@ -280,25 +245,26 @@ def _of_table(
     """The rows of the table of limits that the arguments meet."""
     run, flags = describe_arguments(plan, given, impl, environment, replay=replay)
     for limit in limits_of(run):
-        if limit.name in flags and limit.name not in CASES:
-            yield f"{given.shown(flags[limit.name])}: {limit.reason}; {_remedy(limit)}"
-        elif limit.name in RECOMPUTE_CASES:
-            yield f"{given.shown(flags['recompute_granularity'])}: {limit.reason}; {limit.fields.remedy}"
-        elif limit.name in CASES:
+        remedy = limit.fields.remedy
+        if limit.name in CASES:
             of_case, remedy = CASES[limit.name]
             shown = " with ".join(given.shown(flag) for flag in of_case if flag in given)
-            yield f"{shown or f'{of_case[0]} is missing, which means {_DEFAULT_DISPATCHER}'}: {limit.reason}; {remedy}"
+            shown = shown or f"{of_case[0]} is missing, which means {_DEFAULT_DISPATCHER}"
+        elif limit.name in flags:
+            shown = given.shown(flags[limit.name])
+            if limit.name in SHARDS or (limit.off is not None and remedy == f"set it to {limit.off.value!r}"):
+                remedy = _OUT
+        elif limit.name in RECOMPUTE_CASES:
+            shown = given.shown(flags["recompute_granularity"])
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
-            yield (
-                f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity: {limit.reason}; analyse "
-                "with --experts dropless (graphs.impl transformer_engine), or add it with --moe-expert-capacity-factor"
+            shown = f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity"
+            remedy = (
+                "analyse with --experts dropless (graphs.impl transformer_engine), or add it with "
+                "--moe-expert-capacity-factor"
             )
-
-
-def _remedy(limit: Limit) -> str:
-    """The remedy for a field that one argument sets."""
-    turned_off = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
-    return _OUT if turned_off or limit.name in SHARDS else limit.fields.remedy
+        else:
+            continue
+        yield f"{shown}: {limit.reason}; {remedy}"
 
 
 def _of_positions(given: Arguments) -> Iterator[str]:
@@ -307,23 +273,19 @@ def _of_positions(given: Arguments) -> Iterator[str]:
         yield "--position-embedding-type mrope: the script gives its model positions of one dimension alone; use rope"
 
 
-def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
-    """Megatron's own switches for graphs, where they are for others than the plan's."""
+def _of_groups_and_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
+    """Process groups that are missing, and Megatron's switches for graphs of another kind than the plan's."""
+    if plan.training.shared_capture_ranks > 1 and "--disable-gloo-process-groups" in given:
+        yield (
+            "--disable-gloo-process-groups: ranks that share experts inside graphs agree on every micro-batch from "
+            "host to host, over gloo; leave it out"
+        )
     chosen = next((kind for flag, kind in _GRAPH_IMPL.items() if flag in given), given.value("--cuda-graph-impl"))
     wanted = "none" if impl == "chunk" else impl
     if (chosen or "none") not in (wanted, "none" if impl == "transformer_engine" else wanted):
         shown = "--cuda-graph-impl is missing" if chosen is None else f"Megatron's graphs are {chosen}"
         remedy = "leave --cuda-graph-impl out" if wanted == "none" else f"give --cuda-graph-impl {wanted}"
         yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"
-
-
-def _of_shared_captures(plan: Plan, given: Arguments) -> Iterator[str]:
-    """A process group that ranks which share experts inside graphs cannot do without."""
-    if plan.training.shared_capture_ranks > 1 and "--disable-gloo-process-groups" in given:
-        yield (
-            "--disable-gloo-process-groups: ranks that share experts inside graphs agree on every micro-batch from "
-            "host to host, over gloo; leave it out"
-        )
 
 
 def _of_tracker(given: Arguments, impl: Impl) -> Iterator[str]:

@@ -74,7 +74,7 @@ OUTSIDE = _fields(
     """
 )
 """Fields that need no row of their own, because they change nothing of what a capture has to hold."""
-LOOKED_AT = _fields(
+KNOWN = _fields(
     """
     # Read by `install` and by what runs under it, and refused or served by their values.
     max_seqlen_per_dp_cp_rank hybrid_context_parallel deterministic_mode fp32_residual_connection timers
@@ -85,11 +85,6 @@ LOOKED_AT = _fields(
     inference_cuda_graph_scope moe_router_force_biased
     # Choose the kinds of layers, which `install` looks at themselves; a layout puts predictions on their own stage.
     linear_attention_freq moe_layer_freq heterogeneous_block_specs mtp_standalone
-    """
-)
-"""Further fields of TransformerConfig that a run by a plan goes by."""
-HARMLESS = _fields(
-    """
     # Initialisation of weights.
     perform_initialization use_cpu_initialization init_method output_layer_init_method embedding_init_method
     embedding_init_method_std
@@ -122,7 +117,7 @@ HARMLESS = _fields(
     inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
     """
 )
-"""Further fields of TransformerConfig that change nothing of what a replay does beside an eager pass."""
+"""Further fields of TransformerConfig that `install` reads, or that change nothing of a replay beside an eager pass."""
 DDP_KNOWN = _fields(
     """
     # Read, and refused or served by their values.
@@ -155,7 +150,7 @@ def unread_fields(config: Any, ddp: Any = None) -> list[str]:
     Returns:
         Each as `name=value`; those of `ddp` as `ddp.name=value`.
     """
-    known = READ | OUTSIDE | LOOKED_AT | HARMLESS | {limit.name for limit in LIMITS if limit.off}
+    known = READ | OUTSIDE | KNOWN | {limit.name for limit in LIMITS if limit.off}
     dense = not getattr(config, "num_moe_experts", None)
     found = [
         line

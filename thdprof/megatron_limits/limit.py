@@ -9,14 +9,21 @@ from typing import Any
 from thdprof.megatron_limits.run import Run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Words:
     """How a message names a refused case and its remedy."""
 
-    case: Callable[[Run], str]
-    """Gives the options or fields that cannot be, with their values: `--impl local with --pipeline-parallel-size 4`."""
+    case: str | Callable[[Run], str]
+    """The options or fields that cannot be, with their values: `--impl local with --packer {packer}`. Names in braces
+    are those of a run's fields, or of its TransformerConfig's.
+    """
     remedy: str
     """The option or field to change, with the value to use."""
+
+    def describe(self, run: Run, reason: str) -> str:
+        """Case, reason and remedy in one line."""
+        case = self.case.format_map(run) if isinstance(self.case, str) else self.case(run)
+        return f"{case}: {reason}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +42,8 @@ class Limit:
 
     name: str
     """The case in a few words (Markdown); for a field that must be off, its name, once for each kind of graphs."""
-    holds: Callable[[Run], bool]
-    """Whether a run is such a case; False where too little is known of the run."""
+    holds: Callable[[Run], Any]
+    """Whether a run is such a case; false where too little is known of the run."""
     reason: str
     """Why graphs cannot serve the case; a clause that follows the case and a colon."""
     options: Words | None = None
@@ -46,19 +53,9 @@ class Limit:
     off: MustBeOff | None = None
     """For a field of TransformerConfig that must be off: its row in the reference."""
 
-    def in_options(self, run: Run) -> str:
-        """The message of `thdprof analyze`.
-
-        Raises:
-            ValueError: an analysis cannot know the case.
-        """
-        if self.options is None:
-            raise ValueError(f"{self.name}: an analysis cannot know this case")
-        return f"{self.options.case(run)}: {self.reason}; {self.options.remedy}"
-
     def in_fields(self, run: Run) -> str:
         """The line of `install`."""
-        return f"{self.fields.case(run)}: {self.reason}; {self.fields.remedy}"
+        return self.fields.describe(run, self.reason)
 
 
 def must_be_off(
@@ -66,21 +63,17 @@ def must_be_off(
     off: Any,
     reason: str,
     *,
-    applies: Callable[[Run], bool] = lambda run: run.captures,
+    applies: Callable[[Run], Any] = lambda run: run.captures,
     graphs: str = "all",
     remedy: str | None = None,
-    is_on: Callable[[Run], bool] | None = None,
+    is_on: Callable[[Run], Any] | None = None,
     options: Words | None = None,
 ) -> Limit:
     """The row of a field of TransformerConfig that must have its value `off`, or one that is false.
 
     Args:
-        field: the field's name.
-        off: the value that turns it off.
-        reason: why it must be off.
         applies: whether a run has the kind of graphs that the row is about; by default any.
         graphs: that kind, for the reference.
-        remedy: what to change; None: the field, to `off`.
         is_on: whether the field is on, where an analysis can know that too; None: by the field's own value.
         options: case and remedy by options of `thdprof analyze`, where an analysis can know the case.
     """
@@ -95,9 +88,6 @@ def must_be_off(
         holds=lambda run: applies(run) and on(run),
         reason=reason,
         options=options,
-        fields=Words(
-            case=lambda run: f"{field} is {run.field(field)!r}",
-            remedy=f"set it to {off!r}" if remedy is None else remedy,
-        ),
+        fields=Words(f"{field} is {{{field}!r}}", f"set it to {off!r}" if remedy is None else remedy),
         off=MustBeOff(value=off, graphs=graphs),
     )

@@ -1,15 +1,16 @@
-"""What graphs cannot serve of the model itself, and of what wraps it: attention, dispatchers, kinds of models."""
+"""What graphs cannot serve of a model: its layers, what wraps it, its experts, and its parallelism."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from thdprof.megatron_limits.limit import Limit, Words
-from thdprof.megatron_limits.run import Run
+from thdprof.megatron_limits.limit import Limit, Words, must_be_off
+from thdprof.megatron_limits.run import FLEX, UP_TO_ROUTER, Run
 
-_UNCHECKED = "it was not checked in a graph"
-_READS_BOUNDARIES = "without fusion RoPE reads the boundaries on the host"
-_VISION = "vision-language"
+if TYPE_CHECKING:
+    from thdprof.plan import Module
+
 _OTHER_KINDS = {
     "other vision-language": "only the decoder of Megatron-Bridge's Qwen3-VL and Qwen3.5-VL is known",
     "diffusion": "its layers take conditions and time steps beside their hidden states",
@@ -17,20 +18,22 @@ _OTHER_KINDS = {
 """Kinds of models that have no decoder of GPTModel's or HybridModel's kind, and what their layers take besides."""
 
 
+def _listed(run: Run, field: str) -> list[str]:
+    """The values of a field of the TransformerConfig that holds one value or several."""
+    values = run.field(field) or ()
+    return [values] if isinstance(values, str) else [*values]
+
+
 def _latent(run: Run) -> bool:
     return run.captures and bool(run.field("multi_latent_attention"))
 
 
-def _rope_type(run: Run) -> Any:
-    return run.field("rope_type") or "yarn"
-
-
 def _unfused(run: Run) -> bool:
     """Whether RoPE is not fused in layers whose captures have no function in its place."""
-    if run.field("apply_rope_fusion") is not False:
+    if not run.captures or run.field("apply_rope_fusion") is not False:
         return False
     if _latent(run):
-        return bool(_rope_type(run) == "yarn")
+        return run.field("rope_type") in (None, "", "yarn")
     return (run.impl == "local" or bool(run.dynamic_cp)) and run.position_embedding in ("rope", "yarn")
 
 
@@ -39,72 +42,60 @@ def _several_dimensions(run: Run) -> bool:
 
 
 def _pictures(run: Run) -> bool:
-    return run.captures and run.model == _VISION
+    return run.captures and run.model == "vision-language"
 
 
 MODEL_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="a rotary type other than yarn with latent attention",
-        holds=lambda run: _latent(run) and _rope_type(run) != "yarn",
+        holds=lambda run: _latent(run) and run.field("rope_type") not in (None, "", "yarn"),
         reason="with multi-latent attention only yarn's RoPE is fused, and an unfused one reads the boundaries on the "
         "host",
-        fields=Words(
-            case=lambda run: f"rope_type is {run.field('rope_type')!r}",
-            remedy="set it to 'yarn', and apply_rope_fusion to True",
-        ),
+        fields=Words("rope_type is {rope_type!r}", "set it to 'yarn', and apply_rope_fusion to True"),
     ),
     Limit(
         name="unfused RoPE",
-        holds=lambda run: run.captures and _unfused(run),
-        reason=_READS_BOUNDARIES,
-        fields=Words(case=lambda run: "apply_rope_fusion is False", remedy="set it to True"),
+        holds=_unfused,
+        reason="without fusion RoPE reads the boundaries on the host",
+        fields=Words("apply_rope_fusion is False", "set it to True"),
     ),
     Limit(
         name="cached latents",
-        holds=lambda run: _latent(run) and bool(run.field("cache_mla_latents")),
+        holds=lambda run: _latent(run) and run.field("cache_mla_latents"),
         reason="megatron-core refuses it in training",
-        fields=Words(case=lambda run: "cache_mla_latents is True", remedy="set it to False"),
+        fields=Words("cache_mla_latents is True", "set it to False"),
     ),
     Limit(
         name="variants of attention",
         holds=lambda run: _latent(run) and run.field("experimental_attention_variant") is not None,
-        reason=_UNCHECKED,
-        fields=Words(
-            case=lambda run: f"experimental_attention_variant is {run.field('experimental_attention_variant')!r}",
-            remedy="set it to None",
-        ),
+        reason="it was not checked in a graph",
+        fields=Words("experimental_attention_variant is {experimental_attention_variant!r}", "set it to None"),
     ),
     Limit(
         name="positions in several dimensions (`mrope`) in Megatron's own layer graphs",
         holds=lambda run: _several_dimensions(run) and run.impl == "local",
         reason="every micro-batch has rotary embeddings of its own, which were not checked in them",
-        fields=Words(
-            case=lambda run: "position_embedding_type is 'mrope' with graphs.impl local",
-            remedy="set graphs.impl to chunk",
-        ),
+        fields=Words("position_embedding_type is 'mrope' with graphs.impl local", "set graphs.impl to chunk"),
     ),
     Limit(
         name="positions in several dimensions (`mrope`) with context parallelism",
-        holds=lambda run: _several_dimensions(run) and ((run.context_parallel_size or 1) > 1 or bool(run.dynamic_cp)),
+        holds=lambda run: _several_dimensions(run) and ((run.context_parallel_size or 1) > 1 or run.dynamic_cp),
         reason="the share that each rank takes of them was not checked in a graph",
-        fields=Words(
-            case=lambda run: "position_embedding_type is 'mrope' with context parallelism",
-            remedy="set context_parallel_size to 1",
-        ),
+        fields=Words("position_embedding_type is 'mrope' with context parallelism", "set context_parallel_size to 1"),
     ),
     Limit(
         name="overlapped expert communication in vision-language models",
-        holds=lambda run: _pictures(run) and bool(run.field("overlap_moe_expert_parallel_comm")),
+        holds=lambda run: _pictures(run) and run.field("overlap_moe_expert_parallel_comm"),
         reason="Megatron-Bridge's model has no schedule plan (build_schedule_plan) by which Megatron would train it",
-        fields=Words(case=lambda run: "overlap_moe_expert_parallel_comm is True", remedy="set it to False"),
+        fields=Words("overlap_moe_expert_parallel_comm is True", "set it to False"),
     ),
     Limit(
         name="full recompute in vision-language models in graphs of layers",
         holds=lambda run: _pictures(run) and run.impl != "chunk" and run.field("recompute_granularity") == "full",
         reason="features of images are added between its graphs, and no such model was recomputed there",
         fields=Words(
-            case=lambda run: f"recompute_granularity is 'full' in a vision-language model with graphs.impl {run.impl}",
-            remedy="set graphs.impl to chunk, or recompute_granularity to 'selective' or None",
+            "recompute_granularity is 'full' in a vision-language model with graphs.impl {impl}",
+            "set graphs.impl to chunk, or recompute_granularity to 'selective' or None",
         ),
     ),
     Limit(
@@ -112,9 +103,9 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: run.captures and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ()),
         reason="they read the boundaries on the host in every pass",
         fields=Words(
-            case=lambda run: "the decoder has gated delta nets",
-            remedy="analyse with --impl transformer_engine, whose graphs of the other layers leave those that have "
-            "one to run eagerly",
+            "the decoder has gated delta nets",
+            "analyse with --impl transformer_engine, whose graphs of the other layers leave those that have one to "
+            "run eagerly",
         ),
     ),
     Limit(
@@ -122,18 +113,279 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: run.captures and run.model in _OTHER_KINDS,
         reason="only decoders of GPTModel, HybridModel and Qwen3VLModel are captured",
         fields=Words(
-            case=lambda run: f"the model is of the kind {run.model}, and {_OTHER_KINDS[run.model or '']}",
-            remedy="set graphs.impl to none and graphs.buckets to []",
+            lambda run: f"the model is of the kind {run.model}, and {_OTHER_KINDS[run.model or '']}",
+            "set graphs.impl to none and graphs.buckets to []",
         ),
     ),
     Limit(
         name="wrappers other than DistributedDataParallel",
         holds=lambda run: run.captures and run.wrapper not in (None, "", "DistributedDataParallel"),
         reason="it moves parameters, whose places graphs keep",
-        fields=Words(
-            case=lambda run: f"the model is wrapped in {run.wrapper}",
-            remedy="use DistributedDataParallel",
-        ),
+        fields=Words("the model is wrapped in {wrapper}", "use DistributedDataParallel"),
     ),
 )
 """With graphs of any kind, in the order of messages."""
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+PREPROCESS: Module = "moe_preprocess"
+"""What the token dispatcher does before it communicates; a graph of the former parts can hold it, too."""
+NO_PAGED_STASH = (
+    "it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the flex dispatcher's hybridep and "
+    "ncclep alone: hybridep failed on an H200 without graphs, too, for Transformer Engine then asks for cuBLAS 13.4, "
+    "and torch 2.11 has 13.1; ncclep asks for NCCL 2.30.4, and torch 2.11 has 2.28.9"
+)
+"""Why moe_paged_stash, which would put dropless experts into a graph, is refused."""
+_COUNTS_ON_HOST = "each expert's number of tokens is read on the host"
+DROPLESS_EXPERTS_RUN_EAGERLY = (
+    "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router; dispatch and "
+    f"experts run eagerly, because {_COUNTS_ON_HOST}. megatron-core's moe_paged_stash would put them into the graph "
+    f"too, but {NO_PAGED_STASH}"
+)
+"""For readers of an analysis: what is captured of a layer with dropless experts, and why no more."""
+
+
+def _captured_whole(run: Run) -> bool:
+    return run.modules is not None and tuple(sorted({*run.modules} - {PREPROCESS})) != UP_TO_ROUTER
+
+
+def _with_experts(run: Run) -> bool:
+    return run.captures and run.modules is not None and bool(run.field("num_moe_experts"))
+
+
+def _captured_with_experts(run: Run) -> bool:
+    return _with_experts(run) and not run.modules
+
+
+def _by_hybrid_ep(run: Run) -> bool:
+    names = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+    return tuple(map(run.field, names)) == (FLEX, "hybridep")
+
+
+def _why_no_preprocess(run: Run) -> str:
+    """The settings with which a dispatcher's preprocessing cannot be captured; "" if there are none."""
+    kind = run.field("moe_token_dispatcher_type")
+    if kind == "alltoall":
+        if not run.field("moe_permute_fusion"):
+            return "moe_permute_fusion is False"
+        if run.field("moe_expert_capacity_factor") is not None:
+            return f"moe_expert_capacity_factor is {run.field('moe_expert_capacity_factor')}"
+        if run.field("moe_router_padding_for_quantization"):
+            return "moe_router_padding_for_quantization is True"
+        if run.field("moe_shared_expert_overlap"):
+            return "moe_shared_expert_overlap is True"
+    if kind == FLEX and run.field("moe_hybridep_pad_uneven_dispatch_inputs"):
+        return "moe_hybridep_pad_uneven_dispatch_inputs is True"
+    return ""
+
+
+EXPERT_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        name="whole layers of dropless experts",
+        holds=lambda run: run.experts == "dropless" and _captured_whole(run),
+        reason=f"with dropless experts no layer is captured whole, because {_COUNTS_ON_HOST}",
+        options=Words(
+            "--impl {impl}",
+            "use --impl transformer_engine, which captures up to the router, or pad experts to capacity (--experts "
+            "padded)",
+        ),
+        fields=Words(
+            "moe_pad_expert_input_to_capacity is False",
+            "analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn and moe_router), or "
+            "set moe_pad_expert_input_to_capacity to True with a moe_expert_capacity_factor",
+        ),
+    ),
+    Limit(
+        name="parts of layers without experts",
+        holds=lambda run: run.experts == "none" and run.modules,
+        reason="the model has no experts",
+        fields=Words(lambda run: f"graphs.modules is {sorted(run.modules or ())}", "analyse with --experts none"),
+    ),
+    Limit(
+        name="token dispatchers other than `alltoall` with experts that are captured whole",
+        holds=lambda run: (
+            _captured_with_experts(run)
+            and run.field("moe_token_dispatcher_type") in ("allgather", FLEX)
+            and not _by_hybrid_ep(run)
+        ),
+        reason="it was not checked in a graph",
+        fields=Words(
+            "moe_token_dispatcher_type is {moe_token_dispatcher_type!r}",
+            "analyse with --experts dropless, whose graphs end at the router, or set it to 'alltoall'",
+        ),
+    ),
+    Limit(
+        name="HybridEP with experts that are captured whole",
+        holds=lambda run: _captured_with_experts(run) and _by_hybrid_ep(run),
+        reason="it makes its buffers anew for a micro-batch with more tokens than any before, and a graph would go on "
+        "in the old ones",
+        fields=Words(
+            "moe_flex_dispatcher_backend is 'hybridep'",
+            "analyse with --experts dropless, whose graphs end at the router, or set moe_token_dispatcher_type to "
+            "'alltoall'",
+        ),
+    ),
+    Limit(
+        name="`moe_preprocess` where the dispatcher's preprocessing waits for the GPU or leaves its stream",
+        holds=lambda run: _with_experts(run) and PREPROCESS in (run.modules or ()) and _why_no_preprocess(run),
+        reason="a graph cannot hold the dispatcher's preprocessing then",
+        fields=Words(
+            lambda run: f"graphs.modules has {PREPROCESS}, and {_why_no_preprocess(run)}",
+            f"take {PREPROCESS} out of graphs.modules",
+        ),
+    ),
+    must_be_off(
+        "moe_router_load_balancing_type",
+        "aux_loss",
+        "its router reads on the host when it has converged",
+        applies=_with_experts,
+        is_on=lambda run: "sinkhorn" in _listed(run, "moe_router_load_balancing_type"),
+        remedy="balance by aux_loss, seq_aux_loss, global_aux_loss, an expert bias, or not at all",
+    ),
+    must_be_off(
+        "moe_router_force_biased",
+        None,
+        "below zero it draws biases in the first pass and keeps them in Python",
+        applies=_with_experts,
+        is_on=lambda run: float(run.field("moe_router_force_biased") or 0) < 0,
+        remedy="use a number above zero, for biases that are drawn in every pass",
+    ),
+)
+
+_OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+def _beyond_nodes(run: Run) -> bool:
+    """Whether graphs hold something else than what a node of the schedule does: a layer up to its router.
+
+    Where nothing is captured, as with `replay=False`, it is not known what would be.
+    """
+    in_part = run.impl == "transformer_engine" and {*UP_TO_ROUTER} <= {*(run.modules or ())}
+    return run.captures and run.modules is not None and not in_part
+
+
+OVERLAP_LIMITS: tuple[Limit, ...] = (
+    must_be_off(
+        _OVERLAP,
+        False,
+        "its schedule goes past the decoder's forward",
+        applies=_beyond_nodes,
+        remedy="analyse with --experts dropless, whose graphs its nodes replay, or set it to False",
+    ),
+    Limit(
+        name="overlapped expert communication in hybrid models",
+        holds=lambda run: run.captures and run.field(_OVERLAP) and run.field("hybrid_layer_pattern"),
+        reason="their schedule has other nodes",
+        fields=Words(f"{_OVERLAP} is True in a hybrid model", f"set {_OVERLAP} to False"),
+    ),
+)
+"""With graphs of any kind; where nothing else is said, those of layers up to their routers are served."""
+
+
+# --- parallelism ------------------------------------------------------------------------------------------------------
+
+_RING = "p2p"
+_SERVED = (_RING, "a2a", "all_gather")
+"""Ways in which ranks of context parallelism exchange tokens that were replayed beside eager ones."""
+
+
+_GATHERED = (
+    "weights are gathered and their gradients given back by Python between the layers' passes, which a replay does not "
+    "run"
+)
+
+
+PARALLELISM_LIMITS: tuple[Limit, ...] = (
+    must_be_off(
+        "gtp_weight_remat_size",
+        1,
+        _GATHERED,
+        remedy="set tensor_parallel_num_weight_shards to tensor_model_parallel_size",
+    ),
+    must_be_off(
+        "expert_gtp_weight_remat_size",
+        1,
+        _GATHERED,
+        remedy="set expert_tensor_parallel_num_weight_shards to expert_tensor_parallel_size",
+    ),
+    must_be_off(
+        "cp_comm_type",
+        _RING,
+        "of context parallelism only p2p, a2a and all_gather were checked in a graph",
+        applies=lambda run: run.captures and not run.dynamic_cp and (run.context_parallel_size or 1) > 1,
+        is_on=lambda run: {*_listed(run, "cp_comm_type")} - {*_SERVED},
+    ),
+    must_be_off("hierarchical_context_parallel_sizes", None, "groups of two levels were not checked in a graph"),
+)
+"""With graphs of any kind. Layers may be spread unevenly: slots and graphs are of a chunk, whatever it holds."""
+
+
+def _dynamic(run: Run) -> bool:
+    return bool(run.dynamic_cp)
+
+
+def _spans_ranks(run: Run) -> bool:
+    return _dynamic(run) and any(size > 1 for size in run.bucket_cp_sizes or ())
+
+
+def _of_dev(run: Run) -> bool:
+    """Whether the run is one of the dev branch, which install does not serve."""
+    return run.packer == "dynamic_cp" and run.impl in (None, "none", "module")
+
+
+_off_if_dynamic = partial(must_be_off, applies=_dynamic, graphs="dynamic context parallelism")
+_ONE_SIZE = "analyse a run with one size"
+
+DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        name="`graphs.impl: local` under dynamic context parallelism",
+        holds=lambda run: _dynamic(run) and run.impl == "local",
+        reason="layers' graphs have one context-parallel size, and dynamic context parallelism gives micro-batches "
+        "several",
+        options=Words("--impl local with --packer {packer}", "use --impl chunk"),
+        fields=Words("graphs.impl is local", "set graphs.impl to chunk"),
+    ),
+    _off_if_dynamic(
+        "pipeline_model_parallel_size",
+        1,
+        "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
+        remedy="set it to 1, or analyse with another packer",
+        is_on=lambda run: (run.pipeline_parallel_size or 1) > 1 and not _of_dev(run),
+        options=Words("--pipeline-parallel-size {pipeline_parallel_size} with --packer {packer}", "use 1"),
+    ),
+    _off_if_dynamic(
+        "num_moe_experts",
+        None,
+        "experts and their routers communicate over groups of one size, and dynamic context parallelism gives "
+        "micro-batches several",
+        remedy=_ONE_SIZE,
+        is_on=lambda run: run.experts not in (None, "none"),
+        options=Words("--experts {experts} with --packer {packer}", "use another packer"),
+    ),
+    _off_if_dynamic(
+        "multi_latent_attention",
+        False,
+        "megatron-core 0.19 has no dynamic context parallelism with it (MLA)",
+        remedy=_ONE_SIZE,
+    ),
+    _off_if_dynamic("mtp_num_layers", None, "multi-token prediction rolls tokens over groups of one size"),
+    Limit(
+        name="`context_parallel_size` 1 with graphs that span several ranks",
+        holds=lambda run: _spans_ranks(run) and run.context_parallel_size == 1,
+        reason="some graphs span several ranks, and megatron-core makes the stream of context parallelism only above 1",
+        options=Words("--context-parallel-size 1", "use 2, and half as large a --data-parallel-size"),
+        fields=Words(
+            "context_parallel_size is 1",
+            "set context_parallel_size to 2, halve the data-parallel size, and analyse for these",
+        ),
+    ),
+    Limit(
+        name="an odd `max_seqlen_per_dp_cp_rank` with graphs that span several ranks",
+        holds=lambda run: _spans_ranks(run) and bool((run.max_seqlen_per_dp_cp_rank or 0) % 2),
+        reason="a rank holds two pieces of every document that several ranks share",
+        options=Words("--max-seqlen-per-dp-cp-rank {max_seqlen_per_dp_cp_rank}", "use an even number"),
+        fields=Words("max_seqlen_per_dp_cp_rank is {max_seqlen_per_dp_cp_rank}", "analyse with an even number"),
+    ),
+)
+"""In the order of analysis, which tells the first alone."""

@@ -33,6 +33,11 @@ def is_dynamic(plan: Plan) -> bool:
     return plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
 
 
+def find_kind(plan: Plan) -> Impl:
+    """The plan's kind of graphs; one for a whole module is for whole chunks of Megatron's decoders."""
+    return "chunk" if plan.graphs.impl == "module" else plan.graphs.impl
+
+
 def find_experts(config: Any) -> Experts:
     """Whether a TransformerConfig, or an object with its fields, has experts, padded to a capacity or dropless."""
     if not getattr(config, "num_moe_experts", None):
@@ -44,7 +49,6 @@ def ends_at_router(experts: Experts, dispatcher: str | None) -> bool:
     """Whether the graphs that an analysis chooses for layers with experts end at the router.
 
     Args:
-        experts: how experts take tokens.
         dispatcher: moe_token_dispatcher_type; None: Megatron's own. Inside graphs flex was not checked.
     """
     return experts == "dropless" or (experts == "padded" and dispatcher == FLEX)
@@ -142,6 +146,10 @@ class Run:
         """Value of a field of the TransformerConfig; None where it is not known or the class has no such field."""
         return getattr(self.config, name, None)
 
+    def __getitem__(self, name: str) -> Any:
+        """A field of this class by name, else one of the TransformerConfig."""
+        return getattr(self, name) if name in self.__slots__ else self.field(name)
+
     @property
     def captures(self) -> bool:
         """Whether graphs are known to be captured."""
@@ -163,9 +171,7 @@ class Run:
         """A run by a plan.
 
         Args:
-            plan: the plan that training is to follow.
             config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-            environment: environment variables by name.
             more: fields of this class that are not the plan's.
         """
         training, graphs = plan.training, plan.graphs
@@ -221,15 +227,13 @@ class Run:
 
         Args:
             fields: fields of TransformerConfig, and of the recipe's parts, by name.
-            plan: the plan that training is to follow.
-            environment: environment variables by name.
         """
         training = plan.training
         return cls.from_plan(
             plan,
             SimpleNamespace(**{str(name): value for name, value in fields.items()}),
             environment,
-            impl="chunk" if plan.graphs.impl == "module" else plan.graphs.impl,
+            impl=find_kind(plan),
             pipeline_parallel_size=training.pipeline_parallel_size,
             context_parallel_size=training.context_parallel_size,
             experts=training.experts,

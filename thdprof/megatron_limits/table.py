@@ -6,28 +6,24 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits.experts import EXPERT_LIMITS, OVERLAP_LIMITS
-from thdprof.megatron_limits.graph_kinds import ALL_GRAPHS, LAYERS_PER_GRAPH_LIMITS, LOCAL_GRAPHS, RECOMPUTE_LIMITS
+from thdprof.megatron_limits import graph_kinds, models
 from thdprof.megatron_limits.limit import Limit
-from thdprof.megatron_limits.models import MODEL_LIMITS
-from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
-from thdprof.megatron_limits.parallelism import DYNAMIC_CP_LIMITS, PARALLELISM_LIMITS
 from thdprof.megatron_limits.run import Run
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
 
 LIMITS: tuple[Limit, ...] = (
-    *ALL_GRAPHS,
-    *PARALLELISM_LIMITS,
-    *OVERLAP_LIMITS,
-    *LOCAL_GRAPHS,
-    *MODEL_LIMITS,
-    *DYNAMIC_CP_LIMITS,
-    *EXPERT_LIMITS,
-    *OFFLOAD_LIMITS,
-    *LAYERS_PER_GRAPH_LIMITS,
-    *RECOMPUTE_LIMITS,
+    *graph_kinds.ALL_GRAPHS,
+    *models.PARALLELISM_LIMITS,
+    *models.OVERLAP_LIMITS,
+    *graph_kinds.LOCAL_GRAPHS,
+    *models.MODEL_LIMITS,
+    *models.DYNAMIC_CP_LIMITS,
+    *models.EXPERT_LIMITS,
+    *graph_kinds.OFFLOAD_LIMITS,
+    *graph_kinds.LAYERS_PER_GRAPH_LIMITS,
+    *graph_kinds.RECOMPUTE_LIMITS,
 )
 """Every limit, in the order of messages and of the reference."""
 
@@ -50,4 +46,4 @@ def check_options(impl: Impl | None, **known: Any) -> None:
     run = Run.from_options(impl, **known)
     for limit in limits_of(run):
         if limit.options is not None:
-            raise UsageError(limit.in_options(run))
+            raise UsageError(limit.options.describe(run, limit.reason))

@@ -51,24 +51,12 @@ _GROUPED: dict[str, Any] = {}
 """The argument by which later versions of torch are told that heads share keys and values; read at the registration,
 so that torch.compile can follow the call.
 """
-_IGNORED = frozenset(
-    {
-        "cache_position",
-        "cu_seq_lens_k",
-        "max_length_k",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "return_predicted_tokens",
-        "return_token_accuracy",
-        "seq_idx",
-        "shift_labels",
-        "use_cache",
-    }
-)
+_NAMES = """
+cache_position cu_seq_lens_k max_length_k num_items_in_batch output_attentions output_hidden_states
+output_router_logits position_ids return_dict return_predicted_tokens return_token_accuracy seq_idx shift_labels
+use_cache
+"""
+_IGNORED = frozenset(_NAMES.split())
 """Arguments that models hand to attention with all others and that change none of its numbers: the rotary embedding,
 the cache, the loss and Liger's loss read them, and boundaries of keys are those of queries.
 """
@@ -77,14 +65,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Task], torch.Tensor
 
 def available() -> list[Backend]:
     """Backends whose package is installed here, the first choice first."""
-    found: list[Backend] = []
-    if importlib.util.find_spec("flash_attn") is not None:
-        found.append("flash_attn")
-    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
-        found.append("torch")
-    if importlib.util.find_spec("transformer_engine") is not None:
-        found.append("transformer_engine")
-    return found
+    modules = {"torch": "torch.nn.attention.varlen"}
+    return [name for name in get_args(Backend) if importlib.util.find_spec(modules.get(name, name)) is not None]
 
 
 def register(backend: Literal["auto"] | Backend = "auto") -> Backend | None:
@@ -103,16 +85,12 @@ def register(backend: Literal["auto"] | Backend = "auto") -> Backend | None:
         raise UsageError(f"attention {backend!r}: choose one of {known} that is installed; here: {', '.join(found)}")
     chosen: Backend | None = (found[0] if found else None) if backend == "auto" else backend
     if chosen == "torch":
-        _note_grouped()
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            _GROUPED["enable_gqa"] = True
     AttentionInterface.register(IMPLEMENTATION, _Attention(chosen))
     return chosen
-
-
-def _note_grouped() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        _GROUPED["enable_gqa"] = True
 
 
 class _Attention:
@@ -148,8 +126,12 @@ class _Attention:
                 "max_length_q alone, as TRL's padding-free collator gives them"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        asked = {"attention_mask": attention_mask, "is_causal=False": None if causal else False, **others}
-        _refuse_arguments(module, [name for name, value in asked.items() if value is not None and name not in _IGNORED])
+        given = {"attention_mask": attention_mask, "is_causal=False": None if causal else False, **others}
+        if names := [name for name, value in given.items() if value is not None and name not in _IGNORED]:
+            raise UsageError(
+                f"{type(module).__name__} hands attention {', '.join(names)}: thdprof's is causal within documents "
+                "and has nothing else; leave that out of the model and its batches, or train without PlanCallback"
+            )
         if key.shape[2] != query.shape[2]:
             raise UsageError(
                 f"attention has {key.shape[2]} keys for {query.shape[2]} queries: thdprof's serves no cache; set "
@@ -171,15 +153,6 @@ class _Attention:
         assert attend is not None  # `refusals` has looked for a backend
         attended = attend(q, k, v, task)
         return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
-
-
-def _refuse_arguments(layer: nn.Module, names: list[str]) -> None:
-    """Raise where `layer` hands attention arguments of these names: they would change its numbers."""
-    if names:
-        raise UsageError(
-            f"{type(layer).__name__} hands attention {', '.join(names)}: thdprof's is causal within documents and has "
-            "nothing else; leave that out of the model and its batches, or train without PlanCallback"
-        )
 
 
 def _has_kernels(query: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,9 @@ def host_boundaries(batch: Any) -> HostBoundaries | None:
         return HostBoundaries(cu_seqlens=cu_seqlens.reshape(-1).numpy().astype(np.int32))
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.shape[0] != 1:
         return None
-    if _masks_before_tokens(batch.get("attention_mask")):
+    mask: Any = batch.get("attention_mask")  # 1 at tokens and 0 at padding, which may hide something before a token
+    is_read = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.device.type == "cpu"
+    if is_read and (mask[:, 1:] != 0).logical_and(mask[:, :-1] == 0).any():
         return None
     if isinstance(positions, torch.Tensor) and positions.device.type == "cpu" and positions.shape == tokens.shape:
         starts = np.flatnonzero(positions[0].numpy() == 0)
@@ -65,15 +68,9 @@ def host_boundaries(batch: Any) -> HostBoundaries | None:
     return HostBoundaries(cu_seqlens=np.array([0, tokens.shape[1]], dtype=np.int32))
 
 
-def _masks_before_tokens(mask: Any) -> bool:
-    """Whether a mask of one row, 1 at tokens and 0 at padding, hides something that a token comes after."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
-        return False
-    return bool((mask[:, 1:] != 0).logical_and(mask[:, :-1] == 0).any())
-
-
-def follow_collator(dataloader: Any) -> Callable[[], None]:
-    """Let the batches of `dataloader` hold their boundaries; returns a function that ends it.
+@contextmanager
+def followed_collator(dataloader: Any) -> Iterator[None]:
+    """Let the batches of `dataloader` hold their boundaries inside the block.
 
     Args:
         dataloader: a torch DataLoader, or accelerate's around one, of which no iterator was made yet.
@@ -81,8 +78,7 @@ def follow_collator(dataloader: Any) -> Callable[[], None]:
     loader = getattr(dataloader, "base_dataloader", dataloader)
     own = loader.collate_fn
     loader.collate_fn = WithBoundaries(own)
-
-    def end() -> None:
+    try:
+        yield
+    finally:
         loader.collate_fn = own
-
-    return end

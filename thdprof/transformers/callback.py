@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import weakref
 from collections import deque
@@ -18,10 +19,11 @@ import torch
 from transformers import TrainerCallback
 
 from thdprof.errors import UsageError
+from thdprof.megatron_limits.trainer import refuse_arguments, refuse_plan
 from thdprof.plan import Plan, load_plan
 from thdprof.runtime.stats import Stats
 from thdprof.transformers import attention, refusals
-from thdprof.transformers.boundaries import follow_collator
+from thdprof.transformers.boundaries import followed_collator
 from thdprof.transformers.decoder import GraphedDecoder, without_random_states
 
 if TYPE_CHECKING:
@@ -40,13 +42,6 @@ def trainer_in_call(callback: TrainerCallback) -> Any:
             return owner
         frame = frame.f_back
     return None
-
-
-def put_first(callback: TrainerCallback, trainer: Any) -> None:
-    """Let `callback` be called before the others of `trainer`, so that what it adds to logs reaches their loggers."""
-    callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
-    callbacks.remove(callback)
-    callbacks.insert(0, callback)
 
 
 def call_after_training(trainer: Any, end: Callable[[], None]) -> None:
@@ -147,13 +142,15 @@ class PlanCallback(TrainerCallback):
         if model is None or train_dataloader is None:
             raise UsageError("PlanCallback needs a Trainer that gives its callbacks the model and the data loader")
         trainer = trainer_in_call(self)
-        if trainer is not None:
-            put_first(self, trainer)
+        if trainer is not None:  # what this callback adds to logs then reaches the loggers of the others
+            callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
+            callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         on_gpu = getattr(args, "device", torch.device("cpu")).type == "cuda"
-        own = self._keeps_own_attention(model)
+        decoder_module = refusals.decoder_of(model)
+        name = getattr(getattr(decoder_module, "config", None), "_attn_implementation", None) or ""
+        own = self._wanted == "auto" and "flash" in name  # one of transformers' flash attentions
         backend = None if own else attention.register(self._wanted)
         self._check(args, model, backend=backend, own=own, on_gpu=on_gpu)
-        decoder_module = refusals.decoder_of(model)
         assert decoder_module is not None  # `refuse_model` has looked for it
         unseen = _FOLLOWED.get(decoder_module)
         if unseen is not None and (before := unseen()) is not None:
@@ -168,19 +165,12 @@ class PlanCallback(TrainerCallback):
         with ExitStack() as following:
             following.enter_context(decoder.following())
             following.enter_context(without_random_states(decoder_module))
-            following.callback(follow_collator(train_dataloader))
+            following.enter_context(followed_collator(train_dataloader))
             if not own:
-                decoder.choose_attention(attention.IMPLEMENTATION)
-                following.callback(decoder.restore_attention)
+                following.enter_context(decoder.attention_set_to(attention.IMPLEMENTATION))
             decoder.changes = following.pop_all()
         self._decoder = decoder
         _FOLLOWED[decoder_module] = weakref.ref(decoder)
-
-    def _keeps_own_attention(self, model: nn.Module) -> bool:
-        """Whether the model's attention is one of transformers' flash attentions, and no other is asked for."""
-        decoder = refusals.decoder_of(model)
-        name = getattr(getattr(decoder, "config", None), "_attn_implementation", None) or ""
-        return self._wanted == "auto" and "flash" in name
 
     def _check(self, args: Any, model: nn.Module, *, backend: Any, own: bool, on_gpu: bool) -> None:
         """Refuse the run with every reason there is, and warn of what makes predictions untrue.
@@ -188,11 +178,14 @@ class PlanCallback(TrainerCallback):
         Raises:
             UsageError: naming each of them.
         """
-        lines = [*refusals.refuse_plan(self._plan), *refusals.refuse_arguments(args)]
+        arguments = args.to_dict()
+        lines = [
+            *refuse_plan(self._plan),
+            *refuse_arguments({"n_gpu": getattr(args, "n_gpu", 1), **arguments}, os.environ),
+        ]
         lines += refusals.refuse_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
         if self._compile:
             lines += refusals.refuse_compiling(backend=backend, own_attention=own)
-        arguments = args.to_dict()
         refused, untrue = refusals.compare_settings(self._plan, arguments, getattr(args, "world_size", 1))
         lines += [f"{line}; analyse for this run" for line in refused]
         if lines:
@@ -246,7 +239,6 @@ def with_covered_tail(plan: Plan) -> Plan:
 
 
 def _of_all_ranks(stats: Stats, world_size: int) -> Stats:
-    """The counters of all ranks together."""
     if world_size < 2 or not torch.distributed.is_initialized():
         return stats
     ranks: list[Any] = [None] * torch.distributed.get_world_size()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from thdprof.dispatch import Bucket, Dispatcher, FallbackReason
+from thdprof.dispatch import Bucket, Dispatcher
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
@@ -55,9 +55,6 @@ class UnknownArgument(Exception):
 def gathered(calls: Sequence[dict[str, Any]]) -> tuple[Arguments, list[torch.Tensor]]:
     """The arguments of all layers, and the distinct tensors among them in order.
 
-    Args:
-        calls: the keyword arguments of each layer.
-
     Raises:
         UnknownArgument: an argument is neither a tensor, nor a tuple of tensors, nor a constant.
     """
@@ -93,23 +90,6 @@ def gathered(calls: Sequence[dict[str, Any]]) -> tuple[Arguments, list[torch.Ten
     return Arguments(tuple(described), tuple(sets)), tensors
 
 
-@dataclass(slots=True)
-class KnownArguments:
-    """Every form of arguments that was seen, by a short name: calls with one name can share captured graphs."""
-
-    names: dict[Arguments, str] = field(default_factory=dict)
-    """The name of each form."""
-    forms: dict[str, Arguments] = field(default_factory=dict)
-    """The form of each name."""
-
-    def name(self, arguments: Arguments) -> str:
-        """The name of `arguments`."""
-        if arguments not in self.names:
-            name = f"form {len(self.names)}"
-            self.names[arguments], self.forms[name] = name, arguments
-        return self.names[arguments]
-
-
 class LayerStack(nn.Module):
     """All decoder layers of a model, one after the other. The layers stay the model's own.
 
@@ -120,13 +100,19 @@ class LayerStack(nn.Module):
         """The stack of `layers`, each called with hidden states and keyword arguments, and returning hidden states."""
         super().__init__()
         self.layers = layers
-        self.known = KnownArguments()
+        self._forms: list[Arguments] = []
+
+    def name_form(self, arguments: Arguments) -> str:
+        """A short name of a form of arguments: calls with one name can share captured graphs."""
+        if arguments not in self._forms:
+            self._forms.append(arguments)
+        return f"form {self._forms.index(arguments)}"
 
     def forward(
         self, hidden_states: torch.Tensor, packed: PackedSequence, form: str, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states after all layers, shape [1, tokens, hidden]."""
-        arguments = self.known.forms[form]
+        arguments = self._forms[int(form.removeprefix("form "))]
         boundaries = {
             "cu_seq_lens_q": packed.cu_seqlens,
             "cu_seq_lens_k": packed.cu_seqlens,
@@ -158,17 +144,13 @@ def without_random_states(decoder: nn.Module) -> Iterator[None]:
     Args:
         decoder: the module whose layers transformers has told how to checkpoint.
     """
-    kept: list[tuple[dict[str, Any], Any]] = []
-    for module in decoder.modules():
-        own = module.__dict__.get(_FUNCTION)
-        if own is not None:
-            kept.append((module.__dict__, own))
-            module.__dict__[_FUNCTION] = partial(own, preserve_rng_state=False)
-    try:
+    with ExitStack() as stack:
+        for module in decoder.modules():
+            own = module.__dict__.get(_FUNCTION)
+            if own is not None:
+                stack.callback(module.__dict__.__setitem__, _FUNCTION, own)
+                module.__dict__[_FUNCTION] = partial(own, preserve_rng_state=False)
         yield
-    finally:
-        for home, own in kept:
-            home[_FUNCTION] = own
 
 
 @contextmanager
@@ -178,25 +160,18 @@ def compiled(layers: nn.ModuleList) -> Iterator[None]:
     Layers of one type share what was compiled. The forward itself is compiled, inside of gradient checkpoints, so that
     a layer is recomputed by the kernels that it ran with. A layer that torch.compile cannot take whole is an error when
     it first runs.
-
-    Args:
-        layers: the decoder layers of a model.
     """
     of_type: dict[type, Callable[..., Any]] = {}
-    replaced: list[nn.Module] = []
-    for layer in layers:
-        if "forward" in layer.__dict__:  # another package has replaced it, and knows of this layer alone
-            continue
-        kind = type(layer)
-        if kind not in of_type:
-            of_type[kind] = torch.compile(kind.forward, fullgraph=True)
-        layer.__dict__["forward"] = _forward(layer, of_type[kind])
-        replaced.append(layer)
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            if "forward" in layer.__dict__:  # another package has replaced it, and knows of this layer alone
+                continue
+            kind = type(layer)
+            if kind not in of_type:
+                of_type[kind] = torch.compile(kind.forward, fullgraph=True)
+            layer.__dict__["forward"] = _forward(layer, of_type[kind])
+            stack.callback(layer.__dict__.pop, "forward")
         yield
-    finally:
-        for layer in replaced:
-            del layer.__dict__["forward"]
 
 
 def _forward(layer: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,28 +186,6 @@ def _forward(layer: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@dataclass(slots=True)
-class _StandIn:
-    """Takes the place of one layer while the model's forward runs: notes its call, and hands hidden states on."""
-
-    calls: list[dict[str, Any]]
-    """The keyword arguments of the layers so far."""
-    handed_on: list[torch.Tensor]
-    """The hidden states that the layer before has handed on; empty for the first."""
-    run: Callable[[torch.Tensor], torch.Tensor] | None
-    """Runs the whole stack, at the last layer; None at the others."""
-
-    def __call__(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """The hidden states as they are or, at the last layer, after the stack."""
-        if self.handed_on and self.handed_on[-1] is not hidden_states:
-            raise UsageError(
-                "the model changes hidden states between its decoder layers, which then cannot run as one stack"
-            )
-        self.handed_on[:] = [hidden_states]
-        self.calls.append(arguments)
-        return hidden_states if self.run is None else self.run(hidden_states)
-
-
 class GraphedDecoder:
     """Runs a model's decoder layers through a plan's graphs, wherever a micro-batch comes with host boundaries."""
 
@@ -243,7 +196,6 @@ class GraphedDecoder:
 
         Args:
             model: the decoder: the module whose `layers` its forward loops over.
-            plan: the plan to follow.
             replay: False: pad micro-batches as the plan says, but run them eagerly.
             reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay.
             compile: whether the layers run compiled in training, replayed and eagerly alike.
@@ -293,18 +245,23 @@ class GraphedDecoder:
         """The model's forward with the stack in the place of its layers."""
         calls: list[dict[str, Any]] = []
         handed_on: list[torch.Tensor] = []
-        last = len(self._stack.layers) - 1
+        count = len(self._stack.layers)
 
-        def run(hidden_states: torch.Tensor) -> torch.Tensor:
-            return self._run_stack(hidden_states, calls, boundaries)
+        def stand_in(hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            """Notes the call of one layer, and hands hidden states on; in the place of the last one, runs the stack."""
+            if handed_on and handed_on[-1] is not hidden_states:
+                raise UsageError(
+                    "the model changes hidden states between its decoder layers, which then cannot run as one stack"
+                )
+            handed_on[:] = [hidden_states]
+            calls.append(arguments)
+            return self._run_stack(hidden_states, calls, boundaries) if len(calls) == count else hidden_states
 
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name):
                 raise UsageError(f"the model is called with {name}=True, which its layers in graphs do not return")
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_LAYERS}
-        self._model.__dict__["layers"] = [
-            _StandIn(calls, handed_on, run if n == last else None) for n in range(last + 1)
-        ]
+        self._model.__dict__["layers"] = [stand_in] * count
         try:
             return own(*args, **kwargs)
         finally:
@@ -324,7 +281,7 @@ class GraphedDecoder:
             )
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
-        with self._attention_set_to(self._own_attention):
+        with self.attention_set_to(self._own_attention):
             return own(*args, **kwargs)
 
     def _run_stack(
@@ -345,46 +302,36 @@ class GraphedDecoder:
         arguments, tensors = gathered(calls)
         stack = self._stack
         stack.training = self._model.training  # the stack is no part of the model, which switches its own modules alone
-        form = stack.known.name(arguments)
+        form = stack.name_form(arguments)
         padding = self._most_tokens - n_tokens if self._model.training and torch.is_grad_enabled() else 0
         if padding > 0:
             hidden_states = functional.pad(hidden_states, (0, 0, 0, padding))
             tensors = [_padded(t, n_tokens, padding) for t in tensors]
         packed = pack(boundaries.cu_seqlens)
         if self._model.training:
-            choice = self._decide(packed, n_tokens + max(0, padding))
-            self.graphed.stats().decided[choice] += 1
-            if not self._replay:
-                packed = self._as_replayed(packed, choice, n_tokens + max(0, padding))
+            packed = self._count_decision(packed, n_tokens + max(0, padding))
         result: torch.Tensor = self.graphed(hidden_states, packed, form, *tensors)
         return result[:, :n_tokens] if padding > 0 else result
 
-    def _decide(self, packed: PackedSequence, n_tokens: int) -> Bucket | FallbackReason:
-        """What the shape of a micro-batch alone decides."""
-        boundaries = boundaries_of(packed, n_tokens, self.graphed.tail_policy)
-        return self._dispatcher.decide(shape_of(packed, boundaries, n_tokens))
+    def _count_decision(self, packed: PackedSequence, n_tokens: int) -> PackedSequence:
+        """Count what the shape of a micro-batch alone decides.
 
-    def _as_replayed(self, packed: PackedSequence, choice: Bucket | FallbackReason, n_tokens: int) -> PackedSequence:
-        """The boundaries as the graphs of the bucket `choice` would read them; as they are where none fits."""
+        Without replays its boundaries are returned as the graphs of the chosen bucket would read them.
+        """
         policy = self.graphed.tail_policy
-        if not isinstance(choice, Bucket) or packed.host is None:
+        choice = self._dispatcher.decide(shape_of(packed, boundaries_of(packed, n_tokens, policy), n_tokens))
+        self.graphed.stats().decided[choice] += 1
+        if self._replay or not isinstance(choice, Bucket) or packed.host is None:
             return packed
         host = pad_cu_seqlens(packed.host, max_seqs=choice.max_seqs, n_tokens=n_tokens, policy=policy)
         return pack(host, max_seqlen=choice.max_seqlen)
-
-    def choose_attention(self, name: str) -> None:
-        """Let the layers use the attention that is registered as `name`, until `restore_attention`."""
-        self._config._attn_implementation = name
-
-    def restore_attention(self) -> None:
-        """Let the layers use the model's own attention again."""
-        self._config._attn_implementation = self._own_attention
 
     def _attention(self) -> str | None:
         return getattr(self._config, "_attn_implementation", None)
 
     @contextmanager
-    def _attention_set_to(self, name: str | None) -> Iterator[None]:
+    def attention_set_to(self, name: str | None) -> Iterator[None]:
+        """Let the layers use the attention that is registered as `name` inside the block."""
         before = self._attention()
         self._config._attn_implementation = name
         try:

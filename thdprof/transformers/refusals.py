@@ -1,4 +1,7 @@
-"""What cannot be trained by a plan, found before the first step: a sentence for each reason."""
+"""What of a model cannot be trained by a plan, found before the first step: a sentence for each reason.
+
+What its arguments and its type alone show stands in `thdprof.megatron_limits.trainer`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from thdprof.compare.fit import misfits
+from thdprof.compare.fit import describe, misfits
+from thdprof.megatron_limits.trainer import FAMILIES, refuse_model_type
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.module_state import describe_hooked_modules, find_hooked_modules, find_hooked_parameters
 from thdprof.training import find_unread_fields
 from thdprof.training.trainer_arguments import READ_ARGUMENTS, TRAINER_ARGUMENTS, trainer_settings
 from thdprof.transformers.attention import SOFTCAPPED, Backend
 
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` in the configs of models whose layers were checked in graphs."""
 _READ = """
 architectures attention_bias attention_dropout attn_logit_softcapping bos_token_id cache_implementation dtype
 eos_token_id final_logit_softcapping head_dim hidden_act hidden_activation hidden_size id2label initializer_range
@@ -41,20 +43,6 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     return found[0] if len(found) == 1 else None
 
 
-def refuse_plan(plan: Plan) -> Iterator[str]:
-    """What the plan asks for and the callback cannot do."""
-    graphs = plan.graphs
-    if graphs.impl not in ("module", "none"):
-        yield f"graphs.impl is {graphs.impl}, which is Megatron's: analyse with --impl module"
-    if graphs.modules or graphs.layers_per_graph is not None:
-        yield "graphs.modules or graphs.layers_per_graph is set: the callback captures all layers as one; analyse anew"
-    if graphs.offload is not None:
-        yield "graphs.offload is set: the callback moves no activations; analyse without --offload"
-    for name in ("context_parallel_size", "pipeline_parallel_size"):
-        if getattr(plan.training, name) != 1:
-            yield f"{name} of the plan is {getattr(plan.training, name)}: the Trainer's layers are all on one rank"
-
-
 def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, on_gpu: bool) -> Iterator[str]:
     """What the model does that a graph cannot follow.
 
@@ -66,16 +54,14 @@ def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bo
     """
     decoder = decoder_of(model)
     if decoder is None:
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        yield f"the model's model_type {kind!r} was not checked in graphs: known are {', '.join(FAMILIES)}"
+        yield from refuse_model_type(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
         return
     config: Any = decoder.config
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         yield "the model is quantized: its layers were not checked in graphs; load it in bfloat16"
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         yield "the config asks for output_hidden_states or output_attentions, which a graph does not return"
-    yield from _of_attended(decoder)
-    yield from _of_hooks(decoder)
+    yield from _of_layers(decoder)
     yield from _of_adapters(model)
     dropout = _dropout(decoder)
     if dropout and any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
@@ -107,8 +93,8 @@ def _set_in(decoder: nn.Module, name: str) -> float | None:
     return next((value for value in values if isinstance(value, int | float) and value), None)
 
 
-def _of_attended(decoder: nn.Module) -> Iterator[str]:
-    """Attention to later tokens, as the config or a layer asks for it."""
+def _of_layers(decoder: nn.Module) -> Iterator[str]:
+    """Attention to later tokens, as the config or a layer requires it, and hooks on the layers and their parameters."""
     config: Any = decoder.config
     asking = [f"{name}.is_causal" for name, part in decoder.named_modules() if not getattr(part, "is_causal", True)]
     if not getattr(config, "is_causal", True):
@@ -121,14 +107,9 @@ def _of_attended(decoder: nn.Module) -> Iterator[str]:
             f"{found}: tokens would attend to later ones, where the plan's graphs are causal within documents; use a "
             "causal model, or train without PlanCallback"
         )
-
-
-def _of_hooks(decoder: nn.Module) -> Iterator[str]:
-    """Hooks on the layers and their parameters."""
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList)
-    hooked = [*find_hooked_modules(layers, known=(_OUTPUT_HOOKS,), name="layers")]
-    if hooked:
+    if hooked := [*find_hooked_modules(layers, known=(_OUTPUT_HOOKS,), name="layers")]:
         yield describe_hooked_modules(hooked)
     parameter = next(find_hooked_parameters(layers, name="layers"), None)
     if parameter is not None:
@@ -152,7 +133,6 @@ def unread_settings(args: Any, arguments: Mapping[str, Any], model: nn.Module) -
     Args:
         args: TrainingArguments, SFTConfig or a class of the user's.
         arguments: its fields, as `to_dict` gives them.
-        model: the model as the Trainer holds it.
     """
     config: Any = getattr(decoder_of(model), "config", None)
     return [
@@ -179,57 +159,11 @@ def _dropout(decoder: nn.Module) -> str:
     return f"attention_dropout {rate}" if rate else ""
 
 
-def refuse_arguments(args: Any) -> Iterator[str]:
-    """What the Trainer does around the model that replays cannot follow.
-
-    Args:
-        args: TrainingArguments or SFTConfig.
-    """
-    if getattr(args, "fsdp", None) or _accelerate_says("ACCELERATE_USE_FSDP"):
-        yield (
-            "FSDP shards parameters: they move in memory, and a graph reads them where they were at the capture; use "
-            "DistributedDataParallel"
-        )
-    if getattr(args, "deepspeed", None) or _accelerate_says("ACCELERATE_USE_DEEPSPEED"):
-        yield "DeepSpeed keeps parameters and gradients in buffers of its own; use DistributedDataParallel"
-    if getattr(args, "n_gpu", 1) > 1:
-        yield "DataParallel copies the model at every step: start one process for each GPU (torchrun), or show one GPU"
-    if getattr(args, "torch_compile", False):
-        yield (
-            "torch_compile is set: it compiles the whole model, where graphs stand for its layers; set it to False, "
-            "and give PlanCallback(compile=True) to compile each layer"
-        )
-    if getattr(args, "activation_offloading", False):
-        yield "activation_offloading is set: a graph cannot wait for copies to the host; set it to False"
-    checkpointing = getattr(args, "activation_checkpointing_kwargs", None)  # transformers 5.12 has no such thing
-    if isinstance(checkpointing, Mapping) and checkpointing.get("offload"):
-        yield "activation_checkpointing_kwargs has offload: a graph cannot wait for copies to the host; leave it out"
-    if getattr(args, "use_cache", False) and not hasattr(args, "packing"):  # SFTTrainer turns it off by itself
-        yield "use_cache is True: layers then write to a cache, which a graph does not take; leave it at False"
-    parallelism = getattr(args, "parallelism_config", None)
-    if parallelism is not None:
-        yield "parallelism_config is set: tensor, context and sequence parallelism were not checked in graphs"
-    config = getattr(args, "accelerator_config", None)
-    if config is not None and getattr(config, "dispatch_batches", None):
-        yield "accelerator_config dispatch_batches: other ranks get no boundaries on the host; leave it out"
-    packed = getattr(args, "padding_free", False) or getattr(args, "packing", False)
-    if hasattr(args, "padding_free") and not packed and args.per_device_train_batch_size > 1:
-        yield "padding_free is False with several rows in a micro-batch: set packing=True or padding_free=True"
-
-
-def _accelerate_says(name: str) -> bool:
-    import os
-
-    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
-
-
 def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: int) -> tuple[list[str], list[str]]:
     """How the run differs from the one that the plan was made for: what refuses it, and what makes predictions untrue.
 
     Args:
-        plan: the plan.
         arguments: fields of the run's arguments, as `to_dict` gives them.
-        num_processes: number of processes of the run.
 
     Raises:
         UsageError: the order in which the run reads its data is not known.
@@ -240,6 +174,4 @@ def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: in
         run["global_batch_size"] = run["micro_batch_size"] * accumulation * num_processes
     if plan.dataset.format != "lengths" and run.pop("packer", None) is not None:
         run.pop("shuffle_seed", None)  # rows that were saved after TRL packed them, and shuffled them last of all
-    found = misfits(plan, run, data_paths=None)
-    told = [(misfit.changes, misfit.told(TRAINER_ARGUMENTS)) for misfit in found]
-    return [t for changes, t in told if changes == "graphs"], [t for changes, t in told if changes == "prediction"]
+    return describe(misfits(plan, run, data_paths=None), TRAINER_ARGUMENTS)

@@ -148,13 +148,13 @@ def test_a_run_of_neighbours_has_the_shares_of_the_whole():
     ],
 )
 def test_fewer_ranks_than_a_stage_needs_are_refused_with_the_numbers(flags, least):
-    ranks = arguments.ranks_of(parsed(DENSE + flags))
-    assert ranks.least == least
+    args = parsed(DENSE + flags)
+    assert arguments.ranks_of_stage(args) == least
     for world in (least, 2 * least):
-        arguments.check_world(ranks, world, where="train.sh")
+        arguments.check_world(args, world, where="train.sh")
     if least > 1:
         with pytest.raises(UsageError, match=rf"need {least} GPUs.* 1 is used: torchrun --nproc-per-node {least}"):
-            arguments.check_world(ranks, 1, where="train.sh")
+            arguments.check_world(args, 1, where="train.sh")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder, PredictionLayer
 from thdprof.runtime.megatron.install import PaddedEager
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.refusals import Facts, SettingsError, refuse_mamba
+from thdprof.runtime.megatron.refusals import Facts, SettingsError, refuse_model
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
@@ -163,11 +163,11 @@ def test_a_gated_delta_net_in_a_transformer_layer_is_foreign():
 def test_what_state_space_layers_cannot_do_is_refused():
     facts, none = Facts(num_chunks=1, has_mamba=True), Facts(num_chunks=1)
     good, other = (SimpleNamespace(use_mamba_mem_eff_path=value) for value in (True, False))
-    assert list(refuse_mamba(good, facts, dynamic=False)) == []
-    (line,) = refuse_mamba(other, facts, dynamic=False)
+    assert list(refuse_model(good, facts, {}, "chunk", dynamic=False)) == []
+    (line,) = refuse_model(other, facts, {}, "chunk", dynamic=False)
     assert line == "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
-    assert list(refuse_mamba(other, none, dynamic=True)) == []
-    (line,) = refuse_mamba(good, facts, dynamic=True)
+    assert list(refuse_model(other, none, {}, "chunk", dynamic=True)) == []
+    (line,) = refuse_model(good, facts, {}, "chunk", dynamic=True)
     assert "exchange tokens over groups of one size" in line
 
 

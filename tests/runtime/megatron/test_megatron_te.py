@@ -50,7 +50,7 @@ from thdprof.runtime.megatron import layer_offload, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.layer_capture import LayerPass
 from thdprof.runtime.megatron.layer_offload import SavedTensors
-from thdprof.runtime.megatron.refusals import SettingsError, refused_by_transformer_engine
+from thdprof.runtime.megatron.refusals import SettingsError, refuse_layer_graphs
 from thdprof.runtime.offload import EagerPass, HostBuffers, PassOffload
 from thdprof.runtime.options import Surroundings
 
@@ -623,31 +623,31 @@ def test_settings():
     good = SimpleNamespace(
         cuda_graph_impl="transformer_engine", cuda_graph_modules=[], cuda_graph_retain_backward_graph=False
     )
-    assert list(refused_by_transformer_engine(good, plan)) == []
-    assert list(refused_by_transformer_engine(make_block().config, plan)) == []
+    assert list(refuse_layer_graphs(good, plan)) == []
+    assert list(refuse_layer_graphs(make_block().config, plan)) == []
     bad = copy.copy(good)
     bad.cuda_graph_modules, bad.cuda_graph_retain_backward_graph = [CudaGraphModule.attn], True
-    assert list(refused_by_transformer_engine(bad, plan)) == [
+    assert list(refuse_layer_graphs(bad, plan)) == [
         "cuda_graph_modules is ['attn']: the plan captures whole layers; set it to []",
         "cuda_graph_retain_backward_graph is True: a slot's memory is given back after its backward; set it to False",
     ]
     plan.graphs.modules = ["attn", "moe_router"]
-    assert list(refused_by_transformer_engine(good, plan)) == [
+    assert list(refuse_layer_graphs(good, plan)) == [
         "cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
         "'moe_router']"
     ]
     built_for_none = copy.copy(good)
     built_for_none.cuda_graph_impl = "none"
-    assert list(refused_by_transformer_engine(built_for_none, plan)) == []
+    assert list(refuse_layer_graphs(built_for_none, plan)) == []
     good.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.attn]
-    assert list(refused_by_transformer_engine(good, plan)) == []
+    assert list(refuse_layer_graphs(good, plan)) == []
     plan.graphs.impl = "chunk"
-    assert list(refused_by_transformer_engine(good, plan)) == [
+    assert list(refuse_layer_graphs(good, plan)) == [
         "graphs.modules is ['attn', 'moe_router']: a part of a layer is captured by graphs.impl transformer_engine "
         "alone; set graphs.impl to it, or graphs.modules to []"
     ]
     plan.graphs.modules = []
-    assert list(refused_by_transformer_engine(bad, plan)) == []
+    assert list(refuse_layer_graphs(bad, plan)) == []
 
 
 def test_the_static_metadata_hold_the_micro_batch():

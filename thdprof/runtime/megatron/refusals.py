@@ -40,9 +40,6 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
 
     Args:
         config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        plan: the plan that training is to follow.
-        facts: what else is known of the run.
-        environment: environment variables by name.
 
     Raises:
         SettingsError: one line for every setting in the way, with the value to use.
@@ -51,36 +48,27 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     lines = [*_of_planned_run(config, plan, facts), *_of_dynamic_cp(config, plan)]
     lines += (limit.in_fields(run) for limit in limits_of(run))
     if impl != "none":  # which captures nothing
-        lines += _of_impl(config, impl)
-        lines += _of_local(config, facts) if impl == "local" else ()
-        lines += refused_by_transformer_engine(config, plan)
-        lines += refuse_mamba(config, facts, dynamic=is_dynamic(plan))
-        lines += _of_surroundings(facts, environment, impl)
+        lines += [*_of_kind(config, impl, facts), *refuse_layer_graphs(config, plan)]
+        lines += refuse_model(config, facts, environment, impl, dynamic=is_dynamic(plan))
         if facts.replay:
             lines += [*_of_operations(config, plan, facts), *_of_adapters(facts), *_of_offloading(config, plan)]
-            lines += [*_of_capture(config, plan)]
+            lines += _of_capture(config, plan)
     _refuse("install graphs", lines)
 
 
 def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a decoder that graphs of the whole decoder (`chunk`) cannot serve, whatever the plan.
 
-    Args:
-        config: as `check` takes it.
-        facts: what else is known of the model.
-        environment: environment variables by name.
-
-    Raises:
-        SettingsError: one line for every setting in the way, with the value to use.
+    The arguments and the error are those of `check`.
     """
     run = Run.from_decoder(config, facts, environment)
-    lines = [*(limit.in_fields(run) for limit in limits_of(run)), *_of_impl(config, "chunk")]
+    lines = [*(limit.in_fields(run) for limit in limits_of(run)), *_of_kind(config, "chunk", facts)]
     if uses_core(config):
         lines.append(
             "fine_grained_activation_offloading is True: a measured decoder keeps its activations; set it to False"
         )
-    lines += [*refuse_mamba(config, facts, dynamic=False), *_of_surroundings(facts, environment, "chunk")]
-    _refuse("measure a decoder", [*lines, *_of_adapters(facts)])
+    lines += [*refuse_model(config, facts, environment, "chunk", dynamic=False), *_of_adapters(facts)]
+    _refuse("measure a decoder", lines)
 
 
 def _refuse(action: str, lines: Sequence[str]) -> None:
@@ -123,11 +111,9 @@ def _of_planned_run(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
 def _of_groups(config: Any, plan: Plan) -> Iterator[str]:
     """A line where the interleaved schedule groups micro-batches so that the plan has too few slots."""
     training = plan.training
-    if (training.virtual_pipeline_size or 1) == 1 or not plan.captured:
-        return
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or training.pipeline_parallel_size
     planned = training.microbatch_group
-    if group == planned:
+    if (training.virtual_pipeline_size or 1) == 1 or not plan.captured or group == planned:
         return
     case = f"microbatch_group_size_per_vp_stage is {group}, the plan was made for {planned}"
     try:
@@ -170,18 +156,15 @@ def _of_capture(config: Any, plan: Plan) -> Iterator[str]:
 
 
 def shared_by(config: Any, plan: Plan) -> tuple[str, ...]:
-    """The settings by which such ranks communicate inside what the plan captures; empty where they do not.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        plan: the plan that training is to follow.
+    """The settings of a TransformerConfig by which such ranks communicate inside what the plan captures; empty where
+    they do not.
     """
     tensor_size = config.tensor_model_parallel_size
     shared = []
     experts_captured = experts_communicate(config, plan)
     if experts_captured and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1:
         shared.append(f"expert_model_parallel_size is {config.expert_model_parallel_size}")
-    if experts_captured and (getattr(config, "expert_tensor_parallel_size", None) or tensor_size) > tensor_size:
+    if experts_captured and _expert_tensor_size(config) > tensor_size:
         shared.append(f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}")
     if averages_over_all_ranks(config):
         shared.append("moe_router_load_balancing_type has global_aux_loss")
@@ -191,10 +174,6 @@ def shared_by(config: Any, plan: Plan) -> tuple[str, ...]:
 def experts_communicate(config: Any, plan: Plan) -> bool:
     """Whether ranks that share experts communicate inside what the plan captures: in whole layers they exchange tokens
     there, and in the preprocessing of the alltoall dispatcher the numbers of tokens.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        plan: the plan that training is to follow.
     """
     modules = plan.graphs.modules
     preprocessed = "moe_preprocess" in modules and config.moe_token_dispatcher_type == "alltoall"
@@ -205,6 +184,10 @@ def averages_over_all_ranks(config: Any) -> bool:
     """Whether routers add up their loads over all data-parallel ranks, by Megatron's global_aux_loss."""
     balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
     return "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
+
+
+def _expert_tensor_size(config: Any) -> int:
+    return int(getattr(config, "expert_tensor_parallel_size", None) or config.tensor_model_parallel_size)
 
 
 def group_sizes(num_ranks: int) -> tuple[int, ...]:
@@ -218,6 +201,7 @@ def group_sizes(num_ranks: int) -> tuple[int, ...]:
 
 def _of_dynamic_cp(config: Any, plan: Plan) -> Iterator[str]:
     """Settings of config and plan that do not fit the plan's context-parallel sizes."""
+    graphs, training = plan.graphs, plan.training
     if not is_dynamic(plan):
         if getattr(config, "hybrid_context_parallel", False):
             yield (
@@ -225,7 +209,23 @@ def _of_dynamic_cp(config: Any, plan: Plan) -> Iterator[str]:
                 "to False, or analyse with --packer balanced_cp"
             )
         return
-    yield from _of_sizes(config, plan)
+    if graphs.impl != "none" and graphs.capture != "startup":
+        yield (
+            f"graphs.capture is {graphs.capture}: ranks of every group must capture together, whatever the size of "
+            "their micro-batch; set it to startup"
+        )
+    num_ranks = training.data_parallel_size * training.context_parallel_size
+    sizes = group_sizes(num_ranks)
+    for size in sorted({b.cp_size for b in graphs.buckets} - {*sizes}):
+        made = ", ".join(map(str, sizes))
+        yield f"a bucket's cp_size is {size}: megatron-core makes groups of {made} of {num_ranks} ranks; leave it out"
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    tokens_of_rank = training.max_seqlen_per_dp_cp_rank or 0
+    if tokens_of_rank % shards:
+        yield (
+            f"max_seqlen_per_dp_cp_rank is {tokens_of_rank}: sequence parallelism shares it out among {shards} ranks; "
+            "analyse with a multiple"
+        )
     kinds = getattr(config, "cp_comm_type", None) or "p2p"
     if other := sorted({kinds} - {"p2p"} if isinstance(kinds, str) else {*kinds} - {"p2p"}):
         yield f"cp_comm_type is {other[0]!r}: only rings were checked with groups that change; set it to 'p2p'"
@@ -236,36 +236,32 @@ def _of_dynamic_cp(config: Any, plan: Plan) -> Iterator[str]:
         )
 
 
-def _of_sizes(config: Any, plan: Plan) -> Iterator[str]:
-    graphs, tokens_of_rank = plan.graphs, plan.training.max_seqlen_per_dp_cp_rank or 0
-    if graphs.impl != "none" and graphs.capture != "startup":
-        yield (
-            f"graphs.capture is {graphs.capture}: ranks of every group must capture together, whatever the size of "
-            "their micro-batch; set it to startup"
-        )
-    num_ranks = plan.training.data_parallel_size * plan.training.context_parallel_size
-    sizes = group_sizes(num_ranks)
-    for size in sorted({b.cp_size for b in graphs.buckets} - {*sizes}):
-        made = ", ".join(map(str, sizes))
-        yield f"a bucket's cp_size is {size}: megatron-core makes groups of {made} of {num_ranks} ranks; leave it out"
-    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    if tokens_of_rank % shards:
-        yield (
-            f"max_seqlen_per_dp_cp_rank is {tokens_of_rank}: sequence parallelism shares it out among {shards} ranks; "
-            "analyse with a multiple"
-        )
-
-
 # --- the model and its graphs -------------------------------------------------------------------------------------
 
 
-def _of_impl(config: Any, impl: str) -> Iterator[str]:
-    """A line where the model was built for graphs of another kind than `impl`, which is not "none"."""
+def _of_kind(config: Any, impl: str, facts: Facts) -> Iterator[str]:
+    """Lines where the model was built for graphs of another kind than `impl`, which is not "none", and settings with
+    which Megatron's own layer graphs cannot leave some micro-batches to run eagerly.
+    """
     wanted = "none" if impl == "chunk" else impl
-    if impl == "transformer_engine" and config.cuda_graph_impl == "none":
-        return  # layers are captured as they are, and told of a split while they run
-    if config.cuda_graph_impl != wanted and impl != "module":
+    as_it_is = (
+        impl == "transformer_engine" and config.cuda_graph_impl == "none"
+    )  # layers hear of a split while they run
+    if config.cuda_graph_impl != wanted and impl != "module" and not as_it_is:
         yield f"cuda_graph_impl is {config.cuda_graph_impl!r}, graphs.impl {impl} needs {wanted!r}"
+    if impl != "local":
+        return
+    if (size := _expert_tensor_size(config)) > config.tensor_model_parallel_size:
+        yield (
+            f"expert_tensor_parallel_size is {size}, tensor_model_parallel_size {config.tensor_model_parallel_size}: "
+            "ranks that share experts may record other buckets; set graphs.impl to chunk"
+        )
+    if modules := _captured_modules(config):
+        yield f"cuda_graph_modules is {modules}: only graphs of whole layers are led; set it to []"
+    if getattr(getattr(config, "inference_cuda_graph_scope", None), "name", None) == "block":
+        yield "inference_cuda_graph_scope is 'block': layers have no graphs of their own then; set it to 'layer'"
+    if not facts.wrapper:
+        yield "the model is not wrapped: Megatron's graphs add to main_grad; wrap it in DistributedDataParallel"
 
 
 def _of_operations(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
@@ -278,30 +274,9 @@ def _of_operations(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
         )
 
 
-def _of_local(config: Any, facts: Facts) -> Iterator[str]:
-    """Settings with which Megatron's own layer graphs cannot leave some micro-batches to run eagerly."""
-    tensor_parallel_size = config.tensor_model_parallel_size
-    expert_size = getattr(config, "expert_tensor_parallel_size", None) or tensor_parallel_size
-    if expert_size > tensor_parallel_size:
-        yield (
-            f"expert_tensor_parallel_size is {expert_size}, tensor_model_parallel_size {tensor_parallel_size}: ranks "
-            "that share experts may record other buckets; set graphs.impl to chunk"
-        )
-    if modules := _captured_modules(config):
-        yield f"cuda_graph_modules is {modules}: only graphs of whole layers are led; set it to []"
-    if getattr(getattr(config, "inference_cuda_graph_scope", None), "name", None) == "block":
-        yield "inference_cuda_graph_scope is 'block': layers have no graphs of their own then; set it to 'layer'"
-    if not facts.wrapper:
-        yield "the model is not wrapped: Megatron's graphs add to main_grad; wrap it in DistributedDataParallel"
-
-
-def refused_by_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
+def refuse_layer_graphs(config: Any, plan: Plan) -> Iterator[str]:
     """A line for every setting that Transformer Engine's graphs of layers cannot serve, or for parts of layers in a
     plan for graphs of another kind.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        plan: the plan that training is to follow.
     """
     planned = list(plan.graphs.modules)
     if plan.graphs.impl != "transformer_engine":
@@ -332,39 +307,12 @@ def _captured_modules(config: Any) -> list[str]:
     return [getattr(module, "name", str(module)) for module in getattr(config, "cuda_graph_modules", None) or ()]
 
 
-def _of_surroundings(facts: Facts, environment: Mapping[str, str], impl: str) -> Iterator[str]:
-    """The RNG tracker, hooks, foreign layers and the CUDA allocator."""
-    if not facts.graph_safe_rng:
-        yield (
-            "the RNG tracker's states cannot be registered with a graph: call model_parallel_cuda_manual_seed(..., "
-            "te_rng_tracker=True), or --te-rng-tracker"
-        )
-    if facts.foreign_hooks:
-        yield describe_hooked_modules(facts.foreign_hooks)
-    foreign = {*facts.foreign_layers}
-    if _DELTA_NET in foreign and (impl == "transformer_engine" or not facts.replay):
-        foreign.discard(_DELTA_NET)  # layers that have one run eagerly
-    elif _DELTA_NET in foreign:
-        foreign.discard(_DELTA_NET)
-        yield (
-            f"the decoder has {_DELTA_NET}, which reads the boundaries on the host in every pass: analyse with --impl "
-            "transformer_engine, whose graphs of the other layers leave those that have one to run eagerly"
-        )
-    if foreign:
-        yield (
-            f"the decoder has {', '.join(sorted(foreign))}: only attention, MLP, experts and MambaLayers were "
-            "checked in a graph; use those alone, or set graphs.impl to none and graphs.buckets to []"
-        )
-    yield from refused_allocator(environment)
+def refuse_model(
+    config: Any, facts: Facts, environment: Mapping[str, str], impl: str, *, dynamic: bool
+) -> Iterator[str]:
+    """MambaLayers, the RNG tracker, hooks, foreign layers and the CUDA allocator.
 
-
-def refuse_mamba(config: Any, facts: Facts, *, dynamic: bool) -> Iterator[str]:
-    """What MambaLayers cannot do with packed input.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        facts: what else is known of the run.
-        dynamic: whether the plan is of dynamic context parallelism.
+    `dynamic` says whether the plan is of dynamic context parallelism.
     """
     if facts.has_mamba and not getattr(config, "use_mamba_mem_eff_path", True):
         yield "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
@@ -373,6 +321,24 @@ def refuse_mamba(config: Any, facts: Facts, *, dynamic: bool) -> Iterator[str]:
             "the decoder has MambaLayers, which exchange tokens over groups of one size, and the plan is of dynamic "
             "context parallelism: analyse a run with one size"
         )
+    if not facts.graph_safe_rng:
+        yield (
+            "the RNG tracker's states cannot be registered with a graph: call model_parallel_cuda_manual_seed(..., "
+            "te_rng_tracker=True), or --te-rng-tracker"
+        )
+    if facts.foreign_hooks:
+        yield describe_hooked_modules(facts.foreign_hooks)
+    if _DELTA_NET in facts.foreign_layers and impl != "transformer_engine" and facts.replay:
+        yield (
+            f"the decoder has {_DELTA_NET}, which reads the boundaries on the host in every pass: analyse with --impl "
+            "transformer_engine, whose graphs of the other layers leave those that have one to run eagerly"
+        )
+    if foreign := {*facts.foreign_layers} - {_DELTA_NET}:
+        yield (
+            f"the decoder has {', '.join(sorted(foreign))}: only attention, MLP, experts and MambaLayers were "
+            "checked in a graph; use those alone, or set graphs.impl to none and graphs.buckets to []"
+        )
+    yield from refused_allocator(environment)
 
 
 def _of_adapters(facts: Facts) -> Iterator[str]:
@@ -391,7 +357,6 @@ def _of_adapters(facts: Facts) -> Iterator[str]:
 
 
 def _few(names: tuple[str, ...]) -> str:
-    """The first name, and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
@@ -403,12 +368,9 @@ def _of_offloading(config: Any, plan: Plan) -> Iterator[str]:
     offload = plan.graphs.offload
     if uses_core(config):
         yield from _of_core(config, offload, plan.graphs.impl)
-    elif offload is not None:
-        yield from _of_saved_tensors(offload)
-
-
-def _of_saved_tensors(offload: OffloadPart) -> Iterator[str]:
-    """What thdprof's own offloading inside graphs cannot do."""
+        return
+    if offload is None:
+        return
     if offload.delayed_commit:
         yield (
             "graphs.offload.delayed_commit is True: copies are part of the graphs, so that launching one queues them "
@@ -442,7 +404,17 @@ def _of_core(config: Any, offload: OffloadPart | None, impl: str) -> Iterator[st
             "with --offload, or set it to False"
         )
         return
-    yield from _differences(config, offload)
+    pairs = [
+        ("offload_modules", "modules", sorted(offload.modules)),
+        ("activation_offload_fraction", "fraction", offload.fraction),
+        ("delay_offload_until_cuda_graph", "delayed_commit", offload.delayed_commit),
+        ("min_offloaded_tensor_size", f"min_bytes, {_ELEMENT_BYTES} an element,", offload.min_bytes // _ELEMENT_BYTES),
+    ]
+    for field, name, planned in pairs:
+        value = getattr(config, field)
+        actual = sorted(value or ()) if isinstance(planned, list) else value
+        if actual != planned:
+            yield f"{field} is {actual!r}, and by the plan's graphs.offload.{name} {planned!r}: set one to the other"
     for field, value in _UNFOLLOWED.items():
         if (actual := getattr(config, field, value)) != value:
             yield f"{field} is {actual}: it is not followed around graphs of layers; set it to {value}"
@@ -456,18 +428,3 @@ def _of_core(config: Any, offload: OffloadPart | None, impl: str) -> Iterator[st
             "graphs.offload.delayed_commit is True: megatron-core delays copies of expert_fc1 and moe_act alone; set "
             "it to False"
         )
-
-
-def _differences(config: Any, offload: OffloadPart) -> Iterator[str]:
-    """Fields of the config whose values differ from the plan's."""
-    pairs = [
-        ("offload_modules", "modules", sorted(offload.modules)),
-        ("activation_offload_fraction", "fraction", offload.fraction),
-        ("delay_offload_until_cuda_graph", "delayed_commit", offload.delayed_commit),
-        ("min_offloaded_tensor_size", f"min_bytes, {_ELEMENT_BYTES} an element,", offload.min_bytes // _ELEMENT_BYTES),
-    ]
-    for field, name, planned in pairs:
-        value = getattr(config, field)
-        actual = sorted(value or ()) if isinstance(planned, list) else value
-        if actual != planned:
-            yield f"{field} is {actual!r}, and by the plan's graphs.offload.{name} {planned!r}: set one to the other"

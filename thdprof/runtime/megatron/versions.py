@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -45,7 +45,7 @@ class Package:
     """Behaviours that are tried on the CPU, by their name and, behind a colon, what thdprof needs them for."""
     names: str = ""
     """Names that must stand in the package's sources. A line has a module below the root, with a class or function of
-    it behind a colon; the names; and what thdprof needs them for.
+    it behind a colon, and the names.
     """
 
 
@@ -95,13 +95,11 @@ def _rope_is_ours() -> bool:
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     tokens, bounds = torch.linspace(-1, 1, 64).view(8, 2, 4), torch.tensor([0, 5, 8], dtype=torch.int32)
     table = torch.linspace(0, 3, 48).view(12, 1, 1, 4)
-    told = {"max_seqlen": 5} if rotary.reads_max_seqlen() else {}
+    longest = {"max_seqlen": 5} if rotary.reads_max_seqlen() else {}
 
     def rotate(rows: int) -> torch.Tensor:
-        rotated: torch.Tensor = rope_utils.apply_rotary_pos_emb(
-            tokens, table[:rows], config, bounds, cp_group=group, **told
-        )
-        return rotated
+        rotate_all: Callable[..., torch.Tensor] = rope_utils.apply_rotary_pos_emb
+        return rotate_all(tokens, table[:rows], config, bounds, cp_group=group, **longest)
 
     own = [rotate(5), rotate(8)]  # of positions in a document, and of the micro-batch's tokens
     with rotary.on_the_device():
@@ -139,59 +137,50 @@ MEGATRON = Package(
         "roll_tensor: multi-token prediction shifts all documents of a micro-batch together": _shift_is_ours,
     },
     names="""
-transformer.cuda_graphs | _set_capture_start _set_capture_end | hooks of DistributedDataParallel stay silent in captures
-transformer.cuda_graphs | _set_warmup_start _set_warmup_end | nothing is recomputed in warm-ups
-transformer.cuda_graphs:_CudagraphGlobalRecord | cudagraph_created | no layer can be added to recorded graphs
-transformer.cuda_graphs:_CudagraphGlobalRecord | _enable_saved_tensors_observer | as above
-transformer.cuda_graphs:CudaGraphManager.__init__ | cudagraph_runners global_mempool | graphs are counted and freed
-transformer.cuda_graphs:_CudaGraphRunner.__init__ | status fwd_graph bwd_graph _GraphStatus | a backward is to come
-distributed.distributed_data_parallel | _cudagraph_wgrad_ready_event | gradients are reduced without a .grad
-distributed.distributed_data_parallel | bucket_groups expert_parallel_bucket_groups | gradients are being reduced
-distributed.param_and_grad_buffer | is_last_microbatch | as above
-transformer.transformer_block:TransformerBlock.forward | input_tensor pre_process | a pipeline stage's input
-models.hybrid.hybrid_block:HybridStack.forward | input_tensor pre_process layers | as above
-transformer.module:GraphableMegatronModule | _should_call_local_cudagraph cuda_graphs | layers are led to their graphs
-transformer.module:GraphableMegatronModule | cuda_graph_manual_hooks | as above
-ssm.mamba_mixer:MambaMixer | seq_idx cp | a capture runs over aliases of parameters in plain attributes
-transformer.transformer_layer | _te_cuda_graph_capture _te_cuda_graph_replay | dropless experts run behind their router
-transformer.transformer_layer | _get_submodules_under_cudagraphs mlp_norm_manager | as above
-transformer.transformer_layer | recompute_pre_mlp_layernorm cudagraph_tensor_store | as above
-transformer.moe.moe_layer:MoELayer | moe_layer_recompute cudagraph_tensor_store | experts are recomputed from the graph
-transformer.moe.token_dispatcher | cudagraph_attrs valid_cudagraph_attrs | experts go on with the sizes of their tokens
-transformer.moe.token_dispatcher | cuda_dtoh_point _comm_manager | as above
-transformer.moe.router:TopKRouter | _apply_expert_bias local_tokens_per_expert | bias is counted outside of the graph
-models.gpt.gpt_model:GPTModel.build_schedule_plan | packed_seq_params | the nodes of a schedule are led to graphs
-models.common.model_chunk_schedule_plan | get_layer num_layers state chunk_state | as above
-pipeline_parallel.utils:ScheduleNode | free_input | as above
-transformer.multi_token_prediction | _get_embeddings _concat_embeddings mtp_model_layer | prediction is replayed
-transformer.multi_token_prediction | _proj_and_transformer_layer _checkpointed_forward | as above
-transformer.multi_token_prediction | _roll_tensor_packed_seq | documents are shifted together
-models.common.embeddings.yarn_rotary_pos_embedding | get_cached_cos_sin | graphs need multi-latent tables in place
-models.common.embeddings.yarn_rotary_pos_embedding | cos_cached sin_cached max_seq_len_cached | as above
-models.common.embeddings.yarn_rotary_pos_embedding | offset_cached dtype_cached packed_seq_cached | as above
-models.common.embeddings.rope_utils | _apply_rotary_pos_emb_thd _apply_rotary_pos_emb_bshd | captures replace the first
-extensions.transformer_engine:TEDotProductAttention.forward | local_cp_size | dynamic context parallelism
-transformer.attention | core_attention linear_proj linear_qkv q_layernorm | graphs.offload names these parts
-transformer.multi_latent_attention | linear_q_proj linear_q_down_proj linear_q_up_proj kv_layernorm | as above
-transformer.multi_latent_attention | linear_kv_down_proj linear_kv_up_proj linear_qkv_down_proj | as above
-transformer.mlp:MLP | linear_fc1 linear_fc2 | as above
-pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager | OFFLOAD_MGR _cur_forward_chunk | one a slot
-pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager | _d2h_stream _h2d_stream | as above
-pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler | offload_groups _groups_to_offload | as above
-pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler | _groups_to_reload _reloading_group | as above
-pipeline_parallel.fine_grained_activation_offload | _tensors _name _pools | as above
-utils:get_batch_on_this_tp_rank | batch tp_rank has_cu_seqlens is_hybrid_cp | boundaries stay on the host
-utils:get_batch_on_this_tp_rank | micro_batch_size broadcast_group broadcast_src_rank | as above
-utils | flatten_batch_for_packed_sequences | as above
-rerun_state_machine:RerunStateMachine | validate_result is_unexpectedly_large | losses of a step are checked together
-rerun_state_machine:RerunStateMachine | should_run_forward_backward should_checkpoint_and_exit set_mode | as above
-rerun_state_machine:RerunStateMachine | state_dict _restore_state state initial_result saved_results | as above
-rerun_state_machine | error_injector should_inject_errors | as above
-tensor_parallel.random | checkpoint CheckpointFunction CheckpointWithoutOutput | recomputing draws the forward's masks
-tensor_parallel.random | _get_all_rng_states _set_all_rng_states | as above
-transformer.module:MegatronModule.set_is_first_microbatch | is_first_microbatch | weights are quantized once a step
-extensions.transformer_engine | _fused_impl te_checkpoint | fused operations are left out of graphs
-transformer.moe.experts | _fused_ops | as above
+transformer.cuda_graphs | _set_capture_start _set_capture_end _set_warmup_start _set_warmup_end
+transformer.cuda_graphs:_CudagraphGlobalRecord | cudagraph_created _enable_saved_tensors_observer
+transformer.cuda_graphs:CudaGraphManager.__init__ | cudagraph_runners global_mempool
+transformer.cuda_graphs:_CudaGraphRunner.__init__ | status fwd_graph bwd_graph _GraphStatus
+distributed.distributed_data_parallel | _cudagraph_wgrad_ready_event bucket_groups expert_parallel_bucket_groups
+distributed.param_and_grad_buffer | is_last_microbatch
+transformer.transformer_block:TransformerBlock.forward | input_tensor pre_process
+models.hybrid.hybrid_block:HybridStack.forward | input_tensor pre_process layers
+transformer.module:GraphableMegatronModule | _should_call_local_cudagraph cuda_graphs cuda_graph_manual_hooks
+ssm.mamba_mixer:MambaMixer | seq_idx cp
+transformer.transformer_layer | _te_cuda_graph_capture _te_cuda_graph_replay _get_submodules_under_cudagraphs
+transformer.transformer_layer | mlp_norm_manager recompute_pre_mlp_layernorm cudagraph_tensor_store
+transformer.moe.moe_layer:MoELayer | moe_layer_recompute cudagraph_tensor_store
+transformer.moe.token_dispatcher | cudagraph_attrs valid_cudagraph_attrs cuda_dtoh_point _comm_manager
+transformer.moe.router:TopKRouter | _apply_expert_bias local_tokens_per_expert
+models.gpt.gpt_model:GPTModel.build_schedule_plan | packed_seq_params
+models.common.model_chunk_schedule_plan | get_layer num_layers state chunk_state
+pipeline_parallel.utils:ScheduleNode | free_input
+transformer.multi_token_prediction | _get_embeddings _concat_embeddings mtp_model_layer _proj_and_transformer_layer
+transformer.multi_token_prediction | _checkpointed_forward _roll_tensor_packed_seq
+models.common.embeddings.yarn_rotary_pos_embedding | get_cached_cos_sin cos_cached sin_cached max_seq_len_cached
+models.common.embeddings.yarn_rotary_pos_embedding | offset_cached dtype_cached packed_seq_cached
+models.common.embeddings.rope_utils | _apply_rotary_pos_emb_thd _apply_rotary_pos_emb_bshd
+extensions.transformer_engine:TEDotProductAttention.forward | local_cp_size
+transformer.attention | core_attention linear_proj linear_qkv q_layernorm
+transformer.multi_latent_attention | linear_q_proj linear_q_down_proj linear_q_up_proj kv_layernorm linear_kv_down_proj
+transformer.multi_latent_attention | linear_kv_up_proj linear_qkv_down_proj
+transformer.mlp:MLP | linear_fc1 linear_fc2
+pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager | OFFLOAD_MGR _cur_forward_chunk _d2h_stream
+pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager | _h2d_stream
+pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler | offload_groups _groups_to_offload
+pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler | _groups_to_reload _reloading_group
+pipeline_parallel.fine_grained_activation_offload | _tensors _name _pools
+utils:get_batch_on_this_tp_rank | batch tp_rank has_cu_seqlens is_hybrid_cp micro_batch_size broadcast_group
+utils:get_batch_on_this_tp_rank | broadcast_src_rank
+utils | flatten_batch_for_packed_sequences
+rerun_state_machine:RerunStateMachine | validate_result is_unexpectedly_large should_run_forward_backward
+rerun_state_machine:RerunStateMachine | should_checkpoint_and_exit set_mode state_dict _restore_state state
+rerun_state_machine:RerunStateMachine | initial_result saved_results
+rerun_state_machine | error_injector should_inject_errors
+tensor_parallel.random | checkpoint CheckpointFunction CheckpointWithoutOutput _get_all_rng_states _set_all_rng_states
+transformer.module:MegatronModule.set_is_first_microbatch | is_first_microbatch
+extensions.transformer_engine | _fused_impl te_checkpoint
+transformer.moe.experts | _fused_ops
 """,
 )
 MEGATRON_LM = Package(
@@ -200,9 +189,8 @@ MEGATRON_LM = Package(
     oldest=MEGATRON.oldest,
     newest_run=MEGATRON.newest_run,
     names="""
-training | setup_model_and_optimizer train training_log iteration | graphs begin behind the setup, and end with the loop
-training | print_rank_last print_rank_0 get_tensorboard_writer get_wandb_writer | graphs are counted in its log
-training | tensorboard_log_interval use_gloo_process_groups distributed_timeout_minutes | as above
+training | setup_model_and_optimizer train training_log iteration print_rank_last print_rank_0 get_tensorboard_writer
+training | get_wandb_writer tensorboard_log_interval use_gloo_process_groups distributed_timeout_minutes
 """,
 )
 TRANSFORMER_ENGINE = Package(
@@ -211,17 +199,15 @@ TRANSFORMER_ENGINE = Package(
     oldest="2.20.2",
     newest_run="2.20.2",
     names="""
-pytorch.distributed | checkpoint get_all_rng_states | FP8 is recomputed by it, and captures register random states
-pytorch.graph:make_graphed_callables | _order _num_layers_per_chunk | a chunk's layers share a memory pool
-pytorch.graph | _reuse_graph_input_output_buffers reset set_capture_end | as above, also after a failed capture
-pytorch.quantization:FP8GlobalStateManager | reduce_and_update_fp8_tensors | scales change after replays
-pytorch.quantization | quantization_state | as above
-pytorch.quantization | skip_fp8_weight_update_tensor fp8_tensors_recompute_buffer | graphs quantize weights if told to
-pytorch.quantization | scale amax_history scaling_fwd scaling_bwd | a capture leaves scales as they were
-pytorch.quantized_tensor | get_metadata get_usages update_usage | replays find quantized weights where they were
-pytorch.module.base | fp8_meta _fp8_workspaces | as above
-pytorch.module.base | wgrad_store wgrad_accumulation_and_reduce_hooks backward_dw | delayed gradients are in graphs
-pytorch.module.linear | main_grad grad_added_to_main_grad | weight gradients are accumulated by kernels
+pytorch.distributed | checkpoint get_all_rng_states
+pytorch.graph:make_graphed_callables | _order _num_layers_per_chunk
+pytorch.graph | _reuse_graph_input_output_buffers reset set_capture_end
+pytorch.quantization:FP8GlobalStateManager | reduce_and_update_fp8_tensors
+pytorch.quantization | quantization_state skip_fp8_weight_update_tensor fp8_tensors_recompute_buffer scale amax_history
+pytorch.quantization | scaling_fwd scaling_bwd
+pytorch.quantized_tensor | get_metadata get_usages update_usage
+pytorch.module.base | fp8_meta _fp8_workspaces wgrad_store wgrad_accumulation_and_reduce_hooks backward_dw
+pytorch.module.linear | main_grad grad_added_to_main_grad
 """,
 )
 BRIDGE = Package(
@@ -230,18 +216,16 @@ BRIDGE = Package(
     oldest="0.6.2",
     newest_run="0.6.2",
     names="""
-peft.recompute | forward | it puts a forward on a block, which is kept around graphs
-peft.lora_layers | TEFusedLoRALinear | it is refused
-models.qwen_vl.modelling_qwen3_vl.model:Qwen3VLModel | language_model vision_model | its decoder takes images as tensors
-models.qwen_vl.modelling_qwen3_vl.model:Qwen3VLModel | vision_transformer_config | as above
-models.qwen_vl.modelling_qwen3_vl.transformer_block | _deepstack_process visual_pos_masks | as above
-models.qwen_vl.modelling_qwen3_vl.transformer_block | deepstack_visual_embeds | as above
-models.qwen_vl.modelling_qwen3_vl.rope:Qwen3VLMultimodalRotaryEmbedding | is_thd_format | as above
-training.gpt_step:get_batch | get_batch_from_iterator | boundaries on the host are forgotten there
-training.vlm_step:get_batch | get_batch_from_iterator | as above
-training.pretrain | destroy_global_state | graphs are freed before the process groups
-training.train:train | train_step | all ranks agree there if the run exits itself
-training.utils.train_utils | print_rank_last | graphs are counted in the log line
+peft.recompute | forward
+peft.lora_layers | TEFusedLoRALinear
+models.qwen_vl.modelling_qwen3_vl.model:Qwen3VLModel | language_model vision_model vision_transformer_config
+models.qwen_vl.modelling_qwen3_vl.transformer_block | _deepstack_process visual_pos_masks deepstack_visual_embeds
+models.qwen_vl.modelling_qwen3_vl.rope:Qwen3VLMultimodalRotaryEmbedding | is_thd_format
+training.gpt_step:get_batch | get_batch_from_iterator
+training.vlm_step:get_batch | get_batch_from_iterator
+training.pretrain | destroy_global_state
+training.train:train | train_step
+training.utils.train_utils | print_rank_last
 """,
 )
 INSTALL = (TORCH, MEGATRON, TRANSFORMER_ENGINE)
@@ -261,10 +245,8 @@ def installed(packages: Sequence[str]) -> dict[str, str | None]:
     versions: dict[str, str | None] = {}
     for name in packages:
         imported = sys.modules.get("megatron.core") if name == "megatron-core" else None
-        if imported is not None and hasattr(imported, "__version__"):
-            versions[name] = imported.__version__.partition("+")[0]  # what follows is the commit of some repository
-            continue
-        versions[name] = _in_metadata(name)
+        own = getattr(imported, "__version__", None)  # behind a plus sign it has the commit of some repository
+        versions[name] = _in_metadata(name) if own is None else own.partition("+")[0]
     return versions
 
 
@@ -284,17 +266,14 @@ def _hidden() -> str:
     return f". megatron-core {there} is imported from {where}, in front of the installed one ({own or 'none'})"
 
 
-def _inside(node: ast.AST | None) -> Iterator[ast.AST]:
-    return iter(()) if node is None else ast.walk(node)
-
-
-def _names_in(node: ast.AST | None, of: str) -> frozenset[str]:
+def _names_in(module: ast.Module | None, of: str) -> set[str]:
     """Every name in the class or function `of` of a module, in the whole module for ""; none where it is not."""
+    inside: list[ast.AST] = [] if module is None else [*ast.walk(module)]
     for part in filter(None, of.split(".")):
-        node = next((n for n in _inside(node) if getattr(n, "name", None) == part), None)
+        inside = next(([*ast.walk(node)] for node in inside if getattr(node, "name", None) == part), [])
     fields = ("id", "attr", "arg", "name", "asname", "value")
-    found = (getattr(n, field, None) for n in _inside(node) for field in fields)
-    return frozenset(name for name in found if isinstance(name, str))
+    found = (getattr(node, field, None) for node in inside for field in fields)
+    return {name for name in found if isinstance(name, str)}
 
 
 @cache
@@ -302,7 +281,6 @@ def refusals(package: Package, root: Path | None = None) -> Sequence[str]:
     """A sentence for every probe that the package does not pass.
 
     Args:
-        package: the package.
         root: the directory of its sources; None: where it would be imported from.
     """
     if root is None:
@@ -310,7 +288,7 @@ def refusals(package: Package, root: Path | None = None) -> Sequence[str]:
         if spec is None or not spec.submodule_search_locations:
             return [f"{package.root} cannot be found"]
         root = Path(next(iter(spec.submodule_search_locations)))
-    told, why = [], ""
+    lacks = []
     for text, holds in package.tried.items():
         what, _, why = text.partition(": ")
         try:
@@ -318,11 +296,10 @@ def refusals(package: Package, root: Path | None = None) -> Sequence[str]:
         except Exception as error:
             problem = f"fails ({type(error).__name__}: {error})"
         if problem:
-            told.append(f"{what} {problem} ({why})")
+            lacks.append(f"{what} {problem} ({why})")
     modules: dict[str, ast.Module | None] = {}
     for line in package.names.strip().splitlines():
-        where, names, reason = line.split(" | ")
-        why = why if reason == "as above" else reason
+        where, names = line.split(" | ")
         module, _, of = where.partition(":")
         if module not in modules:
             base = root.joinpath(*module.split("."))
@@ -330,8 +307,8 @@ def refusals(package: Package, root: Path | None = None) -> Sequence[str]:
             modules[module] = ast.parse(file.read_bytes()) if file.is_file() else None
         there = _names_in(modules[module], of)
         if missing := [name for name in names.split() if name not in there]:
-            told.append(f"{where} has no {', '.join(missing)} ({why})")
-    return told
+            lacks.append(f"{where} has no {', '.join(missing)}")
+    return lacks
 
 
 def check(
@@ -354,15 +331,14 @@ def check(
     for package in packages:
         version = versions[package.name]
         if version is None:
-            bridge = package is BRIDGE
-            wanted = "pip install megatron-bridge" if bridge else install_line("megatron,te")
+            wanted = "pip install megatron-bridge" if package is BRIDGE else install_line("megatron,te")
             lines.append(f"{package.name} is not installed: {wanted}")
         elif Version(version).release < Version(package.oldest).release:
             lines.append(f"{package.name} {version}: the oldest version that thdprof takes is {package.oldest}")
         else:
-            told = refusals(package)
-            lines.extend(f"{package.name} {version}: {line}" for line in told)
-            if not told and Version(version).release[:2] > Version(package.newest_run).release[:2]:
+            lacks = refusals(package)
+            lines.extend(f"{package.name} {version}: {line}" for line in lacks)
+            if not lacks and Version(version).release[:2] > Version(package.newest_run).release[:2]:
                 warn_once(
                     f"{package.name} {version} has all that thdprof relies on, but thdprof was run with nothing newer "
                     f"than {package.newest_run}: compare a run with --replay off before you trust it"

@@ -16,7 +16,7 @@ from thdprof.errors import DataError
 from thdprof.plan import Plan
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.trainers import bridge, bridge_refusals, bridge_runs
+from thdprof.runtime.megatron.trainers import bridge, bridge_runs, training_loops
 from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
 
 EVENTS = {"on_train_start", "on_train_step_end", "on_train_end"}
@@ -61,8 +61,8 @@ def run(monkeypatch):
         seen.append(f"installed {plan.graphs.impl} replay={replay}")
         return FakeInstallation(seen)
 
-    monkeypatch.setattr(bridge, "install", install)
-    monkeypatch.setattr(bridge, "Observer", FakeObserver)
+    monkeypatch.setattr(training_loops, "install", install)
+    monkeypatch.setattr(training_loops, "Observer", FakeObserver)
     monkeypatch.setattr(bridge.versions, "check", lambda *packages: None)
 
     def start(callback: ThdprofCallback) -> CallbackManager:
@@ -275,8 +275,8 @@ def test_a_difference_that_only_the_prediction_feels_is_said(run, plan, monkeypa
     ],
 )
 def test_settings_of_bridge_are_refused_by_their_names(plan, changes, named):
-    assert bridge_refusals.refusals(configuration(), plan) == []
-    (line,) = bridge_refusals.refusals(configuration(**changes), plan)
+    assert list(bridge_runs.refusals(configuration(), plan)) == []
+    (line,) = bridge_runs.refusals(configuration(**changes), plan)
     assert line.startswith(named)
     assert "set it to" in line
 
@@ -285,13 +285,13 @@ def test_graphs_that_bridge_would_capture_itself_are_refused(plan):
     def of_impl(impl):
         return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
 
-    assert bridge_refusals.refusals(configuration(), of_impl("local")) == [
+    assert list(bridge_runs.refusals(configuration(), of_impl("local"))) == [
         "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
         "transformer_engine"
     ]
     layers = of_impl("transformer_engine")
-    assert bridge_refusals.refusals(configuration(model_cuda_graph_impl="none"), layers) == []
-    assert bridge_refusals.refusals(configuration(model_cuda_graph_impl="transformer_engine"), layers) == [
+    assert list(bridge_runs.refusals(configuration(model_cuda_graph_impl="none"), layers)) == []
+    assert list(bridge_runs.refusals(configuration(model_cuda_graph_impl="transformer_engine"), layers)) == [
         "cuda_graph_impl is 'transformer_engine': Megatron-Bridge would capture the layers itself; set it to 'none'"
     ]
 

@@ -14,7 +14,7 @@ from support.trainer_fakes import FakeInstallation, FakeObserver, Writer
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.trainers import megatron_lm
+from thdprof.runtime.megatron.trainers import megatron_lm, training_loops
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def loop(monkeypatch):
         ),
     }.items():
         monkeypatch.setattr(training, name, value)
-    monkeypatch.setattr(megatron_lm, "install", install)
-    monkeypatch.setattr(megatron_lm, "Observer", FakeObserver)
+    monkeypatch.setattr(training_loops, "install", install)
+    monkeypatch.setattr(training_loops, "Observer", FakeObserver)
     monkeypatch.setattr(megatron_lm.versions, "check", lambda *packages: None)
     return fakes
 

@@ -6,37 +6,36 @@ import argparse
 import contextlib
 import io
 import math
-import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thdprof.errors import UsageError
 from thdprof.runtime.megatron.replacing import replaced
 
+_NONE = """
+save load pretrained_checkpoint data_path train_data_path valid_data_path test_data_path data_args_path
+per_split_data_args_path data_cache_path per_dataset_sequences_path tokenizer_model vocab_file merge_file
+tensorboard_dir rampup_batch_size step_batch_size_schedule train_samples lr_decay_samples non_persistent_ckpt_type
+ckpt_convert_format result_rejected_tracker_filename logits_save_dir logits_load_dir exit_interval
+exit_duration_in_mins pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage
+num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+lr_warmup_fraction save_interval cuda_graph_scope_deprecated decoupled_lr decoupled_min_lr
+"""
+_FALSE = """
+use_checkpoint_args async_save use_persistent_ckpt_worker profile fim_data record_memory_history enable_one_logger
+auto_detect_ckpt_format skip_train account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+create_attention_mask_in_dataloader tp_comm_overlap moe_use_upcycling enable_cuda_graph external_cuda_graph
+optimizer_cuda_graph log_straggler check_for_spiky_loss
+"""
 _OFF: dict[str, Any] = {
-    **dict.fromkeys(("save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path")),
-    **dict.fromkeys(("test_data_path", "data_args_path", "per_split_data_args_path", "data_cache_path")),
-    **dict.fromkeys(("per_dataset_sequences_path", "tokenizer_model", "vocab_file", "merge_file", "tensorboard_dir")),
-    **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "train_samples", "lr_decay_samples")),
-    **dict.fromkeys(("non_persistent_ckpt_type", "ckpt_convert_format", "result_rejected_tracker_filename")),
-    **dict.fromkeys(("logits_save_dir", "logits_load_dir", "exit_interval", "exit_duration_in_mins")),
-    **dict.fromkeys(("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage")),
-    **dict.fromkeys(("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers")),
-    **dict.fromkeys(("decoder_last_pipeline_num_layers", "lr_warmup_fraction", "save_interval")),
-    **dict.fromkeys(("use_checkpoint_args", "async_save", "use_persistent_ckpt_worker", "profile", "fim_data"), False),
-    **dict.fromkeys(("record_memory_history", "enable_one_logger", "auto_detect_ckpt_format", "skip_train"), False),
-    **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
-    **dict.fromkeys(("create_attention_mask_in_dataloader", "tp_comm_overlap", "moe_use_upcycling"), False),
-    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph", "log_straggler"), False),
+    **dict.fromkeys(_NONE.split()),
+    **dict.fromkeys(_FALSE.split(), False),
     **dict.fromkeys(("lr_warmup_samples", "lr_warmup_iters", "eval_iters"), 0),
-    "wandb_project": "",
-    "wandb_exp_name": "",
+    **dict.fromkeys(("wandb_project", "wandb_exp_name"), ""),
     "cuda_graph_impl": "none",
     "cuda_graph_modules": [],
-    "cuda_graph_scope_deprecated": None,
     "tokenizer_type": "NullTokenizer",
     "mock_data": True,
     "pipeline_model_parallel_size": 1,
@@ -44,11 +43,8 @@ _OFF: dict[str, Any] = {
     "train_iters": 100_000,
     "lr": 1e-9,
     "min_lr": 0.0,
-    "decoupled_lr": None,
-    "decoupled_min_lr": None,
     "lr_warmup_init": 0.0,
     "lr_decay_style": "constant",
-    "check_for_spiky_loss": False,
 }
 """Values of arguments for a measurement. Those of stock graphs are off because a plan's graphs take their place."""
 _REFUSED = {
@@ -62,25 +58,6 @@ _REFUSED = {
 """Arguments that cannot be measured, with the reason."""
 GPT2_VOCABULARY = 50257
 """Tokens of the GPT-2 tokenizer, which Megatron-LM's pretrain_gpt.py takes by default."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The parallel sizes of one pipeline stage."""
-
-    tensor: int
-    """Ranks that share each layer's weights."""
-    context: int
-    """Ranks that share the tokens."""
-    expert: int
-    """Ranks that share the experts."""
-    expert_tensor: int
-    """Ranks that share one expert's weights."""
-
-    @property
-    def least(self) -> int:
-        """Fewest GPUs on which the stage runs; any other number is a multiple of it."""
-        return math.lcm(self.tensor * self.context, self.expert_tensor * self.expert)
 
 
 def parse(words: Sequence[str], *, where: str) -> tuple[Any, list[str]]:
@@ -106,26 +83,22 @@ def parse(words: Sequence[str], *, where: str) -> tuple[Any, list[str]]:
     return args, unknown
 
 
-def ranks_of(args: Any) -> Ranks:
-    """The parallel sizes that the arguments ask for, besides pipeline and data parallelism."""
-    tensor = args.tensor_model_parallel_size
-    return Ranks(
-        tensor=tensor,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size or 1,
-        expert_tensor=args.expert_tensor_parallel_size or tensor,
-    )
+def ranks_of_stage(args: Any) -> int:
+    """Fewest GPUs on which one pipeline stage of the arguments runs; any other number is a multiple of it."""
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size or 1
+    return math.lcm(tensor * args.context_parallel_size, (args.expert_tensor_parallel_size or tensor) * expert)
 
 
-def check_world(ranks: Ranks, world: int, *, where: str) -> None:
+def check_world(args: Any, world: int, *, where: str) -> None:
     """Raise UsageError where one pipeline stage cannot run on `world` processes."""
-    if world % ranks.least:
-        sizes = f"tensor {ranks.tensor} x context {ranks.context}"
-        if ranks.expert > 1:
-            sizes += f" and expert tensor {ranks.expert_tensor} x expert {ranks.expert}"
+    least, tensor = ranks_of_stage(args), args.tensor_model_parallel_size
+    if world % least:
+        sizes = f"tensor {tensor} x context {args.context_parallel_size}"
+        if (expert := args.expert_model_parallel_size or 1) > 1:
+            sizes += f" and expert tensor {args.expert_tensor_parallel_size or tensor} x expert {expert}"
         raise UsageError(
-            f"{where}: {sizes} parallel ranks need {ranks.least} GPUs, or a multiple, and {world} "
-            f"{'is' if world == 1 else 'are'} used: torchrun --nproc-per-node {ranks.least} -m thdprof calibrate ..."
+            f"{where}: {sizes} parallel ranks need {least} GPUs, or a multiple, and {world} "
+            f"{'is' if world == 1 else 'are'} used: torchrun --nproc-per-node {least} -m thdprof calibrate ..."
         )
 
 
@@ -236,9 +209,15 @@ def validate(args: Any, *, where: str) -> Any:
     """
     from megatron.training.arguments import validate_args
 
+    with refused_settings(where), contextlib.redirect_stdout(io.StringIO()):
+        return validate_args(args)
+
+
+@contextlib.contextmanager
+def refused_settings(where: str) -> Iterator[None]:
+    """Raise UsageError where Megatron refuses the settings of the script `where` inside the block."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return validate_args(args)
+        yield
     except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
         lines = str(error).strip().splitlines() or ["an assertion without a message"]
         raise UsageError(f"{where}: Megatron-LM refuses its settings: {lines[0]}") from error
@@ -252,8 +231,3 @@ def _pattern(args: Any) -> str:
 def _main_pattern(args: Any) -> str:
     text = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
     return str(text).partition("/")[0]
-
-
-def world_size() -> int:
-    """Number of ranks, by torchrun's own variable."""
-    return int(os.environ.get("WORLD_SIZE", "1"))

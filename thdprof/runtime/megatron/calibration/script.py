@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import io
 import logging
 import os
 import statistics
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
@@ -108,14 +111,13 @@ class Replayable:
         config, self.model = training.config, unwrap_model(training.chunks[0])
         refusals.check_decoder(config, facts_of(training.chunks, [self.model]))
         decoder_surroundings.prepare_experts(config, next(self.model.parameters()).device)
-        self._shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self._buckets = list(buckets)
-        self._decoder, self.graphs = self._installed(decoder_of(training.chunks[0], self.model), self._buckets)
+        self._decoder, self.graphs = self._installed(decoder_of(training.chunks[0], self.model), buckets)
         layers = find_replayed_predictions(self.model, config, impl="chunk")
-        self._predicting = [self._installed(layer, self._buckets) for layer in layers]
+        self._predicting = [self._installed(layer, buckets) for layer in layers]
 
     def _installed(self, decoder: Decoder, buckets: Sequence[Bucket]) -> tuple[Decoder, ChunkGraphs]:
         config = self.training.config
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         sizes = (
             config.tensor_model_parallel_size,
             config.context_parallel_size,
@@ -124,31 +126,21 @@ class Replayable:
         graphs = ChunkGraphs(
             decoder,
             buckets,
-            token_shards=self._shards,
+            token_shards=shards,
             sample_every=0,
             surroundings=decoder_surroundings.surround_decoder(decoder.block, communicates=max(sizes) > 1),
         )
-        decoder.attach(graphs, cp_size=config.context_parallel_size, shards=self._shards, tail="none")
+        decoder.attach(graphs, cp_size=config.context_parallel_size, shards=shards, tail="none")
         return decoder, graphs
 
-    def fallbacks(self) -> Counter[FallbackReason]:
-        """Micro-batches that were to be replayed, and ran eagerly, by reason."""
-        return sum((graphs.stats().fallbacks for _, graphs in self._all()), Counter())
+    def _all(self) -> Sequence[tuple[Decoder, ChunkGraphs]]:
+        return ((self._decoder, self.graphs), *self._predicting)
 
-    @contextlib.contextmanager
-    def uninstalled(self) -> Iterator[None]:
-        """Run the model inside the block eagerly: as if nothing were installed, but that tokens are shifted for
-        multi-token prediction as an installation shifts them.
-        """
-        with contextlib.ExitStack() as stack:
-            for decoder, _ in self._all():
-                stack.enter_context(decoder.aside())
-            stack.enter_context(self._shifting())
-            yield
-
-    def _shifting(self) -> contextlib.AbstractContextManager[None]:
-        predicts = prediction_layers(self.model)
-        return rotary.shifting_together() if predicts else contextlib.nullcontext()
+    def check_replays(self) -> None:
+        """Raise UsageError where micro-batches that were to be replayed ran eagerly."""
+        fallbacks: Counter[FallbackReason] = sum((graphs.stats().fallbacks for _, graphs in self._all()), Counter())
+        if fallbacks:
+            raise UsageError(f"not every micro-batch that should be replayed was: {dict(fallbacks)}")
 
     @property
     def predicts(self) -> bool:
@@ -160,41 +152,38 @@ class Replayable:
         return sum(slot_costs(graphs.bytes_of_buckets())[0] for _, graphs in self._predicting)
 
     @contextlib.contextmanager
-    def _replaying(self, bucket: Bucket, *, layers: bool = True) -> Iterator[None]:
+    def running(self, bucket: Bucket | None, *, layers: bool = True) -> Iterator[None]:
         """Replay `bucket` alone inside the block, with all that an installation changes besides; without `layers`
         multi-token prediction alone.
+
+        Without a bucket the model runs eagerly: as if nothing were installed, but that tokens are shifted for
+        multi-token prediction as an installation shifts them.
         """
         with contextlib.ExitStack() as stack:
-            if not layers:
-                stack.enter_context(self._decoder.aside())
-            for _, graphs in self._all():
-                stack.enter_context(graphs.only(bucket))
-            stack.enter_context(decoder_surroundings.room_for_compiled_captures())
-            stack.enter_context(self._shifting())
+            for decoder, graphs in self._all():
+                if bucket is None or (decoder is self._decoder and not layers):
+                    stack.enter_context(decoder.aside())
+                if bucket is not None:
+                    stack.enter_context(graphs.only(bucket))
+            if bucket is not None:
+                stack.enter_context(decoder_surroundings.room_for_compiled_captures())
+            if prediction_layers(self.model):
+                stack.enter_context(rotary.shifting_together())
             yield
-
-    def _all(self) -> Sequence[tuple[Decoder, ChunkGraphs]]:
-        return ((self._decoder, self.graphs), *self._predicting)
 
     def step_ms(
         self, batches: Sequence[MicroBatch], bucket: Bucket | None, *, steps: int = 1, layers: bool = True
     ) -> float:
-        """Milliseconds of one of `steps` training steps in a row, replayed in `bucket` or, without one, eagerly.
-
-        Without `layers` multi-token prediction alone is replayed.
-        """
-        with self.uninstalled() if bucket is None else self._replaying(bucket, layers=layers):
+        """Milliseconds of one of `steps` training steps in a row; `bucket` and `layers` as `running` takes them."""
+        with self.running(bucket, layers=layers):
             return timed(lambda: self.training.steps(batches, count=steps), repeat=steps)
 
     def decoder_ms(self, batches: Sequence[MicroBatch], bucket: Bucket | None) -> float:
         """Milliseconds of the decoder's forward and backward alone, with several passes queued."""
-        calls = self._calls(batches)
-        return timed(lambda: self._run_decoder(calls, bucket), repeat=len(calls))
+        return self._decoder_ms(self._calls(batches), bucket)
 
-    def half(
-        self, batches: Sequence[MicroBatch], bucket: Bucket
-    ) -> tuple[int, Callable[[], float], Callable[[], float]]:
-        """The number of half of the layers, and functions that measure them alone: replayed, and eager.
+    def half(self, batches: Sequence[MicroBatch], bucket: Bucket) -> tuple[int, dict[str, Callable[[], float]]]:
+        """The number of half of the layers, and functions that measure them alone: `replayed`, and `eager`.
 
         All graphs are freed.
         """
@@ -206,14 +195,8 @@ class Replayable:
         if hasattr(block, "num_layers_per_pipeline_rank"):
             block.num_layers_per_pipeline_rank = count
         self._decoder, self.graphs = self._installed(decoder_of(self.training.chunks[0], self.model), [bucket])
-
-        def replayed() -> float:
-            return timed(lambda: self._run_decoder(calls, bucket), repeat=len(calls))
-
-        def eager() -> float:
-            return timed(lambda: self._run_decoder(calls, None), repeat=len(calls))
-
-        return count, replayed, eager
+        measure = partial(self._decoder_ms, calls)
+        return count, {"replayed": partial(measure, bucket), "eager": partial(measure, None)}
 
     def close(self) -> None:
         """Free all graphs and give the model its own functions back."""
@@ -223,6 +206,7 @@ class Replayable:
         self._predicting = []
 
     def _calls(self, batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+        """The arguments of the decoder's forward in the first micro-batches."""
         calls: list[dict[str, Any]] = []
         block = self.model.decoder
 
@@ -230,7 +214,7 @@ class Replayable:
             calls.append(kwargs)
             return kwargs["hidden_states"]  # what is behind the decoder needs an output, and any will do
 
-        with self.uninstalled(), torch.no_grad():
+        with self.running(None), torch.no_grad():
             block.forward = note
             try:
                 fields = iter([dict(batch.fields) for batch in batches[:_QUEUED]])
@@ -240,16 +224,18 @@ class Replayable:
                 del block.forward
         return calls
 
-    def _run_decoder(self, calls: Sequence[dict[str, Any]], bucket: Bucket | None) -> None:
+    def _decoder_ms(self, calls: Sequence[dict[str, Any]], bucket: Bucket | None) -> float:
         chunk: Any = self.training.chunks[0]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(chunk.no_sync())
-            stack.enter_context(self.uninstalled() if bucket is None else self._replaying(bucket))
-            for call in calls:
-                hidden = call["hidden_states"].detach().requires_grad_()
-                output = self.model.decoder(**{**call, "hidden_states": hidden})
-                output = output[0] if isinstance(output, tuple) else output
-                output.backward(torch.ones_like(output))
+
+        def run() -> None:
+            with chunk.no_sync(), self.running(bucket):
+                for call in calls:
+                    hidden = call["hidden_states"].detach().requires_grad_()
+                    output = self.model.decoder(**{**call, "hidden_states": hidden})
+                    output = output[0] if isinstance(output, tuple) else output
+                    output.backward(torch.ones_like(output))
+
+        return timed(run, repeat=len(calls))
 
 
 TYPICAL_DOCUMENTS = 12
@@ -289,18 +275,28 @@ class Request:
     """When the command began, by time.monotonic."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
     """A request that was read: the script's own figures, and those of the measurement."""
 
-    given: Any
-    stage_layers: int
-    total_layers: int
-    stages: int
-    ranks: arguments.Ranks
-    vocabulary: int
-    world: int
-    microbatches: int
+    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+        where = request.where
+        args, unknown = arguments.parse(request.words, where=where)
+        if unknown:
+            say(f"{where}: Megatron-LM's own parser does not know {' '.join(unknown)}; passed over")
+        self.given, self.world = args, int(os.environ.get("WORLD_SIZE", "1"))
+        arguments.check_world(args, self.world, where=where)
+        self.stage_layers, self.total_layers = arguments.stage_layers(args), arguments.total_layers(args)
+        self.ranks = args.tensor_model_parallel_size * args.context_parallel_size
+        self.vocabulary = arguments.vocabulary(args, given=request.vocabulary, where=where)
+        self.microbatches = max(2, min(request.microbatches or MOST_MICROBATCHES, MOST_MICROBATCHES))
+
+    def prepare(self, layers: int, *, where: str) -> Any:
+        """Megatron's arguments for a measurement of `layers` layers."""
+        args = copy.deepcopy(self.given)
+        arguments.set_for_measuring(
+            args, layers=layers, vocabulary=self.vocabulary, microbatches=self.microbatches, world=self.world
+        )
+        return arguments.validate(args, where=where)
 
 
 def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[str, Any] | None:
@@ -309,7 +305,6 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
     Under torchrun every rank calls it.
 
     Args:
-        request: what to measure.
         say: called with lines of progress, on rank 0.
 
     Raises:
@@ -321,15 +316,19 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
         os.environ.setdefault(name, value)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     _require(versions.MEGATRON, "megatron.training.training", "megatron")
-    figures = _read(request, say)
-    if figures.ranks.tensor * figures.ranks.context > 1:  # Megatron asks for it there
+    figures = _Figures(request, say)
+    if figures.ranks > 1:  # Megatron asks for it there
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _require(versions.TRANSFORMER_ENGINE, "transformer_engine.pytorch", "te")
     if not torch.cuda.is_available():
         raise MachineError("calibrate needs an NVIDIA GPU, and torch sees none here")
-    _check_gpus()
+    if int(os.environ.get("LOCAL_RANK", "0")) >= torch.cuda.device_count():
+        raise UsageError(
+            f"this host has {torch.cuda.device_count()} GPUs, and torchrun started more ranks: rank "
+            f"{os.environ['LOCAL_RANK']} has none"
+        )
     try:
-        with training_steps.quiet():
+        with contextlib.redirect_stdout(io.StringIO()):  # what Megatron prints
             table = _measured(request, figures, say)
     except SettingsError as error:
         raise UsageError(str(error)) from error
@@ -349,101 +348,61 @@ def _require(package: versions.Package, module: str, extra: str) -> None:
         raise UsageError(f"{module} cannot be imported ({error}): {install_line(extra)}") from error
 
 
-def _check_gpus() -> None:
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        raise UsageError(
-            f"this host has {torch.cuda.device_count()} GPUs, and torchrun started more ranks: rank {local} has none"
-        )
-
-
-def _read(request: Request, say: Callable[[str], None]) -> _Figures:
-    args, unknown = arguments.parse(request.words, where=request.where)
-    if unknown:
-        say(f"{request.where}: Megatron-LM's own parser does not know {' '.join(unknown)}; passed over")
-    ranks, world = arguments.ranks_of(args), arguments.world_size()
-    arguments.check_world(ranks, world, where=request.where)
-    count = request.microbatches or MOST_MICROBATCHES
-    return _Figures(
-        given=args,
-        stage_layers=arguments.stage_layers(args),
-        total_layers=arguments.total_layers(args),
-        stages=args.pipeline_model_parallel_size,
-        ranks=ranks,
-        vocabulary=arguments.vocabulary(args, given=request.vocabulary, where=request.where),
-        world=world,
-        microbatches=max(2, min(count, MOST_MICROBATCHES)),
-    )
-
-
-def _prepared(figures: _Figures, layers: int, *, where: str) -> Any:
-    args = copy.deepcopy(figures.given)
-    arguments.set_for_measuring(
-        args, layers=layers, vocabulary=figures.vocabulary, microbatches=figures.microbatches, world=figures.world
-    )
-    return arguments.validate(args, where=where)
-
-
 def _measured(request: Request, figures: _Figures, say: Callable[[str], None]) -> dict[str, Any]:
-    device = int(os.environ.get("LOCAL_RANK", "0"))
-    free = torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0]
     most = figures.stage_layers if request.layers is None else min(request.layers, figures.stage_layers)
     layers = layers_that_fit(
         figures.given,
         vocabulary=figures.vocabulary,
         memory_bytes=free,
-        data_parallel=max(1, figures.world // (figures.ranks.tensor * figures.ranks.context)),
+        data_parallel=max(1, figures.world // figures.ranks),
         wanted=most,
     )
-    args = _prepared(figures, layers, where=request.where)
+    args = figures.prepare(layers, where=request.where)
     training_steps.start(args)
     while True:
         say(f"building {layers} of {figures.stage_layers} layers of a stage, on {figures.world} GPU(s)")
         try:
-            table = _of_layers(request, figures, args, layers, say)
-            break
+            return _of_layers(request, figures, args, layers, say)
         except torch.cuda.OutOfMemoryError as error:
             if layers == 1 or figures.world > 1:
                 raise UsageError(
                     f"{request.where}: {layers} layers do not fit on the GPU; give --layers, fewer"
                 ) from error
-        training_steps.release()
+        gc.collect()
+        torch.cuda.empty_cache()
         layers = max(1, layers // 2)
         say(f"out of memory: trying {layers} layers")
-        args = _prepared(figures, layers, where=request.where)
-    return table
+        args = figures.prepare(layers, where=request.where)
 
 
 def _of_layers(
     request: Request, figures: _Figures, args: Any, layers: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    training = training_steps.build(args, where=request.where)
-    plan = _Plan.of(request, figures, args)
+    training = Training(args, where=request.where)
+    plan = _Plan(request, figures, args)
     replayable = Replayable(training, plan.buckets)
     say(f"built after {time.monotonic() - request.began:.0f} s; capturing {len(plan.buckets)} buckets")
     scale = scale_of(training, layers, figures.stage_layers)  # before half of the layers are taken away
-    measured, rounds, slot = _run(request, plan, replayable, layers, figures.stage_layers, say)
+    slot = _prepare(plan, replayable, whole=figures.total_layers / layers)
+    say(f"captured after {time.monotonic() - request.began:.0f} s")
+    measured, rounds = _run(request, plan, replayable, scale, say)
     solved = solve(measured, scale)
     if rounds < LEAST_ROUNDS:
         say(f"only {rounds} rounds fit into {request.seconds:.0f} s: times are less sure; give --seconds, more")
-    say(_told(measured, solved))
+    cap, eager = measured.typical_cap, statistics.median(solved.eager_ms.values())
+    say(
+        f"a micro-batch: decoder {solved.replay_ms[cap]:.1f} ms replayed at cap {cap}, {eager:.1f} ms eager; outside "
+        f"it {solved.outside_ms:.1f} ms; a step's optimizer {solved.optimizer_ms:.1f} ms"
+    )
     return _table(figures, args, layers, solved, slot)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    microbatches: int
-    few: int
-    eager: dict[int, list[MicroBatch]]
-    replayed: dict[int, list[MicroBatch]]
-    long: list[MicroBatch]
-    equal: list[MicroBatch]
-    buckets: list[Bucket]
-    typical: Bucket
+    """The micro-batches and buckets of a measurement, the same on all ranks, which decide together."""
 
-    @classmethod
-    def of(cls, request: Request, figures: _Figures, args: Any) -> _Plan:
-        rng = np.random.default_rng(0)  # the same on all ranks, which decide together
+    def __init__(self, request: Request, figures: _Figures, args: Any) -> None:
+        rng = np.random.default_rng(0)
         cp, rows = args.context_parallel_size, args.micro_batch_size
         shape = Shape(
             rows=rows,
@@ -454,62 +413,57 @@ class _Plan:
         )
         most = rows * shape.tokens // shape.multiple
         caps = sorted({max(rows, min(n, most)) for n in request.max_seqs})
-        count = figures.microbatches
+        count = self.microbatches = figures.microbatches
+        self.few = 1 if count <= 3 else _FEW
 
-        def of(documents: int) -> list[MicroBatch]:
+        def draw(documents: int) -> list[MicroBatch]:
             return [training_steps.of_documents(rng, shape, documents) for _ in range(count)]
 
+        def repeat(lengths: NDArray[np.int64]) -> list[MicroBatch]:
+            return [training_steps.micro_batch(rng, shape, [lengths] * rows)] * count
+
         documents = {n: max(rows, min(TYPICAL_DOCUMENTS, n)) for n in caps}
-        packs = {n: of(n) for n in sorted({*documents.values()})}
+        packs = {n: draw(n) for n in sorted({*documents.values()})}
         pair = max(1, min(_PAIR, caps[-1]) // rows)
         row = {"documents": pair, "tokens": shape.tokens, "multiple": shape.multiple}
         buckets = {n: Bucket(n, rows * shape.tokens, rows * shape.tokens // cp, cp) for n in caps}
         holding = [n for n in caps if n >= max(2 * TYPICAL_DOCUMENTS, rows * pair)]
-        return cls(
-            microbatches=count,
-            few=1 if count <= 3 else _FEW,
-            eager={n: of(n) for n in sorted({max(rows, min(n, most)) for n in request.n_seqs})},
-            replayed={n: packs[documents[n]] for n in caps},
-            long=[training_steps.micro_batch(rng, shape, [training_steps.one_long(**row)] * rows)] * count,
-            equal=[training_steps.micro_batch(rng, shape, [training_steps.equal_lengths(**row)] * rows)] * count,
-            buckets=list(buckets.values()),
-            typical=buckets[holding[0] if holding else caps[-1]],
-        )
+        self.eager = {n: draw(n) for n in sorted({max(rows, min(n, most)) for n in request.n_seqs})}
+        self.replayed = {n: packs[documents[n]] for n in caps}
+        self.long, self.equal = repeat(training_steps.one_long(**row)), repeat(training_steps.equal_lengths(**row))
+        self.buckets = list(buckets.values())
+        self.typical = typical = buckets[holding[0] if holding else caps[-1]]
+        self.steps: dict[Any, tuple[list[MicroBatch], Bucket | None]] = {
+            **{("replay", b.max_seqs): (self.replayed[b.max_seqs], b) for b in self.buckets},
+            **{("eager", n): (packs, None) for n, packs in self.eager.items()},
+            "few": (self.replayed[typical.max_seqs][: self.few], typical),
+            "long": (self.long, typical),
+            "equal": (self.equal, typical),
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    decoder: int
-    """Of the layers that were built, with one bucket."""
-    overhead: float
-    """Share of it that each further bucket adds."""
-    predicting: int
-    """Of multi-token prediction, with one bucket."""
+def _prepare(plan: _Plan, replayable: Replayable, *, whole: float) -> dict[str, float]:
+    """Let the first steps compile, tune and capture; the table's entries for a slot.
+
+    `whole` is the number of the model's layers for each layer that was built. Those of multi-token prediction are as
+    many whatever layers were built.
+    """
+    for packs, bucket in plan.steps.values():
+        replayable.step_ms(packs[: plan.few], bucket)
+    decoder, overhead = slot_costs(replayable.graphs.bytes_of_buckets())
+    return {"slot_bytes": round(decoder * whole) + replayable.prediction_bytes(), "bucket_overhead": overhead}
 
 
 def _run(
-    request: Request, plan: _Plan, replayable: Replayable, layers: int, wanted: int, say: Callable[[str], None]
-) -> tuple[Measured, int, _Slot]:
-    """Measure every variant; also the number of rounds, and what a slot takes."""
+    request: Request, plan: _Plan, replayable: Replayable, scale: Scale, say: Callable[[str], None]
+) -> tuple[Measured, int]:
+    """Measure every variant; also the number of rounds."""
     typical = plan.typical
-    steps = 1
-    batches: dict[Any, tuple[list[MicroBatch], Bucket | None]] = {
-        **{("replay", b.max_seqs): (plan.replayed[b.max_seqs], b) for b in plan.buckets},
-        **{("eager", n): (packs, None) for n, packs in plan.eager.items()},
-        "few": (plan.replayed[typical.max_seqs][: plan.few], typical),
-        "long": (plan.long, typical),
-        "equal": (plan.equal, typical),
-    }
-    for packs, bucket in batches.values():  # the first steps compile, tune and capture
-        replayable.step_ms(packs[: plan.few], bucket)
-    slot = _Slot(*slot_costs(replayable.graphs.bytes_of_buckets()), predicting=replayable.prediction_bytes())
-    say(f"captured after {time.monotonic() - request.began:.0f} s")
     one = replayable.step_ms(plan.replayed[typical.max_seqs], typical)
-    if by_rank_zero(one < _SHORT_STEP_MS):
-        steps = 2
+    steps = 2 if by_rank_zero(one < _SHORT_STEP_MS) else 1
     variants: dict[Any, Callable[[], float]] = {
         key: partial(replayable.step_ms, packs, bucket, steps=1 if bucket is None else steps)
-        for key, (packs, bucket) in batches.items()
+        for key, (packs, bucket) in plan.steps.items()
     }
     if replayable.predicts:
         holding = {n: next((b for b in plan.buckets if b.max_seqs >= n), None) for n in plan.eager}
@@ -520,12 +474,12 @@ def _run(
         }
     alone = plan.replayed[typical.max_seqs]
     variants["decoder"] = lambda: replayable.decoder_ms(alone, typical)
-    halves = layers < wanted and layers >= 2 and not replayable.training.args.hybrid_layer_pattern
+    halves = 2 <= scale.measured_layers < scale.layers and not replayable.training.args.hybrid_layer_pattern
     if halves:
         variants["eager decoder"] = lambda: replayable.decoder_ms(alone, None)
     deadline = request.began + request.seconds
     ms, rounds = medians(variants, rounds=_ROUNDS, deadline=deadline, progress=say, agreed=by_rank_zero)
-    _check_replays(replayable)
+    replayable.check_replays()
     longer = {n: ms["eager", n] - ms["layers", n] for n in plan.eager if ("layers", n) in ms}
     # documents hardly matter to it, so that others stand for those that no bucket holds
     predicting = {n: longer.get(n, longer[max(longer)]) for n in plan.eager} if longer else {}
@@ -547,8 +501,7 @@ def _run(
         eager_decoder_ms=ms.get("eager decoder", 0.0),
     )
     if halves:
-        half, replayed, eager = replayable.half(alone, typical)
-        parts = {"replayed": replayed, "eager": eager}
+        half, parts = replayable.half(alone, typical)
         for measure in parts.values():
             measure()
         both, _ = medians(parts, rounds=3, deadline=deadline, progress=lambda line: None, agreed=by_rank_zero)
@@ -559,12 +512,7 @@ def _run(
             half_eager_decoder_ms=both["eager"],
         )
     replayable.close()
-    return measured, rounds, slot
-
-
-def _check_replays(replayable: Replayable) -> None:
-    if fallbacks := replayable.fallbacks():
-        raise UsageError(f"not every micro-batch that should be replayed was: {dict(fallbacks)}")
+    return measured, rounds
 
 
 def _mean_squared(batches: Sequence[MicroBatch]) -> float:
@@ -585,18 +533,8 @@ def scale_of(training: Training, layers: int, wanted: int) -> Scale:
     )
 
 
-def _told(measured: Measured, solved: Solved) -> str:
-    cap = measured.typical_cap
-    eager = statistics.median(solved.eager_ms.values())
-    return (
-        f"a micro-batch: decoder {solved.replay_ms[cap]:.1f} ms replayed at cap {cap}, {eager:.1f} ms eager; outside "
-        f"it {solved.outside_ms:.1f} ms; a step's optimizer {solved.optimizer_ms:.1f} ms"
-    )
-
-
-def _table(figures: _Figures, args: Any, layers: int, solved: Solved, slot: _Slot) -> dict[str, Any]:
+def _table(figures: _Figures, args: Any, layers: int, solved: Solved, slot: dict[str, float]) -> dict[str, Any]:
     stamp = stamp_here()
-    whole = figures.total_layers / layers
     return {
         "schema": SCHEMA,
         "name": _name(figures, args, layers),
@@ -606,8 +544,7 @@ def _table(figures: _Figures, args: Any, layers: int, solved: Solved, slot: _Slo
         "n_tokens": args.seq_length * args.micro_batch_size // args.context_parallel_size,
         "eager": [{"n_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.eager_ms.items())],
         "replay": [{"max_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.replay_ms.items())],
-        "slot_bytes": round(slot.decoder * whole) + slot.predicting,
-        "bucket_overhead": slot.overhead,
+        **slot,
         "ms_per_squared_token": solved.ms_per_squared_token,
         "squared_tokens": solved.squared_tokens,
         "outside_ms": round(solved.outside_ms, 4),
@@ -620,9 +557,14 @@ def _name(figures: _Figures, args: Any, layers: int) -> str:
     kind = f"hybrid {args.hybrid_layer_pattern}, " if args.hybrid_layer_pattern else ""
     text = f"{kind}{figures.stage_layers} layers, hidden {args.hidden_size}, {args.seq_length} tokens"
     text += f" x {args.micro_batch_size}" if args.micro_batch_size > 1 else ""
-    if figures.stages > 1:
-        text += f", one of {figures.stages} pipeline stages"
-    sizes = {"TP": figures.ranks.tensor, "CP": figures.ranks.context, "EP": figures.ranks.expert}
+    given = figures.given
+    if given.pipeline_model_parallel_size > 1:
+        text += f", one of {given.pipeline_model_parallel_size} pipeline stages"
+    sizes = {
+        "TP": given.tensor_model_parallel_size,
+        "CP": given.context_parallel_size,
+        "EP": given.expert_model_parallel_size or 1,
+    }
     text += "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     if args.fp8:
         text += f", FP8 {args.fp8_recipe}"

@@ -78,9 +78,7 @@ def _attention_widths(args: Any) -> tuple[int, int]:
 
 def _ffn(args: Any) -> int:
     given = args.ffn_hidden_size
-    if given is not None:
-        return int(given)
-    return int(args.hidden_size * (8 / 3 if args.swiglu else 4))
+    return int(args.hidden_size * (8 / 3 if args.swiglu else 4) if given is None else given)
 
 
 _LEAST_MS = 1e-3
@@ -174,7 +172,8 @@ def solve(measured: Measured, scale: Scale) -> Solved:
     one = min(one, step / count)  # else the optimizer would take less than nothing
     optimizer = step - count * one
     outside = max(0.0, one - measured.decoder_ms)
-    squared = _ms_per_squared_token(measured)
+    more = measured.long_squared_tokens - measured.equal_squared_tokens
+    squared = max(0.0, (measured.long_step_ms - measured.equal_step_ms) / count / more) if more > 0 else 0.0
     typical = measured.replay_squared_tokens[cap]
 
     def decoder(step_ms: float) -> float:
@@ -205,13 +204,6 @@ def solve(measured: Measured, scale: Scale) -> Solved:
         / (scale.measured_layers + scale.prediction_layers),
         squared_tokens=typical,
     )
-
-
-def _ms_per_squared_token(measured: Measured) -> float:
-    more = measured.long_squared_tokens - measured.equal_squared_tokens
-    if more <= 0:
-        return 0.0
-    return max(0.0, (measured.long_step_ms - measured.equal_step_ms) / measured.microbatches / more)
 
 
 def _fixed(measured: Measured, scale: Scale) -> tuple[float, float]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import io
 import itertools
 import os
 import random
@@ -19,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from thdprof.errors import UsageError
+from thdprof.runtime.megatron.calibration.arguments import refused_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +51,7 @@ def lengths(rng: np.random.Generator, *, documents: int, tokens: int, multiple: 
 
     They are multiples of `multiple`. Where that many documents do not fit, there are fewer.
     """
-    units = tokens // multiple
-    documents = max(1, min(documents, units))
+    documents, units = _fitting(documents, tokens, multiple)
     share = rng.lognormal(sigma=1.0, size=documents)
     counts = 1 + np.floor(share / share.sum() * (units - documents)).astype(np.int64)
     counts[int(counts.argmax())] += units - int(counts.sum())
@@ -63,19 +60,21 @@ def lengths(rng: np.random.Generator, *, documents: int, tokens: int, multiple: 
 
 def equal_lengths(*, documents: int, tokens: int, multiple: int) -> NDArray[np.int64]:
     """Lengths of documents that are as equal as multiples of `multiple` can be: int64, shape [documents]."""
-    units = tokens // multiple
-    documents = max(1, min(documents, units))
+    documents, units = _fitting(documents, tokens, multiple)
     ends = np.round(np.linspace(0, units, documents + 1)).astype(np.int64)
     return np.asarray((ends[1:] - ends[:-1]) * multiple, dtype=np.int64)
 
 
 def one_long(*, documents: int, tokens: int, multiple: int) -> NDArray[np.int64]:
     """Lengths of documents of which one is as long as the others allow: int64, shape [documents]."""
+    documents, units = _fitting(documents, tokens, multiple)
+    return np.array([units - documents + 1, *[1] * (documents - 1)], dtype=np.int64) * multiple
+
+
+def _fitting(documents: int, tokens: int, multiple: int) -> tuple[int, int]:
+    """How many documents fit into a row, and the row's size in units of `multiple` tokens."""
     units = tokens // multiple
-    documents = max(1, min(documents, units))
-    counts = np.ones(documents, dtype=np.int64)
-    counts[0] += units - documents
-    return counts * multiple
+    return max(1, min(documents, units)), units
 
 
 def micro_batch(rng: np.random.Generator, shape: Shape, rows: list[NDArray[np.int64]]) -> MicroBatch:
@@ -182,8 +181,7 @@ def _metadata(args: Any, batch: dict[str, Any], *, hybrid: bool) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-    valid = batch["cu_seqlens"].squeeze(0)
-    padded = batch.get("cu_seqlens_padded")
+    valid, padded = batch["cu_seqlens"].squeeze(0), batch.get("cu_seqlens_padded")
     padded = None if padded is None else padded.squeeze(0)
     update_seqlen_stats_from_cu_seqlens(valid)
     boundaries = valid if padded is None else padded
@@ -194,7 +192,7 @@ def _metadata(args: Any, batch: dict[str, Any], *, hybrid: bool) -> Any:
         cu_seqlens_kv=boundaries,
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
-        max_seqlen_q=int(batch["max_seqlen"].item()),
+        max_seqlen_q=int(batch["max_seqlen"].item()),  # each field waits for the GPU, as in the scripts
         max_seqlen_kv=int(batch["max_seqlen"].item()),
         tokens_per_sample=args.seq_length,
         **more,
@@ -220,22 +218,54 @@ def _loss(args: Any, mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Te
 _SEED = 1234
 
 
-@dataclass(slots=True, kw_only=True)
 class Training:
-    """A model with its optimizer, ready for training steps."""
+    """The model of Megatron-LM's pretraining scripts with its optimizer, ready for training steps."""
 
-    args: Any
-    """Megatron's arguments."""
-    chunks: list[nn.Module]
-    """The model, wrapped as training wraps it; one chunk."""
-    config: Any
-    """The model's TransformerConfig."""
-    optimizer: Any
-    """Megatron's optimizer."""
-    scheduler: Any
-    """Megatron's scheduler of learning rates."""
-    forward_step: ForwardStep
-    """The forward pass of a micro-batch."""
+    def __init__(self, args: Any, *, where: str) -> None:
+        """Build model and optimizer; `args` become Megatron's global ones.
+
+        Raises:
+            UsageError: Megatron refuses the settings of the script `where`.
+        """
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.enums import ModelType
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.utils import get_model_config
+        from megatron.training.argument_utils import (
+            gpt_config_from_args,
+            hybrid_config_from_args,
+            pretrain_cfg_container_from_args,
+        )
+        from megatron.training.global_vars import get_timers, set_args
+        from megatron.training.training import setup_model_and_optimizer
+
+        set_args(args)
+        args.iteration = 0
+        hybrid = bool(args.hybrid_layer_pattern)
+        with refused_settings(where):
+            model_config = (hybrid_config_from_args if hybrid else gpt_config_from_args)(args)
+        chunks, self.optimizer, self.scheduler = setup_model_and_optimizer(
+            ModelType.encoder_or_decoder,
+            checkpointing_context={},
+            cfg_container=pretrain_cfg_container_from_args(args, model_config),
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        self.args, self.forward_step = args, forward_step_of(args, hybrid=hybrid)
+        self.chunks: list[nn.Module] = list(chunks)
+        """The model, wrapped as training wraps it; one chunk."""
+        self.config = config = get_model_config(chunks[0])
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.timers = get_timers()
+        if args.overlap_grad_reduce:
+            config.no_sync_func = chunks[0].no_sync
+            if args.align_grad_reduce:
+                config.grad_sync_func = chunks[0].start_grad_sync
+        if args.overlap_param_gather and args.align_param_gather:
+            config.param_sync_func = chunks[0].start_param_sync
+        if config.finalize_model_grads_func is None:
+            config.finalize_model_grads_func = finalize_model_grads
+        for chunk in chunks:
+            chunk.train()
 
     def steps(self, batches: Sequence[MicroBatch], *, count: int = 1) -> None:
         """Train `count` steps of these micro-batches, one after the other, without waiting for the GPU between."""
@@ -270,6 +300,7 @@ class Training:
 def start(args: Any) -> None:
     """Start process groups, random states and Megatron's global state by validated arguments."""
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import set_jit_fusion_options
 
@@ -290,7 +321,16 @@ def start(args: Any) -> None:
         create_gloo_process_groups=False,
     )
     args.use_gloo_process_groups = False
-    _start_rerun_state_machine(args)
+
+    def save() -> dict[str, Any]:
+        return {"rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states()}
+
+    def restore(state: dict[str, Any]) -> None:
+        if state["rng_tracker_states"]:
+            tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+    # the machine that looks at every loss, as in training; by default it keeps every step's micro-batches
+    initialize_rerun_state_machine(state_save_func=save, state_restore_func=restore, mode=RerunMode(args.rerun_mode))
     random.seed(_SEED)
     np.random.seed(_SEED)
     torch.manual_seed(_SEED)
@@ -302,82 +342,6 @@ def start(args: Any) -> None:
     set_jit_fusion_options(args.tensor_model_parallel_size)
 
 
-def _start_rerun_state_machine(args: Any) -> None:
-    """Start the machine that looks at every loss, as training does; by default it keeps every step's micro-batches."""
-    from megatron.core import tensor_parallel
-    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
-
-    def save() -> dict[str, Any]:
-        return {"rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states()}
-
-    def restore(state: dict[str, Any]) -> None:
-        if state["rng_tracker_states"]:
-            tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-    initialize_rerun_state_machine(state_save_func=save, state_restore_func=restore, mode=RerunMode(args.rerun_mode))
-
-
-def build(args: Any, *, where: str) -> Training:
-    """Build the model and its optimizer as Megatron-LM's pretraining scripts do; `args` become Megatron's global ones.
-
-    Raises:
-        UsageError: Megatron refuses the model's settings.
-    """
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.utils import get_model_config
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        hybrid_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
-    from megatron.training.global_vars import get_timers, set_args
-    from megatron.training.training import setup_model_and_optimizer
-
-    set_args(args)
-    args.iteration = 0
-    hybrid = bool(args.hybrid_layer_pattern)
-    try:
-        model_config = (hybrid_config_from_args if hybrid else gpt_config_from_args)(args)
-    except (AssertionError, ValueError) as error:
-        lines = str(error).strip().splitlines() or ["an assertion without a message"]
-        raise UsageError(f"{where}: Megatron-LM refuses its settings: {lines[0]}") from error
-    chunks, optimizer, scheduler = setup_model_and_optimizer(
-        ModelType.encoder_or_decoder,
-        checkpointing_context={},
-        cfg_container=pretrain_cfg_container_from_args(args, model_config),
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
-    config = get_model_config(chunks[0])
-    config.grad_scale_func = optimizer.scale_loss
-    config.timers = get_timers()
-    if args.overlap_grad_reduce:
-        config.no_sync_func = chunks[0].no_sync
-        if args.align_grad_reduce:
-            config.grad_sync_func = chunks[0].start_grad_sync
-    if args.overlap_param_gather and args.align_param_gather:
-        config.param_sync_func = chunks[0].start_param_sync
-    if config.finalize_model_grads_func is None:
-        config.finalize_model_grads_func = finalize_model_grads
-    for chunk in chunks:
-        chunk.train()
-    return Training(
-        args=args,
-        chunks=list(chunks),
-        config=config,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        forward_step=forward_step_of(args, hybrid=hybrid),
-    )
-
-
-def release() -> None:
-    """Give back the memory of a model that is no longer held."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def stop() -> None:
     """Take down what `start` made."""
     from megatron.training.training import destroy_global_state
@@ -386,10 +350,3 @@ def stop() -> None:
         destroy_global_state()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what Megatron prints off stdout inside the block."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +15,22 @@ except ModuleNotFoundError as error:
         f"Engine: {error}; install that package"
     ) from error
 
+from thdprof.compare.fit import describe
 from thdprof.runtime.megatron import versions
-from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import replaced
-from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_runs
-from thdprof.runtime.megatron.trainers.bridge_runs import host_boundaries_of_bridge
-from thdprof.runtime.megatron.trainers.observer import FollowedRun, Observer
+from thdprof.runtime.megatron.trainers import bridge_runs
+from thdprof.runtime.megatron.trainers.observer import write_scalars
 from thdprof.runtime.megatron.trainers.training_loops import (
+    FollowedRun,
     checked_once_a_step,
-    for_megatron,
-    is_agreed,
+    find_host_timeout,
     packed_schedule_plans,
 )
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
-
-logger = logging.getLogger(__name__)
 
 
 class ThdprofCallback(Callback):  # type: ignore[misc]
@@ -56,9 +52,10 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         Raises:
             DataError: the file is no plan.
         """
-        self._plan = for_megatron(_loaded(plan))
-        self._replay, self._stats = replay, None if stats is None else Path(stats)
-        self._run = FollowedRun()
+        from thdprof.plan import load_plan
+
+        loaded = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+        self._run = FollowedRun(loaded, replay=replay, stats=None if stats is None else Path(stats), say=_say)
         self._around = ExitStack()
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -73,39 +70,26 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         from megatron.bridge.training import gpt_step, pretrain, vlm_step
         from megatron.bridge.training.utils import train_utils
 
-        self._around.enter_context(packed_schedule_plans(lambda line: _say(f"thdprof: {line}")))
-        try:
-            self._run.installation = self._installed(context)
-            self._run.observer = Observer(self._run.installation, self._plan, stats=self._stats, say=_say)
-            self._follow(context, (gpt_step, vlm_step), pretrain, train_utils)
-        except BaseException:
-            self._run.observer = None  # nothing was observed
-            self._end()
-            raise
-
-    def _follow(self, context: CallbackContext, steps: tuple[Any, ...], pretrain: Any, train_utils: Any) -> None:
-        """Put what follows the plan in the place of Bridge's functions, until `_end`."""
-        own_print = train_utils.print_rank_last
-
-        def with_counters(message: str) -> None:
-            own_print(self._run.counted_line(message))
-
         own_destroy = pretrain.destroy_global_state
 
         def destroy_after_graphs(*args: Any, **kwargs: Any) -> Any:
             """Bridge calls it first when a run ends by an exception, with its process groups still alive."""
-            error = sys.exc_info()[1]
-            with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
-                self._end(together=is_agreed(error))
+            self._run.end_by(sys.exc_info()[1])
+            self._end()
             return own_destroy(*args, **kwargs)
 
         with ExitStack() as around:
-            around.push(self._around.pop_all())
+            around.callback(self._run.end)  # where the rest fails, of which nothing was observed
+            around.enter_context(packed_schedule_plans(self._run.say))
+            self._install(context)
             constant_length = bridge_runs.pads_to_constant(context.state.cfg)
-            around.enter_context(host_boundaries_of_bridge(*steps, constant_length=constant_length))
+            around.enter_context(
+                bridge_runs.host_boundaries_of_bridge(gpt_step, vlm_step, constant_length=constant_length)
+            )
             around.enter_context(checked_once_a_step(on_restore=self._run.recapture))
-            around.enter_context(replaced(train_utils, "print_rank_last", with_counters))
+            around.enter_context(self._run.counted_in(train_utils))
             around.enter_context(replaced(pretrain, "destroy_global_state", destroy_after_graphs))
+            self._run.observe()
             self._around = around.pop_all()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -115,9 +99,12 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             return
         state = context.state
         iteration = state.train_state.step + 1  # Bridge counts the step later
-        logger_config = state.cfg.logger
-        if not logger_config.skip_train_metrics_log and iteration % logger_config.tensorboard_log_interval == 0:
-            _write(state, observer.scalars(), iteration)
+        logger = state.cfg.logger
+        if not logger.skip_train_metrics_log and iteration % logger.tensorboard_log_interval == 0:
+            scalars = observer.scalars()
+            write_scalars(scalars, iteration, tensorboard=state.tensorboard_logger, wandb=state.wandb_logger)
+            for writer in filter(None, (state.mlflow_logger, state.comet_logger)):
+                writer.log_metrics(scalars, step=iteration)
         observer.after_step(iteration)
 
     def on_train_end(self, context: CallbackContext) -> None:
@@ -125,38 +112,29 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         del context
         self._end(together=True)
 
-    def _installed(self, context: CallbackContext) -> Installation:
+    def _install(self, context: CallbackContext) -> None:
         """The plan's graphs on the model, or every reason against them."""
-        from megatron.core.utils import get_model_config
-
-        config = context.state.cfg
-        lines = bridge_refusals.refusals(config, self._plan, replay=self._replay)
-        found = bridge_runs.misfits_of(config, self._plan)
-        described = [(misfit.changes, misfit.told(bridge_runs.FIELDS)) for misfit in found]
-        lines += [f"{line}; analyse for this run" for changes, line in described if changes == "graphs"]
-        for line in (line for changes, line in described if changes == "prediction"):
+        config, run = context.state.cfg, self._run
+        lines = [*bridge_runs.refusals(config, run.plan, replay=run.replay)]
+        refused, differing = describe(bridge_runs.misfits_of(config, run.plan), bridge_runs.FIELDS)
+        lines += [f"{line}; analyse for this run" for line in refused]
+        for line in differing:
             _say(f"WARNING: thdprof: {line}")
         try:
-            installation = install(
+            run.install(
                 context.model,
-                self._plan,
-                get_model_config(context.model[0]),
-                replay=self._replay,
                 capture_now=not lines,
                 form=MetadataForm(padded=bridge_runs.pads_documents(config)),
-                say=lambda line: _say(f"thdprof: {line}"),
-                host_timeout=bridge_runs.host_timeout(config),
+                host_timeout=find_host_timeout(config.dist),
             )
         except SettingsError as error:
-            raise bridge_refusals.joined(lines, error) from None
+            raise bridge_runs.joined(lines, error) from None
         except Exception as error:
             if lines:  # settings that are in the way may well be the cause
-                raise bridge_refusals.joined(lines, None) from error
+                raise bridge_runs.joined(lines, None) from error
             raise
         if lines:
-            installation.close()
-            raise bridge_refusals.joined(lines, None)
-        return installation
+            raise bridge_runs.joined(lines, None)
 
     def _end(self, *, together: bool = False) -> None:
         """Report what was observed, free the graphs and give Bridge's functions back; a second call does nothing. All
@@ -166,25 +144,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             self._run.end(together=together)
 
 
-def _loaded(plan: Plan | str | Path) -> Plan:
-    from thdprof.plan import load_plan
-
-    return load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
-
-
 def _say(message: str) -> None:
     from megatron.bridge.utils.common_utils import print_rank_0
 
     print_rank_0(message)
-
-
-def _write(state: Any, scalars: dict[str, float], step: int) -> None:
-    if state.tensorboard_logger:
-        for name, value in scalars.items():
-            state.tensorboard_logger.add_scalar(name, value, step)
-    if state.wandb_logger:
-        state.wandb_logger.log(scalars, step)
-    if state.mlflow_logger:
-        state.mlflow_logger.log_metrics(scalars, step=step)
-    if state.comet_logger:
-        state.comet_logger.log_metrics(scalars, step=step)

@@ -1,10 +1,9 @@
-"""What a run of Megatron-Bridge is configured for, and the boundaries that its batches have on the host."""
+"""What a run of Megatron-Bridge is configured for, what of it cannot follow a plan, and its batches' boundaries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from thdprof.compare.fit import Misfit, misfits
+from thdprof.megatron_limits.run import ends_at_router, find_experts
 from thdprof.runtime.megatron.decoder.packed_seq_params import keep_on_host
+from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import attach_host_values, host_boundaries
 from thdprof.training import shared_capture_ranks
@@ -47,10 +48,7 @@ FIELDS: Mapping[str, str] = {
 
 def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
     """Every difference between the run that `plan` was made for and that of a validated ConfigContainer of Bridge."""
-    settings = settings_of(config)
-    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
-        settings.pop("shared_capture_ranks", None)
-    return misfits(plan, settings, data_paths=data_paths_of(config))
+    return misfits(plan, settings_of(config), data_paths=data_paths_of(config))
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -95,11 +93,10 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
     """How many ranks decide together, for experts: padded ones exchange tokens inside graphs, dropless ones do not."""
-    if not getattr(model, "num_moe_experts", None):
+    experts, over_all = find_experts(model), averages_over_all_ranks(model)
+    if experts == "none":
         return {}
-    over_all = "global_aux_loss" in _listed(model.moe_router_load_balancing_type)
-    outside = getattr(model, "moe_token_dispatcher_type", "alltoall") == "flex"  # where graphs end at the router
-    if outside or not getattr(model, "moe_pad_expert_input_to_capacity", False):
+    if ends_at_router(experts, getattr(model, "moe_token_dispatcher_type", None)):
         return {"shared_capture_ranks": data_parallel_size} if over_all else {}
     ranks = shared_capture_ranks(
         data_parallel_size=data_parallel_size,
@@ -110,16 +107,6 @@ def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
         global_aux_loss=over_all,
     )
     return {"shared_capture_ranks": ranks}
-
-
-def _listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else [*(value or ())]
-
-
-def host_timeout(config: Any) -> timedelta | None:
-    """How long ranks wait for each other on the host; None where the run makes no gloo groups."""
-    dist = config.dist
-    return timedelta(minutes=dist.distributed_timeout_minutes) if dist.use_gloo_process_groups else None
 
 
 def data_paths_of(config: Any) -> list[str] | None:
@@ -155,6 +142,66 @@ def _packing(config: Any) -> Any:
     return dataset.offline_packing_specs if getattr(dataset, "enable_offline_packing", False) else None
 
 
+def refusals(config: Any, plan: Plan, *, replay: bool = True) -> Iterator[str]:
+    """One line for every setting in the way that `install` does not refuse itself, with the field to change."""
+    if plan.graphs.impl == "local":
+        yield (
+            "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
+            "transformer_engine"
+        )
+    if plan.graphs.impl == "transformer_engine" and getattr(config.model, "cuda_graph_impl", "none") != "none":
+        yield (
+            f"cuda_graph_impl is {config.model.cuda_graph_impl!r}: Megatron-Bridge would capture the layers itself; "
+            "set it to 'none'"
+        )
+    restart = getattr(config, "inprocess_restart", None)
+    if restart is not None and restart.enabled:
+        yield "inprocess_restart.enabled is True: a restart in the same process leaves no way to free graphs; set False"
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(config.dist, name, False):
+            yield f"dist.{name} is True: parameters move in memory; set it to False, for DistributedDataParallel"
+    if getattr(config.dist, "use_decentralized_pg", False):
+        yield (
+            "dist.use_decentralized_pg is True: thdprof asks megatron-core's parallel_state for the groups; set it to "
+            "False"
+        )
+    own_size = getattr(config.model, "context_parallel_size", 1)
+    if getattr(config.dist, "eval_context_parallel_size", None) not in (None, own_size):
+        yield (
+            f"dist.eval_context_parallel_size is {config.dist.eval_context_parallel_size}: evaluation would rebind the "
+            f"groups of captured layers; set it to None or {own_size}"
+        )
+    if not (replay and plan.captured):
+        return
+    if not config.rng.te_rng_tracker:
+        yield "rng.te_rng_tracker is False: random states must be such that graphs can hold them; set it to True"
+    inspection = getattr(config, "tensor_inspect", None)
+    if inspection is not None and inspection.enabled:
+        yield "tensor_inspect.enabled is True: a replay runs none of its inspections; set it to False"
+    if getattr(config.optimizer, "optimizer_cuda_graph", False):
+        yield "optimizer.optimizer_cuda_graph is True: it was not checked beside other graphs; set it to False"
+    if getattr(config.model, "moe_expert_rank_capacity_factor", None) is not None:
+        yield (
+            "model.moe_expert_rank_capacity_factor is set: Bridge reruns steps whose experts overflow without graphs; "
+            "set it to None"
+        )
+
+
+def joined(lines: Sequence[str], error: SettingsError | None) -> SettingsError:
+    """All reasons in one error.
+
+    Args:
+        error: what `install` raised; None if it raised nothing.
+    """
+    heading = (
+        "thdprof cannot follow the plan in this run of Megatron-Bridge (a name without a dot is a field of model):"
+    )
+    own = [] if error is None else [line for line in str(error).splitlines() if line.startswith("- ")]
+    if error is not None and not own:
+        own = [f"- {error}"]
+    return SettingsError("\n".join([heading, *(f"- {line}" for line in lines), *own]))
+
+
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 """Entries of a batch that end in entries without a document; the last two are missing if documents are not padded."""
 _LONGEST = ("max_seqlen_q", "max_seqlen_kv")
@@ -186,28 +233,22 @@ def _remembering(own: Callable[..., dict[str, Any]], *, constant_length: bool) -
     """get_batch_from_iterator, whose batches know their boundaries on the host."""
 
     def get_batch(data_iterator: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        source = _LastOf(data_iterator)
+        on_host: dict[str, Any] = {}
+
+        def note(batch: dict[str, Any]) -> dict[str, Any]:
+            nonlocal on_host
+            on_host = batch
+            return batch
+
+        source = iter(lambda: note(next(data_iterator)), None)  # Megatron's iterators only know next()
         batch = own(source, *args, **kwargs)
         if batch.get("cu_seqlens_q") is not None:
-            _know(batch, source.last, constant_length=constant_length)
+            _know(batch, on_host, constant_length=constant_length)
         elif batch.get("cu_seqlens") is not None:
-            _keep_legacy(batch, source.last)
+            _keep_legacy(batch, on_host)
         return batch
 
     return get_batch
-
-
-class _LastOf:
-    def __init__(self, data_iterator: Any) -> None:
-        self._of = data_iterator
-        self.last: dict[str, Any] = {}
-
-    def __iter__(self) -> _LastOf:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        self.last = next(self._of)
-        return self.last
 
 
 def _know(batch: dict[str, Any], on_host: dict[str, Any], *, constant_length: bool) -> None:
@@ -220,7 +261,7 @@ def _know(batch: dict[str, Any], on_host: dict[str, Any], *, constant_length: bo
         in_memory = values.get("cu_seqlens_q_padded", values["cu_seqlens_q"])
         entries = num_filled(in_memory.reshape(-1).numpy())
         values = {name: value[..., :entries] for name, value in values.items()}
-        longest = int(values.get("cu_seqlens_q_padded", values["cu_seqlens_q"]).diff().max())
+        longest = int(in_memory[..., :entries].diff().max())
         for name in _LONGEST:
             if batch.get(name) is not None:
                 batch[name] = torch.full_like(batch[name], longest)
@@ -230,15 +271,13 @@ def _know(batch: dict[str, Any], on_host: dict[str, Any], *, constant_length: bo
 
 def _keep_legacy(batch: dict[str, Any], on_host: dict[str, Any]) -> None:
     """Remember boundaries of Bridge's older form, which end in -1 and come with the position of the first of them."""
-    unpadded = "cu_seqlens_unpadded" if batch.get("cu_seqlens_unpadded") is not None else None
-    in_memory = _without_end(on_host, "cu_seqlens")
-    if unpadded is None:
-        if in_memory is not None:
-            keep_on_host(batch["cu_seqlens"], in_memory)
+    in_memory, valid = _without_end(on_host, "cu_seqlens"), _without_end(on_host, "cu_seqlens_unpadded")
+    if in_memory is None:
         return
-    valid = _without_end(on_host, unpadded)
-    if valid is not None and in_memory is not None:
-        keep_on_host(batch[unpadded], valid, in_memory)
+    if batch.get("cu_seqlens_unpadded") is None:
+        keep_on_host(batch["cu_seqlens"], in_memory)
+    elif valid is not None:
+        keep_on_host(batch["cu_seqlens_unpadded"], valid, in_memory)
 
 
 def _without_end(on_host: dict[str, Any], name: str) -> NDArray[np.int32] | None:

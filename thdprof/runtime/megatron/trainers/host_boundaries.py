@@ -101,10 +101,6 @@ def _changes_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-FRAME = 1024
-"""Values of the first message, int32; longer boundaries need a second one."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBoundaries:
     """Boundaries of one micro-batch on the host, as a data loader gives them."""
@@ -116,14 +112,39 @@ class RowBoundaries:
     cu_seqlens_padded: torch.Tensor | None = None
     """int32, shape [rows, columns]: positions in memory at which documents begin, if they are padded."""
 
+    def shorten(self) -> Message:
+        """These boundaries in few values."""
+        matrices = [matrix for matrix in (self.cu_seqlens, self.cu_seqlens_padded) if matrix is not None]
+        return self.max_seqlen.numpy(), [_shortened(matrix.numpy()) for matrix in matrices]
+
+    @classmethod
+    def restore(cls, message: Message) -> RowBoundaries:
+        """The boundaries that were shortened to `message`."""
+        longest, matrices = message
+        cu_seqlens, *padded = (
+            torch.from_numpy(np.pad(kept, ((0, 0), (0, columns - kept.shape[1])), mode="edge"))
+            for columns, kept in matrices
+        )
+        return cls(
+            cu_seqlens=cu_seqlens,
+            max_seqlen=torch.from_numpy(longest),
+            cu_seqlens_padded=padded[0] if padded else None,
+        )
+
+
+Message = tuple[NDArray[np.int32], list[tuple[int, NDArray[np.int32]]]]
+"""`max_seqlen`, and for `cu_seqlens` and perhaps `cu_seqlens_padded` the number of columns, and the first ones: those
+behind them repeat the last one.
+"""
+
+
+def _shortened(matrix: NDArray[np.int32]) -> tuple[int, NDArray[np.int32]]:
+    changes = np.flatnonzero((matrix != matrix[:, -1:]).any(axis=0))
+    return matrix.shape[1], matrix[:, : int(changes[-1]) + 2 if len(changes) else 1]
+
 
 class TensorParallelPeers:
-    """The tensor-parallel groups that boundaries were sent in, each with a group of the same ranks on the host.
-
-    The message is a vector of int32: the number of micro-batch rows (0 if the sender does not know the boundaries), the
-    columns of `cu_seqlens` and of `cu_seqlens_padded` (-1 without them), `max_seqlen` of each row, and then every row,
-    shortened by the repetitions of its last value: the number of values that follow, and the values.
-    """
+    """The tensor-parallel groups that boundaries were sent in, each with a group of the same ranks on the host."""
 
     def __init__(self, timeout: Callable[[], timedelta | None]) -> None:
         """No groups yet; `timeout` gives that of a group on the host, or None where none may be made, the same on all
@@ -151,67 +172,11 @@ class TensorParallelPeers:
                 backend="gloo",
                 use_local_synchronization=True,
             )
-        sends = distributed.get_rank() == source
-        payload = encoded(boundaries) if sends else np.empty(0, dtype=np.int32)
-        first = np.zeros(FRAME, dtype=np.int32)
-        if sends:
-            head = payload[: FRAME - 1]
-            first[0], first[1 : 1 + len(head)] = len(payload), head
-        self._broadcast(first, group, source)
-        size = int(first[0])
-        if size < FRAME:
-            return boundaries if sends else decoded(first[1 : 1 + size])
-        rest = payload[FRAME - 1 :].copy() if sends else np.empty(size - FRAME + 1, dtype=np.int32)
-        self._broadcast(rest, group, source)
-        return boundaries if sends else decoded(np.concatenate((first[1:], rest)))
-
-    def _broadcast(self, values: NDArray[np.int32], group: Any, source: int) -> None:
-        distributed.broadcast(torch.from_numpy(values), source, group=self._on_host[group])
-
-
-def encoded(boundaries: RowBoundaries | None) -> NDArray[np.int32]:
-    """The message that says `boundaries`, int32, one-dimensional."""
-    if boundaries is None:
-        return np.zeros(1, dtype=np.int32)
-    matrices = [boundaries.cu_seqlens.numpy()]
-    if boundaries.cu_seqlens_padded is not None:
-        matrices.append(boundaries.cu_seqlens_padded.numpy())
-    columns = [matrix.shape[1] for matrix in matrices]
-    head = np.array([len(matrices[0]), columns[0], columns[1] if len(columns) > 1 else -1], dtype=np.int32)
-    return np.concatenate(
-        (head, boundaries.max_seqlen.numpy(), *(part for matrix in matrices for part in _shortened(matrix)))
-    )
-
-
-def decoded(message: NDArray[np.int32]) -> RowBoundaries | None:
-    """The boundaries that `message` says."""
-    rows = int(message[0])
-    if rows == 0:
-        return None
-    columns, columns_padded = int(message[1]), int(message[2])
-    start = 3 + rows
-    longest = torch.from_numpy(message[3:start].copy())
-    cu_seqlens, start = _filled(message, start, rows, columns)
-    padded = None if columns_padded < 0 else _filled(message, start, rows, columns_padded)[0]
-    return RowBoundaries(cu_seqlens=cu_seqlens, max_seqlen=longest, cu_seqlens_padded=padded)
-
-
-def _shortened(matrix: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-    for row in matrix:
-        others = np.flatnonzero(row != row[-1])
-        kept = int(others[-1]) + 2 if len(others) else 1
-        yield np.array([kept], dtype=np.int32)
-        yield row[:kept]
-
-
-def _filled(message: NDArray[np.int32], start: int, rows: int, columns: int) -> tuple[torch.Tensor, int]:
-    matrix = np.empty((rows, columns), dtype=np.int32)
-    for row in matrix:
-        kept = int(message[start])
-        row[:kept] = message[start + 1 : start + 1 + kept]
-        row[kept:] = row[kept - 1]
-        start += 1 + kept
-    return torch.from_numpy(matrix), start
+        message = [None if boundaries is None else boundaries.shorten()]
+        distributed.broadcast_object_list(message, source, group=self._on_host[group])
+        if distributed.get_rank() == source:
+            return boundaries
+        return None if message[0] is None else RowBoundaries.restore(message[0])
 
 
 _BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron import versions
-from thdprof.runtime.megatron.install import install
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
-from thdprof.runtime.megatron.trainers.observer import FollowedRun, Observer
+from thdprof.runtime.megatron.trainers.observer import write_scalars
 from thdprof.runtime.megatron.trainers.training_loops import (
+    FollowedRun,
     checked_once_a_step,
-    for_megatron,
-    is_agreed,
+    find_host_timeout,
     packed_schedule_plans,
 )
 
@@ -79,8 +76,6 @@ def datasets_on_all_stages(say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-logger = logging.getLogger(__name__)
-
 _ITERATION = 3
 """Position of the step's number among the arguments of `training_log`."""
 
@@ -93,7 +88,6 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     installed when model, optimizer and checkpoint are ready, and closed when the loop ends, in whatever way.
 
     Args:
-        plan: the plan to follow.
         replay: False: pad as the plan says but run eagerly.
         stats: file to append the run's counters to; None for none.
 
@@ -103,90 +97,52 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     versions.check(*versions.INSTALL, versions.MEGATRON_LM)
     from megatron.training import training
 
-    loop = _Loop(for_megatron(plan), replay=replay, stats=stats, training=training)
+    run = FollowedRun(plan, replay=replay, stats=stats, say=lambda line: training.print_rank_0(line))
     with ExitStack() as stack:
-        stack.callback(loop.run.end)  # for runs that install and never train, as with --skip-train
-        stack.enter_context(host_boundaries(loop.peer_timeout))
-        for change in (datasets_on_all_stages, packed_schedule_plans):
-            stack.enter_context(change(lambda line: training.print_rank_0(f"thdprof: {line}")))
-        stack.enter_context(checked_once_a_step(on_restore=loop.run.recapture))
-        for name, function in loop.replacements().items():
+        stack.callback(run.end)  # for runs that install and never train, as with --skip-train
+        stack.enter_context(host_boundaries(lambda: find_host_timeout(training.get_args())))
+        stack.enter_context(datasets_on_all_stages(run.say))
+        stack.enter_context(packed_schedule_plans(run.say))
+        stack.enter_context(checked_once_a_step(on_restore=run.recapture))
+        for name, function in _replacements(run, training).items():
             stack.enter_context(replaced(training, name, function))
         yield
 
 
-class _Loop:
-    """The functions of Megatron's training loop around which a plan is followed."""
+def _replacements(run: FollowedRun, training: Any) -> dict[str, Callable[..., Any]]:
+    """The functions around which `run` is followed, by the names of Megatron's own in the module `training`."""
+    own_setup, own_train, own_log = training.setup_model_and_optimizer, training.train, training.training_log
 
-    def __init__(self, plan: Plan, *, replay: bool, stats: Path | None, training: Any) -> None:
-        self._plan, self._replay, self._stats, self._training = plan, replay, stats, training
-        self.run = FollowedRun()
-        self._own_setup = training.setup_model_and_optimizer
-        self._own_train, self._own_log = training.train, training.training_log
-
-    def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Our functions by the names of Megatron's that they stand for."""
-        return {"setup_model_and_optimizer": self._setup, "train": self._train, "training_log": self._log}
-
-    def _setup(self, *args: Any, **kwargs: Any) -> Any:
-        """Install the plan's graphs on the model, which has loaded its checkpoint."""
-        from megatron.core.utils import get_model_config
-
-        self.run.end()  # a run that was restarted in this process
-        model, optimizer, scheduler = self._own_setup(*args, **kwargs)
-        self.run.installation = installation = install(
-            model,
-            self._plan,
-            get_model_config(model[0]),
-            replay=self._replay,
-            form=MetadataForm(tokens_per_sample=getattr(self._training.get_args(), "seq_length", None)),
-            say=lambda line: self._training.print_rank_0(f"thdprof: {line}"),
-            host_timeout=self.peer_timeout(),
-        )
-        self.run.observer = Observer(installation, self._plan, stats=self._stats, say=self._training.print_rank_0)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        run.end()  # a run that was restarted in this process
+        model, optimizer, scheduler = own_setup(*args, **kwargs)
+        settings = training.get_args()
+        form = MetadataForm(tokens_per_sample=getattr(settings, "seq_length", None))
+        run.install(model, form=form, host_timeout=find_host_timeout(settings))
+        run.observe()
         return model, optimizer, scheduler
 
-    def _train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; then tell what was observed, and free the graphs before process groups go."""
+    def train(*args: Any, **kwargs: Any) -> Any:
         try:
-            with left_to_the_plan(self._training.get_args()):
-                result = self._own_train(*args, **kwargs)
+            with left_to_the_plan(training.get_args()):
+                result = own_train(*args, **kwargs)
         except BaseException as error:
-            with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
-                self.run.end(together=is_agreed(error))
+            run.end_by(error)
             raise
-        self.run.end(together=True)
+        run.end(together=True)  # before process groups go
         return result
 
-    def _log(self, *args: Any, **kwargs: Any) -> Any:
-        """Log a step, with the counters in Megatron's own line and writers."""
-        observer = self.run.observer
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        observer = run.observer
         if observer is None:
-            return self._own_log(*args, **kwargs)
-        own_print = self._training.print_rank_last
+            return own_log(*args, **kwargs)
+        with run.counted_in(training):
+            result = own_log(*args, **kwargs)
         iteration = kwargs["iteration"] if "iteration" in kwargs else args[_ITERATION]
-
-        def with_counters(message: str) -> None:
-            own_print(self.run.counted_line(message))
-
-        with replaced(self._training, "print_rank_last", with_counters):
-            result = self._own_log(*args, **kwargs)
-        self._write(observer, iteration)
+        writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
+        if writer is not None and iteration % training.get_args().tensorboard_log_interval == 0:
+            write_scalars(observer.scalars(), iteration, tensorboard=writer, wandb=wandb)
         observer.after_step(iteration)
         return result
 
-    def _write(self, observer: Observer, iteration: int) -> None:
-        training = self._training
-        writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
-        if writer is None or iteration % training.get_args().tensorboard_log_interval:
-            return
-        scalars = observer.scalars()
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log(scalars, iteration)
-
-    def peer_timeout(self) -> timedelta | None:
-        """Timeout of process groups on the host; None where the run makes none (--disable-gloo-process-groups)."""
-        args = self._training.get_args()
-        return timedelta(minutes=args.distributed_timeout_minutes) if args.use_gloo_process_groups else None
+    return {"setup_model_and_optimizer": setup_model_and_optimizer, "train": train, "training_log": training_log}

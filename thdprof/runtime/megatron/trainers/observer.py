@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -52,17 +51,23 @@ class RankTotals:
         """Send this rank's counters, of as many model chunks on every rank, to all ranks, which call this together;
         `end` returns the largest `peak`.
         """
+        from megatron.core import parallel_state
+
         rank, num_ranks = rank_and_size()
-        pipeline_rank, pipeline_size = _pipeline_rank_and_size()
+        pipeline_rank, pipeline_size = 0, 1
+        if parallel_state.is_initialized():
+            pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+            pipeline_size = parallel_state.get_pipeline_model_parallel_world_size()
         peaks = [0.0] * num_ranks
         peaks[rank] = float(peak)
         own = [number for chunk in chunks for number in self._numbers(chunk)]
         before, behind = [0.0] * len(own) * pipeline_rank, [0.0] * len(own) * (pipeline_size - pipeline_rank - 1)
         self._num_stages = pipeline_size * len(chunks)
-        device = _device()
+        on_gpu = torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
         values = [*before, *own, *behind, *peaks]
-        sums = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
-        sums = sums.to(device, non_blocking=True)
+        sums = torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu)
+        if on_gpu:
+            sums = sums.to(torch.device("cuda", torch.cuda.current_device()), non_blocking=True)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums)
         if not sums.is_cuda:
@@ -132,22 +137,6 @@ class RankTotals:
         return any(ranks)
 
 
-def _pipeline_rank_and_size() -> tuple[int, int]:
-    from megatron.core import parallel_state
-
-    if not parallel_state.is_initialized():
-        return 0, 1
-    size = parallel_state.get_pipeline_model_parallel_world_size()
-    return parallel_state.get_pipeline_model_parallel_rank(), size
-
-
-def _device() -> torch.device:
-    """Where the process group takes tensors: on the GPU if it can."""
-    if torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 COMPARED_EVERY = 100
 """Steps between two comparisons of the observed shares with the plan's."""
 
@@ -161,8 +150,6 @@ class Observer:
         """An observer of a run that begins now.
 
         Args:
-            installation: what `install` returned.
-            plan: the plan that the run follows.
             stats: the file that `finish` appends one line of counters to; None for none.
             say: writes one line to the run's log; called on rank 0 alone.
         """
@@ -203,8 +190,14 @@ class Observer:
         chunks = [after - before for after, before in zip(now, self._logged, strict=True)]
         self._logged = now
         since = max(chunks, key=lambda counts: counts.total() - counts[""])
-        eager = "".join(f" thdprof eager {reason}: {n} |" for reason, n in sorted(since.items()) if reason)
-        return f" thdprof replayed: {since['']} |{eager}{self._findings_text()}"
+        findings = Counter(self._stats_here().findings)
+        new_findings, self._logged_findings = findings - self._logged_findings, findings
+        counts = {
+            "replayed": since[""],
+            **{f"eager {reason}": n for reason, n in sorted(since.items()) if reason},
+            **new_findings,
+        }
+        return "".join(f" thdprof {name}: {n} |" for name, n in counts.items())
 
     def after_step(self, iteration: int) -> None:
         """Compare the observed shares with the plan's after every COMPARED_EVERY steps, and say how they differ.
@@ -271,7 +264,12 @@ class Observer:
         self._of_all_ranks = totals = Stats.of_stages(stages)
         if self._rank != 0:
             return
-        behind = self._stages_behind(stages)
+        fewest = min(stage.fallbacks.total() for stage in stages)
+        behind = "; ".join(  # the stages that ran micro-batches eagerly which another stage replayed
+            f"{self._stage_name(number)}: {_other_reasons(stage)}"
+            for number, stage in enumerate(stages)
+            if stage.fallbacks.total() > fewest
+        )
         if behind and behind != self._behind:
             self._say(f"WARNING: thdprof, step {iteration}: eager in some stages of the pipeline alone: {behind}")
         self._behind = behind
@@ -289,15 +287,6 @@ class Observer:
                 f"WARNING: thdprof, step {iteration}: the data is not what the plan was made from: {moved}; run "
                 "`thdprof check PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
             )
-
-    def _stages_behind(self, stages: Sequence[Stats]) -> str:
-        """The stages that ran micro-batches eagerly which another stage replayed, and their reasons."""
-        fewest = min(stage.fallbacks.total() for stage in stages)
-        return "; ".join(
-            f"{self._stage_name(number)}: {_other_reasons(stage)}"
-            for number, stage in enumerate(stages)
-            if stage.fallbacks.total() > fewest
-        )
 
     def _stage_name(self, number: int) -> str:
         """How a stage is called, by its place among all: first those of the first pipeline rank."""
@@ -330,12 +319,6 @@ class Observer:
             self._pool = captures, self._installation.pool_bytes()
         return self._pool[1]
 
-    def _findings_text(self) -> str:
-        """Verified micro-batches, mismatches and suspicions since the last call, as `log_text` tells them."""
-        now = Counter(self._stats_here().findings)
-        since, self._logged_findings = now - self._logged_findings, now
-        return "".join(f" thdprof {name}: {n} |" for name, n in since.items())
-
     def _counts(self) -> list[Counter[str]]:
         """Micro-batches of this rank's model chunks so far: replayed ones by the name "", eager ones by reason."""
         return [
@@ -344,34 +327,13 @@ class Observer:
         ]
 
 
-class FollowedRun:
-    """The installation and the observer of one run of a trainer; nothing before `begin` and after `end`."""
-
-    def __init__(self) -> None:
-        self.installation: Installation | None = None
-        self.observer: Observer | None = None
-
-    def counted_line(self, message: str) -> str:
-        """A message of the trainer's log, with the counters behind it if it is the line of a step."""
-        is_line = message.lstrip().startswith("[") and " iteration " in message
-        return message + self.observer.log_text() if is_line and self.observer is not None else message
-
-    def recapture(self) -> None:
-        """Drop all graphs: they would go on with the random states that they were captured with."""
-        if self.installation is not None:
-            self.installation.recapture()
-
-    def end(self, *, together: bool = False) -> None:
-        """Report what was observed and free the graphs; the second call does nothing. All ranks end here `together`, or
-        this one alone.
-        """
-        installation, observer = self.installation, self.observer
-        self.installation = self.observer = None
-        with ExitStack() as stack:
-            if installation is not None:
-                stack.callback(installation.close)
-            if observer is not None:
-                observer.finish(together=together)
+def write_scalars(scalars: Mapping[str, float], step: int, *, tensorboard: Any, wandb: Any) -> None:
+    """Write the counters of a step to a trainer's writers, of which it may have none."""
+    if tensorboard:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, step)
+    if wandb:
+        wandb.log(scalars, step)
 
 
 def compared(totals: Stats, plan: Plan) -> str:

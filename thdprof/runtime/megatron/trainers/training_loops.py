@@ -1,29 +1,28 @@
-"""What the training loops of Megatron-LM and Megatron-Bridge share: plans, exits, checks of results, schedule plans."""
+"""What the loops of Megatron-LM and Megatron-Bridge share: a run, its exits, checks of results, schedule plans."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from thdprof.megatron_limits.run import find_kind
 from thdprof.runtime.megatron.decoder.packed_seq_params import is_of_a_bucket
+from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.replacing import replaced
+from thdprof.runtime.megatron.trainers.observer import Observer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from thdprof.plan import Plan
-
-
-def for_megatron(plan: Plan) -> Plan:
-    """The plan with graphs of Megatron's decoders, where `graphs.impl` only says that a whole module is captured."""
-    if plan.graphs.impl != "module":
-        return plan
-    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk"})})
 
 
 _LOOP = "train"
@@ -44,7 +43,85 @@ def is_agreed(error: BaseException | None) -> bool:
     return where.tb_frame.f_code.co_name == _LOOP
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def find_host_timeout(settings: Any) -> timedelta | None:
+    """How long ranks wait for each other on the host; None where the run makes no gloo groups.
+
+    Args:
+        settings: Megatron-LM's arguments, or Bridge's DistributedInitConfig.
+    """
+    return timedelta(minutes=settings.distributed_timeout_minutes) if settings.use_gloo_process_groups else None
+
+
+class FollowedRun:
+    """A plan that the runs of one trainer follow on this rank, one at a time."""
+
+    def __init__(self, plan: Plan, *, replay: bool, stats: Path | None, say: Callable[[str], None]) -> None:
+        """A run that has not begun.
+
+        Args:
+            plan: the plan to follow. One for a whole module is for Megatron's decoders here.
+            replay: False: pad as the plan says but run eagerly.
+            stats: file to append the run's counters to; None for none.
+            say: writes a line to the trainer's log, on one rank alone.
+        """
+        if (kind := find_kind(plan)) != plan.graphs.impl:
+            plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": kind})})
+        self.plan, self.replay, self._stats, self._say = plan, replay, stats, say
+        self._installation: Installation | None = None
+        self.observer: Observer | None = None
+
+    def say(self, line: str) -> None:
+        """Write a line of thdprof's to the trainer's log."""
+        self._say(f"thdprof: {line}")
+
+    def install(self, model: Any, **how: Any) -> None:
+        """Install the plan's graphs on the model, which has loaded its checkpoint; `how` goes to `install`."""
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(model[0])
+        self._installation = install(model, self.plan, config, replay=self.replay, say=self.say, **how)
+
+    def observe(self) -> None:
+        """Begin to count what was installed."""
+        assert self._installation is not None
+        self.observer = Observer(self._installation, self.plan, stats=self._stats, say=self._say)
+
+    @contextmanager
+    def counted_in(self, log: Any) -> Iterator[None]:
+        """Inside the block, `log.print_rank_last` writes the counters behind the line of a step."""
+        own = log.print_rank_last
+
+        def print_rank_last(message: str) -> None:
+            is_line = message.lstrip().startswith("[") and " iteration " in message
+            own(message + self.observer.log_text() if is_line and self.observer is not None else message)
+
+        with replaced(log, "print_rank_last", print_rank_last):
+            yield
+
+    def recapture(self) -> None:
+        """Drop all graphs: they would go on with the random states that they were captured with."""
+        if self._installation is not None:
+            self._installation.recapture()
+
+    def end(self, *, together: bool = False) -> None:
+        """Report what was observed and free the graphs; the second call does nothing. All ranks end here `together`, or
+        this one alone.
+        """
+        installation, observer = self._installation, self.observer
+        self._installation = self.observer = None
+        with ExitStack() as stack:
+            if installation is not None:
+                stack.callback(installation.close)
+            if observer is not None:
+                observer.finish(together=together)
+
+    def end_by(self, error: BaseException | None) -> None:
+        """End a run that `error` ends: the GPU may be gone, and the run's own error is the one to show."""
+        with suppress(Exception):
+            self.end(together=is_agreed(error))
+
+
+@dataclass(frozen=True, slots=True)
 class _Check:
     """One call of RerunStateMachine.validate_result that is still to be made."""
 
@@ -52,8 +129,12 @@ class _Check:
     """The tensor that was checked, without its history; Megatron's schedule scales it in place afterwards."""
     value: torch.Tensor
     """A copy of it at the time of the check."""
-    arguments: dict[str, Any]
-    """All other arguments, by name."""
+    rejection_func: Callable[[Any], Any]
+    """Says of a tensor whether it is to be rejected."""
+    args: tuple[Any, ...]
+    """The arguments behind these."""
+    more: dict[str, Any]
+    """The arguments that were given by name."""
 
 
 @contextmanager
@@ -75,34 +156,21 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
     waiting: WeakKeyDictionary[Any, list[_Check]] = WeakKeyDictionary()
 
     def validate_result(
-        machine: Any,
-        result: Any,
-        rejection_func: Callable[[Any], Any],
-        message: str,
-        comparison_func: Callable[[Any, Any], float] | None = None,
-        tolerance: float = 0.0,
-        fatal: bool = True,
+        machine: Any, result: Any, rejection_func: Callable[[Any], Any], *args: Any, **more: Any
     ) -> None:
-        arguments = {
-            "rejection_func": rejection_func,
-            "message": message,
-            "comparison_func": comparison_func,
-            "tolerance": tolerance,
-            "fatal": fatal,
-        }
         if not (_can_wait(machine, result) and _is_of_values(rejection_func, machine)):
             check_all(machine)
-            own["validate_result"](machine, result, **arguments)
+            own["validate_result"](machine, result, rejection_func, *args, **more)
             return
         value = result.detach()
-        waiting.setdefault(machine, []).append(_Check(result=value, value=value.clone(), arguments=arguments))
+        waiting.setdefault(machine, []).append(_Check(value, value.clone(), rejection_func, args, more))
 
     def check_all(machine: Any) -> None:
         checks = waiting.pop(machine, [])
-        values = _Values([check.value for check in checks])
+        read = functools.cache(lambda: _read([check.value for check in checks]))  # when the first one is needed
         for number, check in enumerate(checks):
-            rejects = functools.partial(_of_host, check.arguments["rejection_func"], values, number)
-            own["validate_result"](machine, check.value, **{**check.arguments, "rejection_func": rejects})
+            rejects = functools.partial(_rejects_on_host, check.rejection_func, read, number)
+            own["validate_result"](machine, check.value, rejects, *check.args, **check.more)
         _keep_scaled(machine, checks)
 
     def first_checked(name: str) -> Callable[..., Any]:
@@ -127,22 +195,8 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
         yield
 
 
-class _Values:
-    """Numbers on a GPU that are read by the host together, when the first of them is needed."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._on_host: list[torch.Tensor] | None = None
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        """The number at that position, on the host: no dimensions, its own dtype."""
-        if self._on_host is None:
-            self._on_host = _read(self._tensors)
-        return self._on_host[number]
-
-
 def _read(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of single numbers on the host; one wait for each device and dtype among them."""
+    """Copies of single numbers on the host, without dimensions; one wait for each device and dtype among them."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(number)
@@ -175,9 +229,11 @@ def _is_of_values(rejection_func: Any, machine: Any) -> bool:
     return isinstance(rejection_func, functools.partial) and rejection_func.func == machine.is_unexpectedly_large
 
 
-def _of_host(rejection_func: Callable[[Any], Any], values: _Values, number: int, result: Any) -> bool:
+def _rejects_on_host(
+    rejection_func: Callable[[Any], Any], read: Callable[[], list[torch.Tensor]], number: int, result: Any
+) -> bool:
     del result
-    return bool(rejection_func(values[number]))
+    return bool(rejection_func(read()[number]))
 
 
 def _keep_scaled(machine: Any, checks: list[_Check]) -> None:
