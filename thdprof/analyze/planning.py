@@ -53,8 +53,16 @@ def make_plan(
     """
     resolved_impl, modules = captured(analysis.settings.experts, impl, usual=usual)
     settings, offload = analysis.settings, analysis.offload
-    packer, pipeline_size = settings.packer, settings.pipeline_parallel_size
-    check_options(resolved_impl, pipeline_parallel_size=pipeline_size, packer=packer, experts=settings.experts)
+    packer = settings.packer
+    check_options(
+        resolved_impl,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
+        packer=packer,
+        max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
+        bucket_cp_sizes=tuple([bucket.cp_size for bucket in analysis.recommendation.buckets]),
+        experts=settings.experts,
+    )
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
@@ -68,7 +76,7 @@ def make_plan(
     )
     if recompute is not None:
         check_options(resolved_impl, recompute=recompute, packer=packer, layers_per_graph=layers)
-    plan = Plan(
+    return Plan(
         schema=SCHEMA,
         written_by=__version__,
         dataset=DatasetPart(**{**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)}),
@@ -87,14 +95,6 @@ def make_plan(
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
-    check_options(
-        resolved_impl,
-        context_parallel_size=settings.context_parallel_size,
-        packer=packer,
-        max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
-        bucket_cp_sizes=tuple(bucket.cp_size for bucket in plan.graphs.buckets),
-    )
-    return plan
 
 
 def _graphs(analysis: Analysis, impl: Impl, modules: list[Module], layers: int | None) -> GraphsPart:

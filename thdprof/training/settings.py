@@ -76,6 +76,8 @@ class Definition:
     """Largest value."""
     setting: Setting
     """How the setting is given."""
+    label: str
+    """The setting as messages name it: `--seq-length` where the command has that option, else `seq_length`."""
 
     @property
     def option(self) -> str:
@@ -88,12 +90,8 @@ class Definition:
         return "--no-" + self.name.replace("_", "-")
 
     def shown(self, *value: object) -> str:
-        """The setting, and its value where one is given, as messages name them.
-
-        Every message uses this text, so that it names an option only where the command has one:
-        `--seq-length 4096`, but `microbatch_group_size 4`.
-        """
-        return " ".join([self.option if self.setting.everyday else self.name, *map(str, value)])
+        """The setting, and its value where one is given, as messages name them: `--seq-length 4096`."""
+        return " ".join([self.label, *map(str, value)])
 
     def to_give(self, *value: object) -> str:
         """The setting as `shown`, and where to give it if no option does: `microbatch_group_size 4 in --settings`."""
@@ -145,6 +143,7 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
         wanted = next(t for t in get_args(wanted) if t is not type(None))
     choices: tuple[str, ...] = get_args(wanted) if get_origin(wanted) is Literal else ()
     bounds = next((fact for fact in facts if isinstance(fact, Interval)), Interval())
+    setting = next(fact for fact in facts if isinstance(fact, Setting))
     return Definition(
         name=name,
         type=wanted if choices else get_origin(wanted) or wanted,
@@ -152,7 +151,8 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
         choices=choices,
         least=bounds.ge,  # type: ignore[arg-type]
         most=bounds.le,  # type: ignore[arg-type]
-        setting=next(fact for fact in facts if isinstance(fact, Setting)),
+        setting=setting,
+        label="--" + name.replace("_", "-") if setting.everyday else name,
     )
 
 

@@ -73,7 +73,7 @@ def resolve_settings(
     def assume(name: str, value: Any, why: str) -> None:
         if name not in values:
             values[name] = value
-            assumed.append(Assumption(name=name, value=value, flag=shown(name), why=why))
+            assumed.append(Assumption(name=name, value=value, flag=known[name].label, why=why))
 
     dynamic = kind in (None, "documents") and values.get("packer") in DYNAMIC_CP
     if dynamic:
