@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 from thdprof.analyze.settings.model_reading import (
     FP8_FORMATS,
@@ -17,7 +17,7 @@ from thdprof.analyze.settings.model_reading import (
     read_frequency,
 )
 from thdprof.errors import DataError, UsageError
-from thdprof.training import definitions, model_definitions
+from thdprof.training import Fp8Recipe, definitions, model_definitions
 from thdprof.training.model import read_field
 
 _DEEPEST = 6
@@ -95,11 +95,10 @@ def settings_of_recipe(content: Mapping[str, Any]) -> dict[str, Any] | None:
     path = _architecture(content)
     if path is None:
         return None
-    beside = [content.get(part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
+    beside = [_mapping(content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
     fields: dict[str, Any] = {}
-    for place in (*reversed(list(_beside(content))), path[0], *beside):
-        if isinstance(place, dict):
-            fields |= {name: value for name, value in place.items() if value is not None}
+    for place in (*reversed(_beside(content)), path[0], *beside):
+        fields |= {name: value for name, value in place.items() if value is not None}
     return fields
 
 
@@ -178,14 +177,11 @@ class _Recipe:
     def _take(self, field: str, *names: str) -> None:
         value = self._get(*names)
         if value is None:
-            if field not in OF_THE_RUN and any(name in self.places[0] for name in names):
-                self._set_null(field)
+            is_null = field not in OF_THE_RUN and any(name in self.places[0] for name in names)
+            if is_null and model_definitions()[field].default is None:
+                self.values[field] = None
             return
         self._set(field, value, names[0])
-
-    def _set_null(self, field: str) -> None:
-        if model_definitions()[field].default is None:
-            self.values[field] = None
 
     def _set(self, field: str, value: Any, key: str) -> None:
         try:
@@ -197,13 +193,10 @@ class _Recipe:
         self.origins[field] = f"{self.shown}: {key} {value}"
 
     def _normalization(self) -> None:
+        known = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
         value = self._get("normalization")
-        if isinstance(value, str):
-            value = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}.get(
-                value.lower(), value
-            )
         if value is not None:
-            self._set("normalization", value, "normalization")
+            self._set("normalization", known.get(str(value).lower(), value), "normalization")
 
     def _hybrid(self) -> None:
         pattern = self._get("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -245,10 +238,8 @@ class _Recipe:
 
     def _optimizer(self) -> None:
         for part in ("ddp", "optimizer", "optim"):
-            place = self.content.get(part)
-            if isinstance(place, dict) and place.get("use_distributed_optimizer") is True:
-                self.values["use_distributed_optimizer"] = True
-            if isinstance(place, dict) and place.get("name") == "distributed_fused_adam":
+            place = _mapping(self.content, part)
+            if place.get("use_distributed_optimizer") is True or place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
         chunks = self._get("virtual_pipeline_model_parallel_size")
         ddp = read_ddp(self.content, interleaved=isinstance(chunks, int) and chunks > 1)
@@ -257,8 +248,8 @@ class _Recipe:
 
     def _adapters(self) -> None:
         """Adapters over frozen weights: the fields of Megatron-Bridge's LoRA, DoRA and canonical LoRA, beside model."""
-        peft = self.content.get("peft")
-        if not isinstance(peft, dict) or peft.get("dim") is None:
+        peft = _mapping(self.content, "peft")
+        if peft.get("dim") is None:
             return
         self._set("lora_dim", peft["dim"], "peft.dim")
         if peft.get("target_modules"):
@@ -268,32 +259,24 @@ class _Recipe:
             self._set("lora_dropout", peft["dropout"], "peft.dropout")
 
     def _vocabulary(self) -> Vocabulary | None:
-        tokens = self._get("padded_vocab_size", "vocab_size")
+        tokens = self._whole("vocab_size", self._get("padded_vocab_size", "vocab_size"))
         if tokens is None:
             return None
-        tokens = self._whole("vocab_size", tokens)
-        padded = self._get("padded_vocab_size") is not None or self._get("should_pad_vocab") is False
-        multiple = self._get("make_vocab_size_divisible_by")
-        if padded:
+        if self._get("padded_vocab_size") is not None or self._get("should_pad_vocab") is False:
             self._set("vocab_size", tokens, "vocab_size")
             return None
-        return Vocabulary(
-            tokens=tokens,
-            multiple=VOCAB_MULTIPLE if multiple is None else self._whole("make_vocab_size_divisible_by", multiple),
-        )
+        multiple = self._whole("make_vocab_size_divisible_by", self._get("make_vocab_size_divisible_by"))
+        return Vocabulary(tokens=tokens, multiple=multiple or VOCAB_MULTIPLE)
 
-    def _whole(self, key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+    def _whole(self, key: str, value: Any) -> int | None:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
             raise DataError(f"{self.shown}: {key} {value!r:.60}: must be a whole number of at least 1")
         return value
 
     def _training(self) -> dict[str, Any]:
         """Training settings of the run; one chunk a rank is no interleaving."""
         found: dict[str, Any] = {}
-        places = [
-            *self.places,
-            *(p for key in ("train", "dataset", "data") if isinstance(p := self.content.get(key), dict)),
-        ]
+        places = [*self.places, *(_mapping(self.content, key) for key in ("train", "dataset", "data"))]
         for name, keys in _TRAINING.items():
             value = next((place[key] for place in places for key in keys if place.get(key) is not None), None)
             if value is None or (name == "virtual_pipeline_size" and value == 1):
@@ -306,20 +289,16 @@ class _Recipe:
         return found
 
 
-def _beside(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _beside(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Mappings beside the model's that hold parallel sizes and precision: NeMo's strategy and plugins."""
-    for path in (("trainer", "strategy"), ("strategy",), ("trainer", "plugins"), ("trainer",)):
-        place: Any = content
-        for key in path:
-            place = place.get(key) if isinstance(place, dict) else None
-        if isinstance(place, dict):
-            yield place
+    paths = (("trainer", "strategy"), ("strategy",), ("trainer", "plugins"), ("trainer",))
+    return [_mapping(content, *path) for path in paths]
 
 
 # --- how gradients are reduced and parameters gathered ----------------------------------------------------------------
 
 
-_SWITCHES = {
+_DDP = {
     "overlap_grad_reduce": "overlap_grad_reduce",
     "overlap_param_gather": "overlap_param_gather",
     "overlap_param_gather_with_optimizer_step": "overlap_param_gather_with_optimizer_step",
@@ -329,22 +308,12 @@ _SWITCHES = {
     "check_for_nan_in_grad": "check_for_nan_in_grad",
     "grad_reduce_in_fp32": "grad_reduce_in_fp32",
     "fp8_param_gather": "fp8_param_gather",
-}
-"""Keys that are true or false, with the fields of `Model` that they give."""
-_SIZES = {
     "bucket_size": "ddp_bucket_size",
     "num_buckets": "ddp_num_buckets",
     "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
 }
-"""Keys that are whole numbers, with the fields of `Model` that they give."""
+"""Keys of the wrapper, with the fields of `Model` that they give."""
 _OF_MIXED_PRECISION = ("grad_reduce_in_fp32", "fp8_param_gather")
-_OF_COMM_OVERLAP = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "overlap_param_gather_with_optimizer_step",
-    "align_param_gather",
-    "bucket_size",
-)
 _BUCKET_OF_COMM_OVERLAP = 128 * 1024 * 1024
 """Parameters of a bucket that Megatron-Bridge's CommOverlapConfig asks for."""
 
@@ -361,37 +330,33 @@ def read_ddp(content: Mapping[str, Any], *, interleaved: bool) -> dict[str, tupl
         interleaved: whether a pipeline rank has several model chunks.
     """
     given: dict[str, tuple[Any, str]] = {}
+
+    def take(part: str, place: Mapping[str, Any], keys: Iterable[str]) -> None:
+        given.update({key: (place[key], f"{part}.{key}") for key in keys if place.get(key) is not None})
+
+    ddp = _mapping(content, "ddp")
     for part in ("optim", "optimizer", "ddp"):
-        place = _mapping(content, part)
-        given |= {key: (place[key], f"{part}.{key}") for key in (*_SWITCHES, *_SIZES) if place.get(key) is not None}
-    if "align_param_gather" not in given and _mapping(content, "ddp"):
+        take(part, _mapping(content, part), _DDP)
+    if ddp and "align_param_gather" not in given:
         given["align_param_gather"] = (False, "ddp.align_param_gather")
-    precision = _named_precision(content)
-    given |= {
-        key: (precision[key], f"mixed_precision.{key}") for key in _OF_MIXED_PRECISION if precision.get(key) is not None
-    }
-    if isinstance(content.get("comm_overlap"), dict) and _mapping(content, "ddp").get("use_distributed_optimizer"):
-        given |= _overlapped(_mapping(content, "comm_overlap"), interleaved=interleaved)
+    take("mixed_precision", _named_precision(content), _OF_MIXED_PRECISION)
+    if isinstance(content.get("comm_overlap"), dict) and ddp.get("use_distributed_optimizer"):
+        usual = {  # what Megatron-Bridge's CommOverlapConfig writes over the keys of `ddp`
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "overlap_param_gather_with_optimizer_step": False,
+            "align_param_gather": interleaved,
+            "bucket_size": _BUCKET_OF_COMM_OVERLAP,
+        }
+        take("comm_overlap", usual, usual)
+        take("comm_overlap", content["comm_overlap"], usual)
     if "num_buckets" in given:
         given.pop("bucket_size", None)  # which Megatron derives from it
-    found = {field: given[key] for key, field in (*_SWITCHES.items(), *_SIZES.items()) if key in given}
+    found = {field: given[key] for key, field in _DDP.items() if key in given}
     aligned = _mapping(content, "dist").get("align_grad_reduce")
     if aligned is not None:
         found["align_grad_reduce"] = (aligned, "dist.align_grad_reduce")
     return found
-
-
-def _overlapped(place: Mapping[str, Any], *, interleaved: bool) -> dict[str, tuple[Any, str]]:
-    """What Megatron-Bridge's CommOverlapConfig writes over the keys of `ddp`."""
-    taken = {
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "overlap_param_gather_with_optimizer_step": False,
-        "align_param_gather": interleaved,
-        "bucket_size": _BUCKET_OF_COMM_OVERLAP,
-    }
-    taken |= {key: place[key] for key in _OF_COMM_OVERLAP if place.get(key) is not None}
-    return {key: (value, f"comm_overlap.{key}") for key, value in taken.items()}
 
 
 def _named_precision(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -406,21 +371,17 @@ def _named_precision(content: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _mapping(content: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    place = content.get(part)
+def _mapping(content: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """The mapping at `path` within `content`; an empty one where there is none."""
+    place: Any = content
+    for key in path:
+        place = place.get(key) if isinstance(place, dict) else None
     return place if isinstance(place, dict) else {}
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
-_SCALINGS = {
-    "delayed": "delayed",
-    "tensorwise": "tensorwise",
-    "blockwise": "blockwise",
-    "mxfp8": "mxfp8",
-}
-"""megatron-core's fp8_recipe."""
 _IN_NAMES = (
     ("nanov2_bf16_with_fp8_current_scaling", "blockwise"),
     ("fp8_delayed_scaling", "delayed"),
@@ -473,10 +434,10 @@ def read_precision(
         raise ValueError(f"fp8 {fp8!r:.60}: not one of {', '.join(FP8_FORMATS)}, none")
     if fp8 and str(fp8).lower() != "none":
         recipe = str(_plain(get("fp8_recipe")) or "delayed")
-        if recipe not in _SCALINGS:
-            unsettled["fp8_recipe"] = f"{shown}: fp8_recipe {recipe:.40}: this recipe is not known"
+        if recipe in get_args(Fp8Recipe):
+            found["fp8_recipe"] = recipe
         else:
-            found["fp8_recipe"] = _SCALINGS[recipe]
+            unsettled["fp8_recipe"] = f"{shown}: fp8_recipe {recipe:.40}: this recipe is not known"
     return found
 
 
