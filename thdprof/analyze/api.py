@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,8 +14,9 @@ from thdprof.analyze.analysis import Analysis, analyze_read, check_gpu
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.settings.captures import shared_captures
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, gbps_of, price_of
-from thdprof.analyze.settings.request import Request, shared_captures
+from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolved_model import experts_of, read_model
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
@@ -156,7 +157,7 @@ def _with_model(request: Request, model: Model | str | Path) -> Request:
     if given.get("experts") is None:
         given["experts"] = experts_of(known)
     if given.get("shared_capture_ranks") is None:
-        given.update(shared_captures(given, known))
+        given.update(shared_captures(given, asdict(known)))
     return replace(request, given=given, model=known, model_source=source)
 
 

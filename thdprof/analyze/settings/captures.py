@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import UP_TO_ROUTER, check_options, moved_by_core
 from thdprof.offload.plan import MODULES, Choice
-from thdprof.training import Experts
+from thdprof.training import Experts, shared_capture_ranks
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Module
@@ -31,6 +32,43 @@ def captured(experts: Experts, impl: Impl | None, *, usual: Impl = "module") -> 
     if kind != "none":
         check_options(kind, experts=experts, modules=tuple(modules))
     return kind, modules
+
+
+# --- ranks that share collectives inside graphs -----------------------------------------------------------------------
+
+
+def communicates_inside(given: Mapping[str, Any], *, global_aux_loss: bool) -> bool:
+    """Whether passes of the run communicate over data-parallel ranks inside graphs, by the training settings `given`.
+
+    `global_aux_loss` says whether routers add up their loads over all data-parallel ranks.
+    """
+    experts = given.get("experts", "none")
+    return experts == "padded" or (experts == "dropless" and global_aux_loss)
+
+
+def shared_captures(
+    given: Mapping[str, Any], model: Mapping[str, Any], *, global_aux_loss: bool = False
+) -> dict[str, int]:
+    """The setting `shared_capture_ranks` of a run, where several ranks share collectives inside graphs.
+
+    Args:
+        given: the training settings.
+        model: fields of the run's `Model`; parallel sizes that it lacks are 1.
+        global_aux_loss: as for `communicates_inside`.
+    """
+    data, context = given.get("data_parallel_size"), given.get("context_parallel_size")
+    if not isinstance(data, int) or not communicates_inside(given, global_aux_loss=global_aux_loss):
+        return {}
+    is_padded = given["experts"] == "padded"
+    ranks = shared_capture_ranks(
+        data_parallel_size=data,
+        tensor_model_parallel_size=model.get("tensor_model_parallel_size", 1),
+        context_parallel_size=context if isinstance(context, int) else 1,
+        expert_model_parallel_size=model.get("expert_model_parallel_size", 1) if is_padded else 1,
+        expert_tensor_parallel_size=model.get("expert_tensor_parallel_size") if is_padded else None,
+        global_aux_loss=global_aux_loss,
+    )
+    return {"shared_capture_ranks": ranks} if ranks > 1 else {}
 
 
 # --- layers of a graph ------------------------------------------------------------------------------------------------

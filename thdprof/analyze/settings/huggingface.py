@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.analyze.settings.model_reading import ModelReading, Vocabulary, hybrid_layers
+from thdprof.analyze.settings.model_reading import ModelReading, Vocabulary, read_pattern
 from thdprof.errors import DataError
 from thdprof.training import Norm
 
@@ -449,7 +449,7 @@ def _read_pattern(config: Config, model_type: str) -> str:
     text = config.text("hybrid_override_pattern")
     if text is not None:
         try:
-            return hybrid_layers(text).pattern
+            return str(read_pattern(text)["hybrid_layer_pattern"])
         except ValueError as error:
             raise config.refusal("hybrid_override_pattern", str(error)) from error
     layers: int = config.size("num_hidden_layers", "n_layer")

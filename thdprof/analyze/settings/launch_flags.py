@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -177,6 +177,22 @@ class LaunchFlags:
             raise UsageError(f"{self.script.place(last.line)}: {flag} has no value; give {option}")
         self.defaults_of |= last.defaults_of
         return last
+
+    def one_or_note(
+        self, flag: str, name: str, note: Callable[[str], None], option: str | None = None
+    ) -> Occurrence | None:
+        """The occurrence as of `one`; where its value is not settled, `note` is called with the error, and None comes.
+
+        Raises:
+            BlockError: a block decides its value.
+        """
+        try:
+            return self.one(flag, name, option)
+        except BlockError:
+            raise
+        except UsageError as error:
+            note(str(error))
+            return None
 
     def text(self, flag: str, name: str, option: str | None = None) -> str | None:
         """The first value of `flag`, for setting `name`; None and errors as for `one`."""

@@ -13,8 +13,8 @@ from thdprof.analyze.settings.model_reading import (
     ModelReading,
     Vocabulary,
     expert_layers,
-    hybrid_layers,
     read_frequency,
+    read_pattern,
 )
 from thdprof.errors import DataError, UsageError
 from thdprof.training import Fp8Recipe, definitions, model_definitions
@@ -203,19 +203,11 @@ class _Recipe:
         if pattern is None:
             return
         try:
-            layers = hybrid_layers(str(pattern))
+            self.values |= read_pattern(str(pattern))
         except ValueError as error:
             if "is not known" not in str(error):
                 raise DataError(f"{self.shown}: hybrid_layer_pattern {pattern!s:.60}: {error}") from error
             self.unsettled["hybrid_layer_pattern"] = f"{self.shown}: hybrid_layer_pattern: {error}"
-            return
-        self.values |= {"hybrid_layer_pattern": layers.pattern, "num_layers": len(layers.pattern)}
-        if layers.latent_attention:
-            self.values |= {"multi_latent_attention": True, "rotary": True}
-        if layers.mtp_num_layers:
-            self.values["mtp_num_layers"] = layers.mtp_num_layers
-        if "E" in layers.pattern:
-            self.values["num_moe_layers"] = layers.pattern.count("E")
 
     def _experts(self) -> None:
         if not self._get(*_OTHER_NAMES["num_experts"]):

@@ -7,11 +7,11 @@ import glob
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from thdprof.analyze.settings.captures import LayersAsked, layers_asked
+from thdprof.analyze.settings.captures import LayersAsked, layers_asked, shared_captures
 from thdprof.analyze.settings.limits import Limits, analysis_options, gbps_of, price_of, read_limits, whole_number
 from thdprof.analyze.settings.model_reading import ModelReading
 from thdprof.analyze.settings.resolved_model import (
@@ -31,7 +31,6 @@ from thdprof.training import (
     Model,
     definitions,
     model_definitions,
-    shared_capture_ranks,
 )
 from thdprof.training.model import read_field
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
@@ -145,7 +144,7 @@ def read_request(
     _override(given, stronger)
     if "shared_capture_ranks" not in stronger and resolved.model is not None:
         given.pop("shared_capture_ranks", None)
-        given.update(shared_captures(given, resolved.model, global_aux_loss=global_aux_loss))
+        given.update(shared_captures(given, asdict(resolved.model), global_aux_loss=global_aux_loss))
     return Request(
         locations=found,
         given=given,
@@ -182,28 +181,6 @@ def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, 
             except UsageError as error:
                 raise UsageError(f"--settings {settings}: {error}") from error
     return stronger
-
-
-def shared_captures(given: Mapping[str, Any], model: Model, *, global_aux_loss: bool = False) -> dict[str, int]:
-    """The setting `shared_capture_ranks` of a run of `model`, where several ranks share collectives inside graphs.
-
-    Args:
-        given: the training settings.
-        model: the model that the run trains.
-        global_aux_loss: whether routers add up their loads over all data-parallel ranks.
-    """
-    experts, data, context = (given.get(name) for name in ("experts", "data_parallel_size", "context_parallel_size"))
-    if experts in (None, "none") or not isinstance(data, int) or not (experts == "padded" or global_aux_loss):
-        return {}
-    ranks = shared_capture_ranks(
-        data_parallel_size=data,
-        tensor_model_parallel_size=model.tensor_model_parallel_size,
-        context_parallel_size=context if isinstance(context, int) else 1,
-        expert_model_parallel_size=model.expert_model_parallel_size if experts == "padded" else 1,
-        expert_tensor_parallel_size=model.expert_tensor_parallel_size if experts == "padded" else None,
-        global_aux_loss=global_aux_loss,
-    )
-    return {"shared_capture_ranks": ranks} if ranks > 1 else {}
 
 
 def _ranks(file: ModelReading | None) -> dict[str, Any]:
