@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.errors import UsageError
@@ -14,24 +15,59 @@ if TYPE_CHECKING:
     from thdprof.plan import Impl, Module
 
 
-def captured(experts: Experts, impl: Impl | None, *, usual: Impl = "module") -> tuple[Impl, list[Module]]:
-    """The `graphs.impl` and `graphs.modules` of a plan.
+LayersPerGraph = int | Literal["all"] | None
+"""Layers of one graph, "all" of a model chunk, or None: as many as the prediction chooses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captures:
+    """What a plan captures."""
+
+    impl: Impl
+    """The plan's `graphs.impl`."""
+    modules: list[Module]
+    """The plan's `graphs.modules`."""
+    layers_per_graph: int | None
+    """The plan's `graphs.layers_per_graph`."""
+
+
+def resolve_captures(
+    impl: Impl | None,
+    *,
+    experts: Experts,
+    usual: Impl = "module",
+    layers: LayersPerGraph = None,
+    predicted_layers: int | None = None,
+    choice: Choice | None = None,
+    **known: Any,
+) -> Captures:
+    """What a plan captures, by what the user asks for.
 
     Args:
+        impl: the kind of graphs; None: the `usual` one, or the kind that captures the other parts of layers with
+            dropless experts.
         experts: the model's experts.
-        impl: the kind of graphs that was asked for; None: none was.
-        usual: the kind where none was asked for, and the model has no dropless experts.
+        usual: the kind where none is given, and the model has no dropless experts.
+        layers: layers of one graph.
+        predicted_layers: layers of a graph by which steps are predicted to be shortest; None: all.
+        choice: activations that are moved to the host; None: none are.
+        known: other fields of `thdprof.megatron_limits.Run`.
 
     Raises:
-        UsageError: `impl` captures whole layers, which dropless experts do not allow.
+        UsageError: `install` would always refuse such graphs, or they do not move these activations.
     """
-    if experts != "dropless":
-        return impl or usual, []
-    kind = impl or "transformer_engine"
-    modules: list[Module] = [*UP_TO_ROUTER] if kind == "transformer_engine" else []
-    if kind != "none":
-        check_options(kind, experts=experts, modules=tuple(modules))
-    return kind, modules
+    is_dropless = experts == "dropless"
+    kind = impl or ("transformer_engine" if is_dropless else usual)
+    modules: list[Module] = [*UP_TO_ROUTER] if is_dropless and kind == "transformer_engine" else []
+    if is_dropless:
+        known["modules"] = tuple(modules)
+    if choice is not None:
+        known |= {"offload_modules": tuple(choice.modules), "core_offload": moved_by_core(kind, experts)}
+    number = None if layers == "all" else layers
+    check_options(kind, experts=experts, layers_per_graph=number, **known)
+    if layers is None and kind == "chunk" and choice is None:
+        number = predicted_layers
+    return Captures(impl=kind, modules=modules, layers_per_graph=number)
 
 
 # --- ranks that share collectives inside graphs -----------------------------------------------------------------------
@@ -71,14 +107,7 @@ def shared_captures(
     return {"shared_capture_ranks": ranks} if ranks > 1 else {}
 
 
-# --- layers of a graph ------------------------------------------------------------------------------------------------
-
-
-LayersAsked = int | Literal["all"] | None
-"""Layers of one graph, "all" of a model chunk, or None: as many as the prediction chooses."""
-
-
-def layers_asked(value: object) -> LayersAsked:
+def read_layers_per_graph(value: object) -> LayersPerGraph:
     """What the setting `layers_per_graph` says, a number or text; None without it.
 
     Raises:
@@ -94,36 +123,13 @@ def layers_asked(value: object) -> LayersAsked:
     return int(text)
 
 
-def layers_of_plan(
-    asked: LayersAsked, predicted: int | None = None, *, impl: Impl, offloads: bool, packer: str | None = None
-) -> int | None:
-    """The plan's `graphs.layers_per_graph`.
-
-    Args:
-        asked: what the user asked for.
-        predicted: layers of a graph by which steps are predicted to be shortest; None: all.
-        impl: the kind of graphs.
-        offloads: whether activations are moved to the host.
-        packer: the packer that training uses; None: not known yet.
-
-    Raises:
-        UsageError: groups of layers were asked for, and such graphs cannot be cut.
-    """
-    if asked is None:
-        return None if impl != "chunk" or offloads else predicted
-    number = None if asked == "all" else asked
-    moved = ("all",) if offloads and number is not None and impl == "chunk" else None
-    check_options(impl, layers_per_graph=number, packer=packer, offload_modules=moved)
-    return number
-
-
 # --- activations on the host ------------------------------------------------------------------------------------------
 
 
 _OF_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
 
 
-def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
+def read_choice(modules: str | None, fraction: float | None) -> Choice | None:
     """The choice that `--offload` and `--offload-fraction` describe; None without `--offload`.
 
     Raises:
@@ -145,7 +151,7 @@ def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
     return Choice(modules=names, fraction=1.0 if fraction is None else fraction)
 
 
-def without_experts(choice: Choice, experts: Experts) -> str | None:
+def note_idle_modules(choice: Choice, experts: Experts) -> str | None:
     """A sentence for the user where `choice` names modules of experts and the model has no experts; else None."""
     idle = [name for name in choice.modules if name in _OF_EXPERTS]
     if experts != "none" or not idle:
@@ -154,7 +160,7 @@ def without_experts(choice: Choice, experts: Experts) -> str | None:
     return f"--offload {','.join(choice.modules)}: without experts (--experts none) {whole}"
 
 
-def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
+def note_core_offload(impl: Impl, experts: Experts) -> str | None:
     """A sentence for the user where only megatron-core's own offloading can follow the plan; else None.
 
     It says which settings the model must be built with.
@@ -165,13 +171,3 @@ def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
         "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
         "modules (docs/megatron.md)"
     )
-
-
-def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
-    """Refuse a choice that no training would follow, as `thdprof.runtime.megatron` refuses it.
-
-    Raises:
-        UsageError: graphs of the kind `impl`, or graphs of a model with such `experts`, do not move these activations.
-    """
-    modules, core_offload = tuple(choice.modules), moved_by_core(impl, experts)
-    check_options(impl, experts=experts, offload_modules=modules, core_offload=core_offload)

@@ -342,10 +342,6 @@ class BatchSchedule:
     stages: tuple[tuple[int, int], ...]
     """Samples that were consumed before the stage, and its rows of a step; ascending, the first at 0."""
 
-    def batch_size(self, consumed: int) -> int:
-        """Rows of the step that begins after `consumed` samples."""
-        return next(size for threshold, size in reversed(self.stages) if consumed >= threshold)
-
     def samples_of(self, steps: int) -> int:
         """Samples that the first `steps` steps consume."""
         consumed, left = 0, steps

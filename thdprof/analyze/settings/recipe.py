@@ -75,7 +75,7 @@ _NOT_KNOWN = {
 
 def is_recipe(content: Mapping[str, Any]) -> bool:
     """Whether `content` has a mapping with TransformerConfig's keys in it."""
-    return _architecture(content) is not None
+    return _find_architecture(content) is not None
 
 
 def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading:
@@ -92,17 +92,17 @@ def settings_of_recipe(content: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Those of its precision, of its overlap of communication and of its wrapper stand beside the model's.
     """
-    path = _architecture(content)
+    path = _find_architecture(content)
     if path is None:
         return None
     beside = [_mapping(content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
     fields: dict[str, Any] = {}
-    for place in (*reversed(_beside(content)), path[0], *beside):
+    for place in (*reversed(_find_beside(content)), path[0], *beside):
         fields |= {name: value for name, value in place.items() if value is not None}
     return fields
 
 
-def _architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """The mapping with num_layers and hidden_size that is least deep, and the mappings around it, innermost first."""
     level: list[list[Mapping[str, Any]]] = [[content]]
     for _ in range(_DEEPEST):
@@ -119,11 +119,11 @@ class _Recipe:
     """Looks keys up in the mapping of the architecture, then in those around it, then beside it."""
 
     def __init__(self, content: Mapping[str, Any], source: str) -> None:
-        path = _architecture(content) or [content]
+        path = _find_architecture(content) or [content]
         self.content = content
         self.source = source
         self.shown = f"--model {source}"
-        self.places = [*path, *_beside(content)]
+        self.places = [*path, *_find_beside(content)]
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.unsettled: dict[str, str] = {}
@@ -281,7 +281,7 @@ class _Recipe:
         return found
 
 
-def _beside(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _find_beside(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Mappings beside the model's that hold parallel sizes and precision: NeMo's strategy and plugins."""
     paths = (("trainer", "strategy"), ("strategy",), ("trainer", "plugins"), ("trainer",))
     return [_mapping(content, *path) for path in paths]
@@ -403,7 +403,7 @@ def read_precision(
     """
     mixed = content.get("mixed_precision")
     if isinstance(mixed, str):
-        return _named("mixed_precision", mixed, shown, unsettled)
+        return _read_precision_name("mixed_precision", mixed, shown, unsettled)
     if isinstance(mixed, dict):
         places = [mixed, *places]
 
@@ -416,7 +416,7 @@ def read_precision(
     elif get("fp16") is True:
         found["precision"] = "fp16"
     elif get("precision") is not None:
-        found |= _named("precision", str(get("precision")), shown, unsettled)
+        found |= _read_precision_name("precision", str(get("precision")), shown, unsettled)
     elif get("bf16") is False and get("fp16") is False:
         found["precision"] = "fp32"
     if get("fp4"):
@@ -425,7 +425,7 @@ def read_precision(
     if isinstance(fp8, str) and fp8.lower() not in ("none", *FP8_FORMATS):
         raise ValueError(f"fp8 {fp8!r:.60}: not one of {', '.join(FP8_FORMATS)}, none")
     if fp8 and str(fp8).lower() != "none":
-        recipe = str(_plain(get("fp8_recipe")) or "delayed")
+        recipe = str(_read_enumeration(get("fp8_recipe")) or "delayed")
         if recipe in get_args(Fp8Recipe):
             found["fp8_recipe"] = recipe
         else:
@@ -433,7 +433,7 @@ def read_precision(
     return found
 
 
-def _named(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[str, Any]:
+def _read_precision_name(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[str, Any]:
     """The fields that a name such as bf16_with_fp8_current_scaling_mixed says."""
     name = text.lower().replace("-", "_")
     word = next((part for part in name.split("_") if part in _WORDS), None)
@@ -446,7 +446,7 @@ def _named(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[s
     return {**found, **({} if recipe is None else {"fp8_recipe": recipe})}
 
 
-def _plain(value: Any) -> Any:
+def _read_enumeration(value: Any) -> Any:
     """The value of an enumeration, which a dumped config writes as a mapping with its arguments."""
     if isinstance(value, dict):
         arguments = value.get("_args_")

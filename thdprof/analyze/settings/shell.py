@@ -552,19 +552,22 @@ class _Reader:
         if word.elements is not None:
             elements = [element for raw in word.elements for element in self._expand(raw)]
         elif adds and name in self.arrays and name not in self.scalars:
-            elements = [Word(self._joined(pieces), word.line, self.marks)]
+            elements = [Word(self._join(pieces), word.line, self.marks)]
         else:
             old = self.scalars.get(name)
-            value = (old or "" if adds else "") + self._joined(pieces)
+            value = (old or "" if adds else "") + self._join(pieces)
             if kind is not None and value != old:
-                value = self._decided(f"${name}", kind, word.line, f"{old or ''} {value}")
+                value = self._open_by_block(f"${name}", kind, word.line, f"{old or ''} {value}")
             self.arrays.pop(name, None)
-            self.scalars[name] = self._bounded(value, name)
+            self.scalars[name] = self._bound(value, name)
             return
         before = self.arrays.get(name, [])
         if kind is not None and (elements if adds else elements != before):
             text = " ".join(part.marked for part in (*before, *elements))
-            elements, adds = [Word(self._decided(f"${name}", kind, word.line, text), word.line, self.marks)], False
+            elements, adds = (
+                [Word(self._open_by_block(f"${name}", kind, word.line, text), word.line, self.marks)],
+                False,
+            )
         if not adds:
             before, self.sizes[name] = [], 0
         before += elements
@@ -574,12 +577,12 @@ class _Reader:
         self.arrays[name] = before
         self.scalars.pop(name, None)
 
-    def _decided(self, source: str, kind: str, line: int, text: str) -> str:
+    def _open_by_block(self, source: str, kind: str, line: int, text: str) -> str:
         """A mark of a variable that a block sets, or not, to parts of `text`."""
         has_flags = _HAS_FLAGS.search(text) or any(part.has_flags for part in self.marks.open_parts(text))
         return self._open(source, f"is set {kind} (line {line})", in_block=True, has_flags=bool(has_flags))
 
-    def _bounded(self, value: str, name: str) -> str:
+    def _bound(self, value: str, name: str) -> str:
         return value if len(value) <= _MOST_OF_VALUE else self._open(f"${name}", "is too long")
 
     def _expand(self, raw: _RawWord) -> list[Word]:
@@ -591,7 +594,7 @@ class _Reader:
             nonlocal is_joined
             if is_joined:
                 text = words.pop().marked + text
-            words.append(Word(self._bounded(text, "value"), line, self.marks))
+            words.append(Word(self._bound(text, "value"), line, self.marks))
             is_joined = True
 
         for piece in raw.pieces:
@@ -614,7 +617,7 @@ class _Reader:
             return [Word(self._value(piece.text, is_quoted=piece.is_quoted), line)]  # "${A[*]}" is one word
         return self.arrays[match[1]]
 
-    def _joined(self, pieces: Sequence[_Piece]) -> str:
+    def _join(self, pieces: Sequence[_Piece]) -> str:
         """The value of the pieces, one behind the other, without splitting."""
         return "".join(self._value(p.text, is_quoted=p.is_quoted) if p.is_expansion else p.text for p in pieces)
 
@@ -623,10 +626,10 @@ class _Reader:
         if expansion.startswith("$((") and expansion.endswith("))"):
             return self._arithmetic(expansion)
         if expansion.startswith(("$(", "`")):
-            return self._open(_short(expansion), "is a command's output")
+            return self._open(_shorten(expansion), "is a command's output")
         match = _PARAMETER.fullmatch(expansion[2:-1] if expansion.startswith("${") else expansion[1:])
         if match is None:
-            return self._open(_short(expansion), "is an expansion that is not followed")
+            return self._open(_shorten(expansion), "is an expansion that is not followed")
         name, all_elements, operation, other = match.groups()
         value = self.scalars.get(name)
         if value is None and name in self.arrays:
@@ -636,7 +639,7 @@ class _Reader:
         if operation in (":-", "-", ":=", "=") and is_replaced:
             value = self.marks.as_default(self._default(other, is_quoted=is_quoted), name)
             if "=" in operation:
-                self.scalars[name] = self._bounded(value, name)
+                self.scalars[name] = self._bound(value, name)
             return value
         if operation in (":+", "+"):
             return "" if is_replaced else self._default(other, is_quoted=is_quoted)
@@ -646,7 +649,7 @@ class _Reader:
         return value
 
     def _default(self, text: str, *, is_quoted: bool) -> str:
-        return self._joined(_Lexer(text, newline_ends=False).default(is_quoted=is_quoted))
+        return self._join(_Lexer(text, newline_ends=False).default(is_quoted=is_quoted))
 
     def _arithmetic(self, expansion: str) -> str:
         """The value of `$(( ... ))`; an open operand makes it open for the operand's reason."""
@@ -663,7 +666,7 @@ class _Reader:
         except _OpenOperandError as error:
             return str(error)
         except (ValueError, RecursionError):
-            return self._open(_short(expansion), "is arithmetic that is not followed")
+            return self._open(_shorten(expansion), "is arithmetic that is not followed")
         return self.marks.as_default(str(result), *origins)
 
 
@@ -671,7 +674,7 @@ class _OpenOperandError(Exception):
     """Arithmetic needs a value that is not known; the text is its mark."""
 
 
-def _short(expansion: str) -> str:
+def _shorten(expansion: str) -> str:
     text = " ".join(expansion.split())
     return text if len(text) <= 40 else text[:37] + "..."
 
