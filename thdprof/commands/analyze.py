@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from thdprof.commands import streams
 from thdprof.commands.options import (
     Force,
@@ -17,6 +15,9 @@ from thdprof.commands.options import (
     LaunchScript,
     SettingsFile,
     TrainerArguments,
+    capture_option,
+    dataset_argument,
+    output_option,
     with_settings,
 )
 from thdprof.errors import UsageError
@@ -32,11 +33,7 @@ def analyze(
     *,
     datasets: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Files, globs, directories or Megatron prefixes of one dataset.",
-            metavar="DATASET",
-            rich_help_panel="Dataset",
-        ),
+        dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
     ] = None,
     given: Given,
     megatron_args: LaunchScript = None,
@@ -44,32 +41,17 @@ def analyze(
     settings: SettingsFile = None,
     impl: GraphsToCapture = None,
     offload: Annotated[
-        str | None,
-        typer.Option(
-            help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.",
-            rich_help_panel="What to capture",
-        ),
+        str | None, capture_option(help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.")
     ] = None,
-    offload_fraction: Annotated[
-        str | None,
-        typer.Option(help="Share of them: 0.5 or 50%.", rich_help_panel="What to capture", show_default="1"),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", rich_help_panel="Output")
-    ] = None,
+    offload_fraction: Annotated[str | None, capture_option(help="Share of them: 0.5 or 50%.", show_default="1")] = None,
+    output: Annotated[Path | None, output_option("-o", "--output", help="Plan file; - for stdout.")] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option(help="Write the profile that report and merge read here (parquet).", rich_help_panel="Output"),
+        Path | None, output_option(help="Write the profile that report and merge read here (parquet).")
     ] = None,
     part: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the data in the profile.", rich_help_panel="Output", show_default="its file or directory"
-        ),
+        str | None, output_option(help="Name of the data in the profile.", show_default="its file or directory")
     ] = None,
-    microbatches: Annotated[
-        Path | None, typer.Option(help="Write the micro-batch table here (parquet).", rich_help_panel="Output")
-    ] = None,
+    microbatches: Annotated[Path | None, output_option(help="Write the micro-batch table here (parquet).")] = None,
     json: Json = False,
     force: Force = False,
 ) -> None:

@@ -39,6 +39,8 @@ class Occurrence:
 
     flag: str
     """The flag with its dashes."""
+    place: str
+    """The place as messages name it: `run.sh, line 4`."""
     line: int
     """Line of the script on which the flag is written, from 1; 0 without lines."""
     values: tuple[Word, ...]
@@ -55,6 +57,11 @@ class Occurrence:
     def text(self) -> str:
         """The first argument."""
         return self.values[0].text
+
+    @property
+    def shown(self) -> str:
+        """The place, the flag and its arguments."""
+        return " ".join([f"{self.place}: {self.flag}", *self.texts])
 
 
 def training_commands(script: Script) -> list[Command]:
@@ -104,7 +111,7 @@ def _is_of_training(name: str) -> bool:
     return name in FLAGS and not FLAGS[name].of_torchrun and not FLAGS[name].of_model
 
 
-def _occurrences(words: list[Word]) -> Iterator[Occurrence]:
+def _find_occurrences(words: list[Word], script: Script) -> Iterator[Occurrence]:
     """The known flags among the words of one command, in order."""
     index = 0
     while index < len(words):
@@ -122,7 +129,8 @@ def _occurrences(words: list[Word]) -> Iterator[Occurrence]:
             values.append(words[index])
             index += 1
         defaults_of = frozenset[str]().union(*(w.defaults_of for w in (word, *values)))
-        yield Occurrence(flag=word.flag, line=word.line, values=tuple(values), defaults_of=defaults_of)
+        place = script.place(word.line)
+        yield Occurrence(flag=word.flag, place=place, line=word.line, values=tuple(values), defaults_of=defaults_of)
 
 
 def _ends_values(word: Word, takes_list: bool) -> bool:
@@ -149,7 +157,7 @@ class LaunchFlags:
         commands = [command.words for command in training_commands(script)]
         read = commands or [*script.arrays.values(), *(word.split() for word in script.variables.values())]
         for words in read:
-            for occurrence in {one.flag: one for one in _occurrences(words)}.values():
+            for occurrence in {one.flag: one for one in _find_occurrences(words, script)}.values():
                 self.occurrences.setdefault(occurrence.flag, []).append(occurrence)
         if self.occurrences and not commands:
             self.notes.append(f"{self.where}: no command uses the flags; all of its variables are read")
@@ -178,7 +186,7 @@ class LaunchFlags:
             for part in word.open_parts[:1]:
                 raise unsettled_error(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
         if not last.values and FLAGS[flag].value != "switch":
-            raise UsageError(f"{self.script.place(last.line)}: {flag} has no value; give {option}")
+            raise UsageError(f"{last.shown} has no value; give {option}")
         self.defaults_of |= last.defaults_of
         return last
 
@@ -215,8 +223,7 @@ class LaunchFlags:
         text, least = occurrence.text, FLAGS[flag].least
         if not re.fullmatch(r"\+?[0-9]{1,18}", text) or int(text) < least:
             raise UsageError(
-                f"{self.script.place(occurrence.line)}: {flag} {text}: not a whole number of at least {least}; "
-                f"mend it or give {option or to_give(name)}"
+                f"{occurrence.shown}: not a whole number of at least {least}; mend it or give {option or to_give(name)}"
             )
         return int(text)
 
@@ -235,7 +242,7 @@ class LaunchFlags:
             self.notes.append(f"{self.script.place(word.line)}: the file that it sources is not read")
         for flag in FLAGS.values():
             if flag.not_followed is not None and flag.name in self.occurrences:
-                place = self.script.place(self.occurrences[flag.name][0].line)
+                place = self.occurrences[flag.name][0].place
                 self.notes.append(f"{place}: {flag.name}: {flag.not_followed}")
         found = self.occurrences.keys()
         if found & {*DATA_PATHS} and not found & {DOCUMENT_MASKING, CONVERSATIONS}:

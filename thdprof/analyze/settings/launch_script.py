@@ -225,8 +225,7 @@ def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     found = flags.one(table.BATCH_SCHEDULE, name)
     if found is None:
         return
-    where = f"{flags.script.place(found.line)}: {table.BATCH_SCHEDULE} {found.text}"
-    given = {**settings, **flags.from_caller}
+    where, given = found.shown, {**settings, **flags.from_caller}
     if name in settings:
         raise UsageError(f"{where}: Megatron takes no --global-batch-size beside it; leave one out")
     if "seq_length" not in given:
@@ -254,7 +253,7 @@ def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     settings[name] = schedule.largest(samples)
     stages = ", ".join(f"{size} from sample {threshold:,}" for threshold, size in schedule.stages)
     flags.notes.append(
-        f"{flags.script.place(found.line)}: {table.BATCH_SCHEDULE}: the batch grows ({stages}); micro-batches and "
+        f"{found.place}: {found.flag}: the batch grows ({stages}); micro-batches and "
         f"their shares are those of the run, steps are counted and timed with {settings[name]} rows{sized}"
     )
 
@@ -313,7 +312,7 @@ def _read_blend(flags: LaunchFlags, settings: dict[str, Any]) -> tuple[list[str]
         return [word.strip() for word in words], None
     if None in weights:
         raise UsageError(
-            f"{flags.script.place(blend.line)}: {blend.flag}: weights and prefixes must alternate, or all be "
+            f"{blend.place}: {blend.flag}: weights and prefixes must alternate, or all be "
             f"prefixes; {words[2 * weights.index(None)]!r} is not a weight"
         )
     return [word.strip() for word in words[1::2]], [weight for weight in weights if weight is not None]
@@ -363,7 +362,13 @@ def read_schedule(text: str, *, seq_length: int) -> BatchSchedule:
     Raises:
         ValueError: Megatron would refuse the text.
     """
-    stages = sorted(_stage(entry, seq_length) for entry in text.replace(",", " ").split())
+    stages = []
+    for entry in text.replace(",", " ").split():
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise ValueError(f"{entry}: must be THRESHOLD:BATCH_SIZE, such as 250B:1536")
+        stages.append((_scaled(threshold) // seq_length, _scaled(size)))
+    stages.sort()
     if not stages or stages[0][0] != 0:
         raise ValueError("the first stage must begin at 0")
     if any(first[0] >= second[0] for first, second in pairwise(stages)):
@@ -371,13 +376,6 @@ def read_schedule(text: str, *, seq_length: int) -> BatchSchedule:
     if any(size < 1 for _, size in stages):
         raise ValueError("a batch size must be at least 1")
     return BatchSchedule(stages=tuple(stages))
-
-
-def _stage(entry: str, seq_length: int) -> tuple[int, int]:
-    threshold, colon, size = entry.partition(":")
-    if not colon:
-        raise ValueError(f"{entry}: must be THRESHOLD:BATCH_SIZE, such as 250B:1536")
-    return _scaled(threshold) // seq_length, _scaled(size)
 
 
 def _scaled(text: str) -> int:
@@ -460,14 +458,13 @@ class _ModelFlags:
         """Take `value` for `field`, or refuse it with the place that gives it; nothing where `found` is None."""
         if found is None:
             return
-        place = f"{self.flags.script.place(found.line)}: {' '.join([found.flag, *found.texts])}"
         if isinstance(value, str):
             value = _parse_field(field, value)
         try:
             self.values[field] = read_field(field, value)
         except UsageError as error:
-            raise UsageError(f"{place}: {str(error).rpartition(': ')[2]}") from error
-        self.origins[field] = place
+            raise UsageError(f"{found.shown}: {str(error).rpartition(': ')[2]}") from error
+        self.origins[field] = found.shown
 
     def _take(self, flag: str, field: str) -> None:
         found = self._one(flag, field)
@@ -481,7 +478,7 @@ class _ModelFlags:
         try:
             return parse(found.text)
         except ValueError as error:
-            raise UsageError(f"{self.flags.script.place(found.line)}: {flag} {found.text}: {error}") from error
+            raise UsageError(f"{found.shown}: {error}") from error
 
     def _gradients(self) -> None:
         """With bf16 gradients are reduced in the precision of main gradients, if no flag says otherwise."""
@@ -536,15 +533,14 @@ class _ModelFlags:
 
     def _expert_layers(self) -> None:
         frequency = self._parsed(table.EXPERT_LAYERS, "num_moe_layers", read_frequency)
-        layers = self.values.get("num_layers", self.flags.from_caller.get("num_layers"))
-        if frequency is None or not isinstance(layers, int):
-            return
         found = self._one(table.EXPERT_LAYERS, "num_moe_layers")
+        layers = self.values.get("num_layers", self.flags.from_caller.get("num_layers"))
+        if found is None or not isinstance(layers, int):
+            return
         try:
             self._set("num_moe_layers", expert_layers(frequency, layers), found)
         except ValueError as error:
-            line = 0 if found is None else found.line
-            raise UsageError(f"{self.flags.script.place(line)}: {table.EXPERT_LAYERS}: {error}") from error
+            raise UsageError(f"{found.place}: {found.flag}: {error}") from error
 
     def _fp8(self) -> None:
         if self._parsed(table.FP8, "fp8_recipe", _check_fp8_format) is None:
@@ -555,8 +551,7 @@ class _ModelFlags:
         elif found.text in get_args(Fp8Recipe):
             self._set("fp8_recipe", found.text, found)
         else:
-            place = f"{self.flags.script.place(found.line)}: {table.FP8_RECIPE} {found.text}"
-            self.unsettled.setdefault("fp8_recipe", f"{place}: this recipe is not known")
+            self.unsettled.setdefault("fp8_recipe", f"{found.shown}: this recipe is not known")
 
     def _vocabulary(self) -> Vocabulary | None:
         field = "vocab_size"
@@ -583,12 +578,11 @@ class _ModelFlags:
 
     def _elsewhere(self) -> None:
         """Note flags that say that the model is another one than the other flags do, or that is not followed."""
+        last = {flag: found[-1] for flag, found in self.flags.occurrences.items()}
         for flag, (_, reason) in table.ELSEWHERE.items():
-            for found in self.flags.occurrences.get(flag, [])[-1:]:
-                self.unsettled.setdefault(flag, f"{self.flags.script.place(found.line)}: {flag}: {reason}")
-        for flag, taken in table.LEFT_OUT.items():
-            for found in self.flags.occurrences.get(flag, [])[-1:]:
-                self.notes.append(f"{self.flags.script.place(found.line)}: {flag}: {taken}")
+            if flag in last:
+                self.unsettled.setdefault(flag, f"{last[flag].place}: {flag}: {reason}")
+        self.notes += [f"{last[flag].place}: {flag}: {taken}" for flag, taken in table.LEFT_OUT.items() if flag in last]
 
 
 def _check_fp8_format(text: str) -> str:
