@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     Raises:
         SystemExit: always, with the exit code.
     """
-    with streams.prepared(), _ending_signals():
+    with streams.prepare_streams(), _ending_signals():
         code = _run(argv)
     sys.exit(code)
 
@@ -131,14 +131,16 @@ def _run(argv: Sequence[str] | None) -> int:
             "out of memory: analyse fewer files at a time, fewer steps (--train-iters), or on a larger machine", 1
         )
     except Exception as error:
-        return _other(error)
+        return _report_foreign_error(error)
     return code if isinstance(code, int) else 0
 
 
-def _other(error: Exception) -> int:
+def _report_foreign_error(error: Exception) -> int:
     """Exit code of an error that is not thdprof's own: the parser's, the system's, or a defect."""
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        return _refuse_usage(error)
+        message = usage_message(error)
+        streams.say(f"thdprof: {message}" if message else error.format_message())  # the help, of a command alone
+        return int(error.exit_code)
     if type(error).__name__ == "Abort":
         return 1
     if os.environ.get("THDPROF_DEBUG"):
@@ -150,12 +152,6 @@ def _other(error: Exception) -> int:
         return _fail(f"stdout: cannot be written: {error.strerror}", 1)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     return _fail(f"internal error, please report it: {text} (THDPROF_DEBUG=1 shows where)", 1)
-
-
-def _refuse_usage(error: Any) -> int:
-    message = usage_message(error)
-    streams.say(f"thdprof: {message}" if message else error.format_message())  # the help, where nothing was asked for
-    return int(error.exit_code)
 
 
 def _fail(message: str, code: int) -> int:

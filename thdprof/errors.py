@@ -2,7 +2,7 @@
 
 
 class ThdprofError(Exception):
-    """An error that the user can mend. Its text says what is wrong, where, and what to do."""
+    """An error that the user can fix. Its text says what is wrong, where, and what to do."""
 
     exit_code = 1
 

@@ -21,10 +21,6 @@ _MOST_REPEATED = 10_000
 def check_targets(paths: Sequence[Path], *, force: bool) -> None:
     """Refuse output files that cannot be written or must not be replaced. Called before the work, not after it.
 
-    Args:
-        paths: the output files.
-        force: whether existing files may be replaced.
-
     Raises:
         UsageError: two paths are one file; or a path is a directory, a device or a pipe; or the file exists and
             `force` is false.
@@ -121,11 +117,7 @@ def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> 
 
 
 def read_yaml(path: Path | str, *, where: str) -> Any:
-    """The values in a YAML file.
-
-    Args:
-        path: the file.
-        where: the file's name in errors.
+    """The values in a YAML file, which errors name by `where`.
 
     Raises:
         DataError: see `read_text` and `parse_yaml`.
@@ -134,12 +126,7 @@ def read_yaml(path: Path | str, *, where: str) -> Any:
 
 
 def read_text(path: Path | str, *, where: str, kind: str = "YAML") -> str:
-    """The text of a UTF-8 file.
-
-    Args:
-        path: the file.
-        where: the file's name in errors.
-        kind: what the file should hold, for the error where it holds no text.
+    """The text of a UTF-8 file, which errors name by `where`; `kind` is what it should hold, for the same errors.
 
     Raises:
         DataError: the file cannot be read, or is not UTF-8.
@@ -155,10 +142,8 @@ def read_text(path: Path | str, *, where: str, kind: str = "YAML") -> str:
 def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
     """The values in YAML text, nested in at most 100 levels, of which aliases repeat at most 10,000.
 
-    Args:
-        text: the text.
-        where: the file's name in errors.
-        unique_keys: whether a key that stands twice in one mapping is an error; otherwise the last one counts.
+    Errors name the file by `where`. A key that stands twice in one mapping is an error with `unique_keys`; otherwise
+    the last one counts.
 
     Raises:
         DataError: the text is not YAML, is nested too deeply, repeats too many values by aliases, has a key twice in

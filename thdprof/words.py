@@ -11,13 +11,7 @@ _DECIMALS = 12
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number and its noun: "1 step", "2 steps".
-
-    Args:
-        number: the number.
-        one: the noun in the singular.
-        many: the plural; None: the singular with an s.
-    """
+    """A number and its noun: "1 step", "2 steps". The plural `many` is by default the singular `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
@@ -101,19 +95,13 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` as `printable`, in at most `most` characters: an ellipsis stands for the part of its begin that is left
-    out.
-    """
+    """`text` as `printable`, in at most `most` characters: an ellipsis stands for its beginning."""
     shown = printable(text)
     return shown if len(shown) <= most else "…" + shown[1 - most :]
 
 
 def install_line(extra: str) -> str:
-    """The command that installs an extra, for messages; to be changed here when thdprof is on a package index.
-
-    Args:
-        extra: names in `[project.optional-dependencies]` of pyproject.toml, with commas between them.
-    """
+    """The command that installs extras of pyproject.toml, named with commas between them, for messages."""
     return f"pip install '.[{extra}]' in a checkout of thdprof"
 
 

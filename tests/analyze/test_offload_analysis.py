@@ -12,7 +12,7 @@ from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import MeasuredModel, built_in_costs
 from thdprof.analyze.buckets.saved_tensors import predict_offload, saved_by_layers
 from thdprof.analyze.predictions import OffloadPrediction
-from thdprof.analyze.settings.captures import by_megatron_core, check_choice, choice_of, without_experts
+from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules, read_choice, resolve_captures
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
@@ -114,7 +114,7 @@ def test_an_analysis_refuses_to_guess_another_model(data, tmp_path):
 )
 def test_wrong_options_are_refused(modules, fraction, message):
     with pytest.raises(UsageError, match=message):
-        choice_of(modules, fraction)
+        read_choice(modules, fraction)
 
 
 def test_the_plan_says_what_is_moved_and_what_that_does(data, analysis, tmp_path):
@@ -220,9 +220,9 @@ def test_without_graphs_a_plan_moves_nothing(data):
     ],
 )
 def test_what_training_would_refuse_is_refused(analysis, modules, impl, experts, message):
-    choice = choice_of(modules, None)
+    choice = read_choice(modules, None)
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
-        check_choice(choice, impl=impl, experts=experts)
+        resolve_captures(impl, experts=experts, choice=choice)
     settings = replace(analysis.settings, experts=experts)
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
         make_plan(replace(analysis, settings=settings, offload=predicted(analysis, choice)), impl=impl)
@@ -271,8 +271,8 @@ def test_modules_that_the_measured_model_has_not_are_told(data, thdprof):
 
 
 def test_where_only_megatron_core_can_follow_it_is_said(data, tmp_path, thdprof):
-    assert by_megatron_core("transformer_engine", "none") is None
-    assert by_megatron_core("chunk", "padded") is None
+    assert note_core_offload("transformer_engine", "none") is None
+    assert note_core_offload("chunk", "padded") is None
     done = thdprof(
         "analyze", data, "--experts", "dropless", "--offload", "core_attn,expert_fc1", "-o", tmp_path / "plan.yaml"
     )
@@ -282,8 +282,8 @@ def test_where_only_megatron_core_can_follow_it_is_said(data, tmp_path, thdprof)
 
 def test_modules_of_experts_that_are_not_there():
     some = Choice(modules=("mlp_act", "moe_act", "expert_fc2"))
-    assert without_experts(some, "none") == (
+    assert note_idle_modules(some, "none") == (
         "--offload mlp_act,moe_act,expert_fc2: without experts (--experts none) moe_act, expert_fc2 move nothing"
     )
-    assert without_experts(some, "padded") is None
-    assert without_experts(Choice(modules=("all",)), "none") is None
+    assert note_idle_modules(some, "padded") is None
+    assert note_idle_modules(Choice(modules=("all",)), "none") is None

@@ -12,7 +12,7 @@ from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.report.shared import overlap_sentence
-from thdprof.analyze.settings.captures import layers_asked
+from thdprof.analyze.settings.captures import read_layers_per_graph
 from thdprof.analyze.times.gpus import GPUS
 from thdprof.analyze.times.overlap import (
     GRAPH_MS,
@@ -366,7 +366,7 @@ def test_a_run_without_overlap_captures_whole_chunks(rows):
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "few", "", "²"])
 def test_what_is_no_number_of_layers(text):
     with pytest.raises(UsageError, match=r"layers_per_graph .*: must be a whole number of at least 1, or all"):
-        layers_asked(text)
+        read_layers_per_graph(text)
 
 
 def test_the_command_reads_megatrons_flags_and_writes_the_plan(thdprof, rows, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,8 +14,9 @@ from thdprof.analyze.analysis import Analysis, analyze_read, check_gpu
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
-from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, gbps_of, price_of
-from thdprof.analyze.settings.request import Request, shared_captures
+from thdprof.analyze.settings.captures import shared_captures
+from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, number_of
+from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolved_model import experts_of, read_model
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
@@ -79,8 +80,8 @@ def analyze_dataset(
         attention=attention,
         limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
         gpu=gpu,
-        gpu_hour_price=None if gpu_hour_price is None else price_of(gpu_hour_price),
-        data_parallel_gbps=None if data_parallel_gbps is None else gbps_of(data_parallel_gbps),
+        gpu_hour_price=number_of("gpu_hour_price", {"gpu_hour_price": gpu_hour_price}),
+        data_parallel_gbps=number_of("data_parallel_gbps", {"data_parallel_gbps": data_parallel_gbps}),
     )
     check_gpu(request)
     measured = None if request.cost_table is None else load_costs(request.cost_table)
@@ -156,7 +157,7 @@ def _with_model(request: Request, model: Model | str | Path) -> Request:
     if given.get("experts") is None:
         given["experts"] = experts_of(known)
     if given.get("shared_capture_ranks") is None:
-        given.update(shared_captures(given, known))
+        given.update(shared_captures(given, asdict(known)))
     return replace(request, given=given, model=known, model_source=source)
 
 

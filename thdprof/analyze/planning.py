@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thdprof import __version__
-from thdprof.analyze.settings.captures import LayersAsked, captured, check_choice, layers_of_plan
-from thdprof.megatron_limits import check_options
+from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -16,7 +15,6 @@ from thdprof.plan import (
     DatasetPart,
     GraphsPart,
     MicrobatchesPart,
-    Module,
     OffloadPart,
     OneCapPart,
     Plan,
@@ -34,7 +32,7 @@ def make_plan(
     *,
     impl: Impl | None = None,
     usual: Impl = "module",
-    layers_per_graph: LayersAsked = None,
+    layers_per_graph: LayersPerGraph = None,
 ) -> Plan:
     """The plan of an analysis, for graphs of the kind `impl`; without buckets, the plan's impl is "none".
 
@@ -51,24 +49,23 @@ def make_plan(
             that the analysis counted as moved, or cannot be cut between layers; or `thdprof.runtime.megatron` would
             always refuse to install the plan.
     """
-    resolved_impl, modules = captured(analysis.settings.experts, impl, usual=usual)
-    settings, offload = analysis.settings, analysis.offload
-    packer, pipeline_size = settings.packer, settings.pipeline_parallel_size
-    check_options(resolved_impl, pipeline_parallel_size=pipeline_size, packer=packer, experts=settings.experts)
-    if offload is not None:
-        check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
+    settings, overlap = analysis.settings, analysis.overlap
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
-    uncut = analysis.overlap is None or recompute == "full"
-    layers = layers_of_plan(
-        layers_per_graph,
-        None if uncut or analysis.overlap is None else analysis.overlap.layers_per_graph,
-        impl=resolved_impl,
-        offloads=offload is not None,
-        packer=packer,
+    captures = resolve_captures(
+        impl,
+        experts=settings.experts,
+        usual=usual,
+        layers=layers_per_graph,
+        predicted_layers=None if overlap is None or recompute == "full" else overlap.layers_per_graph,
+        choice=None if analysis.offload is None else analysis.offload.choice,
+        recompute=recompute,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
+        packer=settings.packer,
+        max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
+        bucket_cp_sizes=tuple([bucket.cp_size for bucket in analysis.recommendation.buckets]),
     )
-    if recompute is not None:
-        check_options(resolved_impl, recompute=recompute, packer=packer, layers_per_graph=layers)
-    plan = Plan(
+    return Plan(
         schema=SCHEMA,
         written_by=__version__,
         dataset=DatasetPart(**{**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)}),
@@ -83,21 +80,13 @@ def make_plan(
             n_tokens_max=analysis.n_tokens_max,
             n_tokens_constant=analysis.share_of_full_size == 1.0,
         ),
-        graphs=_graphs(analysis, resolved_impl, modules, layers),
+        graphs=_graphs(analysis, captures),
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
-    check_options(
-        resolved_impl,
-        context_parallel_size=settings.context_parallel_size,
-        packer=packer,
-        max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
-        bucket_cp_sizes=tuple(bucket.cp_size for bucket in plan.graphs.buckets),
-    )
-    return plan
 
 
-def _graphs(analysis: Analysis, impl: Impl, modules: list[Module], layers: int | None) -> GraphsPart:
+def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:
     chosen, offload = analysis.recommendation, analysis.offload
     buckets = [
         BucketPart(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, cp_size=b.cp_size, share=share)
@@ -110,15 +99,15 @@ def _graphs(analysis: Analysis, impl: Impl, modules: list[Module], layers: int |
         choice = offload.choice
         moved = OffloadPart(modules=list(choice.modules), fraction=choice.fraction, min_bytes=choice.min_bytes)
     return GraphsPart(
-        impl=impl if buckets else "none",
-        modules=modules if buckets else [],
+        impl=captures.impl if buckets else "none",
+        modules=captures.modules if buckets else [],
         buckets=buckets,
         one_cap=one_cap,
         slots=analysis.slots,
         tail_policy=analysis.settings.tail_policy,
-        verify=_verify(analysis, impl) if buckets else None,
+        verify=_verify(analysis, captures.impl) if buckets else None,
         offload=moved,
-        layers_per_graph=layers if buckets else None,
+        layers_per_graph=captures.layers_per_graph if buckets else None,
     )
 
 

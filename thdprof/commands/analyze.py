@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from thdprof.commands import streams
 from thdprof.commands.options import (
@@ -16,6 +15,9 @@ from thdprof.commands.options import (
     LaunchScript,
     SettingsFile,
     TrainerArguments,
+    capture_option,
+    dataset_argument,
+    output_option,
     with_settings,
 )
 from thdprof.errors import UsageError
@@ -31,11 +33,7 @@ def analyze(
     *,
     datasets: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Files, globs, directories or Megatron prefixes of one dataset.",
-            metavar="DATASET",
-            rich_help_panel="Dataset",
-        ),
+        dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
     ] = None,
     given: Given,
     megatron_args: LaunchScript = None,
@@ -43,32 +41,17 @@ def analyze(
     settings: SettingsFile = None,
     impl: GraphsToCapture = None,
     offload: Annotated[
-        str | None,
-        typer.Option(
-            help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.",
-            rich_help_panel="What to capture",
-        ),
+        str | None, capture_option(help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.")
     ] = None,
-    offload_fraction: Annotated[
-        str | None,
-        typer.Option(help="Share of them: 0.5 or 50%.", rich_help_panel="What to capture", show_default="1"),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", rich_help_panel="Output")
-    ] = None,
+    offload_fraction: Annotated[str | None, capture_option(help="Share of them: 0.5 or 50%.", show_default="1")] = None,
+    output: Annotated[Path | None, output_option("-o", "--output", help="Plan file; - for stdout.")] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option(help="Write the profile that report and merge read here (parquet).", rich_help_panel="Output"),
+        Path | None, output_option(help="Write the profile that report and merge read here (parquet).")
     ] = None,
     part: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the data in the profile.", rich_help_panel="Output", show_default="its file or directory"
-        ),
+        str | None, output_option(help="Name of the data in the profile.", show_default="its file or directory")
     ] = None,
-    microbatches: Annotated[
-        Path | None, typer.Option(help="Write the micro-batch table here (parquet).", rich_help_panel="Output")
-    ] = None,
+    microbatches: Annotated[Path | None, output_option(help="Write the micro-batch table here (parquet).")] = None,
     json: Json = False,
     force: Force = False,
 ) -> None:
@@ -77,23 +60,27 @@ def analyze(
     from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.settings.captures import choice_of
+    from thdprof.analyze.settings.captures import read_choice
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.request import read_request
-    from thdprof.analyze.settings.training_command import refused_runs, unknown_refusals
+    from thdprof.analyze.settings.training_command import find_refusals
     from thdprof.files import check_not_inputs
 
-    to_stdout = output is not None and str(output) == "-"
-    _check_outputs(output, profile=profile, part=part, microbatches=microbatches, json=json, force=force)
+    to_stdout = str(output) == "-"
+    if json and to_stdout:
+        raise UsageError("--json and -o - both print on stdout; give one")
+    if part is not None and profile is None:
+        raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
+    tables = {"--microbatches": microbatches, "--profile": profile}
+    outputs = _check_outputs(None if to_stdout else output, tables, part=part, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
-    choice = choice_of(offload, share)
+    choice = read_choice(offload, share)
     request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
     check_gpu(request)
     _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
     script = None if megatron_args is None else megatron_args.file
-    outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
     check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
         analysis = analyze_files(request, offload=choice, impl=impl, progress=progress)
@@ -111,9 +98,10 @@ def analyze(
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-    for line in refused_runs(plan, script=request.script, model_file=request.model_file):
+    refused, reason = find_refusals(plan, script=request.script, model_file=request.model_file)
+    for line in refused:
         streams.say(f"training by this plan would be refused: {line}")
-    if request.script is not None and (reason := unknown_refusals(plan, request.script)):
+    if reason is not None:
         streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
     if to_stdout:
         streams.write(plan.to_yaml())
@@ -135,50 +123,37 @@ def analyze(
 
 
 def _check_outputs(
-    output: Path | None,
-    *,
-    profile: Path | None,
-    part: str | None,
-    microbatches: Path | None,
-    json: bool,
-    force: bool,
-) -> None:
-    """Refuse, before the work and not after it, outputs that exclude each other or cannot be written."""
+    output: Path | None, tables: Mapping[str, Path | None], *, part: str | None, force: bool
+) -> list[Path]:
+    """The files to write; those that cannot be written are refused before the work, and not after it."""
     from thdprof.files import check_targets
 
-    to_stdout = str(output) == "-"
-    if json and to_stdout:
-        raise UsageError("--json and -o - both print on stdout; give one")
-    for option, file in (("--microbatches", microbatches), ("--profile", profile)):
+    for option, file in tables.items():
         if str(file) == "-":
             raise UsageError(f"{option} -: a parquet table cannot go to stdout; name a file")
-    if part is not None and profile is None:
-        raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
-    if profile is not None:
+    if tables["--profile"] is not None:
         from thdprof.analyze.profile.count import check_part
 
         check_part(part)
-    check_targets([p for p in (None if to_stdout else output, microbatches, profile) if p is not None], force=force)
+    outputs = [path for path in (output, *tables.values()) if path is not None]
+    check_targets(outputs, force=force)
+    return outputs
 
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
     """Refuse, before the work and not after it, what training could not capture or move to the host."""
-    from thdprof.analyze.settings.captures import (
-        by_megatron_core,
-        captured,
-        check_choice,
-        layers_of_plan,
-        without_experts,
-    )
-    from thdprof.megatron_limits import check_options
+    from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules, resolve_captures
 
     experts = request.given.get("experts", "none")
-    captures, _ = captured(experts, impl, usual=request.usual_impl)
-    pipeline_parallel_size = request.given.get("pipeline_parallel_size")
-    check_options(captures, pipeline_parallel_size=pipeline_parallel_size)  # make_plan looks at the packer, too
-    layers_of_plan(request.layers_per_graph, impl=captures, offloads=choice is not None)
+    captures = resolve_captures(  # make_plan looks at the packer, too
+        impl,
+        experts=experts,
+        usual=request.usual_impl,
+        layers=request.layers_per_graph,
+        choice=choice,
+        pipeline_parallel_size=request.given.get("pipeline_parallel_size"),
+    )
     if choice is not None:
-        check_choice(choice, impl=captures, experts=experts)
-        for note in (without_experts(choice, experts), by_megatron_core(captures, experts)):
+        for note in (note_idle_modules(choice, experts), note_core_offload(captures.impl, experts)):
             if note is not None:
                 streams.say(note)

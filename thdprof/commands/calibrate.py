@@ -88,7 +88,9 @@ def calibrate(
     eager = counts_of("--n-seqs", n_seqs) if n_seqs else None
     caps = counts_of("--max-seqs", max_seqs) if max_seqs else None
     if megatron_args is not None:
-        _refuse_beside_a_script(module=module, seq_length=seq_length, max_seqlen=max_seqlen)
+        for option, value in {"--module": module, "--seq-length": seq_length, "--max-seqlen": max_seqlen}.items():
+            if value is not None:
+                raise UsageError(f"{option} {value}: not with --megatron-args, which gives the model and its sizes")
         asked = {"layers": layers, "vocabulary": vocab_size, "n_seqs": eager, "max_seqs": caps, "seconds": seconds}
         measured = _measure_script(megatron_args, {k: v for k, v in asked.items() if v is not None}, began=began)
         if measured is not None:
@@ -122,14 +124,6 @@ def calibrate(
     )
     write_text(output, yaml.safe_dump(table, sort_keys=False), force=force)
     streams.console(stderr=True).print(f"cost table written to {output}", highlight=False)
-
-
-def _refuse_beside_a_script(*, module: str | None, seq_length: int | None, max_seqlen: str | None) -> None:
-    """Refuse options whose values a launch script gives."""
-    given = {"--module": module, "--seq-length": seq_length, "--max-seqlen": max_seqlen}
-    for option, value in given.items():
-        if value is not None:
-            raise UsageError(f"{option} {value}: not with --megatron-args, which gives the model and its sizes")
 
 
 def _measure_script(launch: Launch, asked: Mapping[str, Any], *, began: float) -> dict[str, Any] | None:

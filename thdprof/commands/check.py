@@ -56,10 +56,6 @@ def check(
             where=streams.shown_plan(plan),
             progress=progress,
         )
-    with streams.of_a_gate():
-        if json:
-            streams.write(check_to_json(result) + "\n")
-        else:
-            print_check(result, streams.console(stderr=False))
+    streams.print_gate(result, json=json, to_json=check_to_json, print_text=print_check)
     if not result.holds:
         raise GateError(f"{streams.shown_plan(plan)}: {verdict(result)} Analyse the dataset again")

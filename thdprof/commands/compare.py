@@ -56,11 +56,7 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
     from thdprof.compare.statistics import read_stats
 
     result = compare_shares(plan, read_stats(stats), tolerance=allowed, where=str(stats))
-    with streams.of_a_gate():
-        if json:
-            streams.write(comparison_to_json(result) + "\n")
-        else:
-            print_comparison(result, streams.console(stderr=False))
+    streams.print_gate(result, json=json, to_json=comparison_to_json, print_text=print_comparison)
     if result.wrong_numbers is not None:
         raise GateError(
             f"{stats}: {result.wrong_numbers}; go back to the checkpoint that the run's log names, train on from it "
@@ -83,11 +79,7 @@ def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, jso
     from thdprof.compare.plans import compare_plans
 
     result = compare_plans(first, second, tolerance=allowed)
-    with streams.of_a_gate():
-        if json:
-            streams.write(plan_comparison_to_json(result) + "\n")
-        else:
-            print_plan_comparison(result, streams.console(stderr=False))
+    streams.print_gate(result, json=json, to_json=plan_comparison_to_json, print_text=print_plan_comparison)
     if not result.holds:
         fields = ", ".join(d.field for d in result.past_tolerance)
         raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")

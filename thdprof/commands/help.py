@@ -43,7 +43,7 @@ class PanelCommand(TyperCommand):
         """Write the panels, in the order in which the options are declared."""
         formatter.write_paragraph()
         for title, rows in _panels(self.get_params(ctx), ctx).items():
-            formatter.write(_drawn(title, rows))
+            formatter.write(_draw_panel(title, rows))
 
 
 class LaunchCommand(PanelCommand):
@@ -90,10 +90,10 @@ class PanelGroup(TyperGroup):
         """Write a panel of options and one of commands."""
         formatter.write_paragraph()
         for title, rows in _panels(self.get_params(ctx), ctx).items():
-            formatter.write(_drawn(title, rows))
+            formatter.write(_draw_panel(title, rows))
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         shown = [(n, c.get_short_help_str(200)) for n, c in commands.items() if c and not c.hidden]
-        formatter.write(_drawn("Commands", shown))
+        formatter.write(_draw_panel("Commands", shown))
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def _heading(param: Any, panels: dict[str, Rows]) -> str:
     return "Output" if "Output" in panels else "Options"
 
 
-def _drawn(title: str, rows: Rows) -> str:
+def _draw_panel(title: str, rows: Rows) -> str:
     """A panel as text, in colours where stdout is a terminal."""
     from rich import box
     from rich.console import Console
@@ -148,7 +148,7 @@ def _drawn(title: str, rows: Rows) -> str:
     table.add_column(width=left, overflow="fold")
     table.add_column(ratio=1)
     for name, meaning in rows:
-        table.add_row(Text(_broken(name, left), style="bold cyan"), Text(meaning))
+        table.add_row(Text(_break_name(name, left), style="bold cyan"), Text(meaning))
     stream = io.StringIO()
     plain = Console()
     console = Console(
@@ -163,7 +163,7 @@ def _drawn(title: str, rows: Rows) -> str:
     return stream.getvalue()
 
 
-def _broken(name: str, width: int) -> str:
+def _break_name(name: str, width: int) -> str:
     """`name` in lines of at most `width` characters, broken at spaces and between choices."""
     lines = [""]
     for part in re.findall(r"[^ |]+[ |]*", name):
@@ -198,15 +198,15 @@ def usage_message(error: Exception) -> str:
     if kind == "NoSuchOption":
         return _no_such_option(error, command)
     if kind == "MissingParameter" and param is not None:
-        return f"{command}: {_named(param)} is missing; {command} --help tells what it is"
-    text = _line(str(getattr(error, "message", error))).rstrip(".")
+        return f"{command}: {_name_param(param)} is missing; {command} --help tells what it is"
+    text = _join_line(str(getattr(error, "message", error))).rstrip(".")
     if kind == "BadParameter" and param is not None:
-        return _bad_value(error, param) or f"{_named(param)}: {_lowered(text)}"
+        return _bad_value(error, param) or f"{_name_param(param)}: {_lower_first(text)}"
     unknown = re.match(r"No such command '(.*?)'(\.|$)", text)
     if unknown is not None:
         known = error.ctx.command.list_commands(error.ctx)  # type: ignore[attr-defined]
         return f"{unknown[1]}: no such command; {_advice(unknown[1], known, command)}"
-    return f"{_usage(error, text)}; see {command} --help"
+    return f"{_describe_usage(error, text)}; see {command} --help"
 
 
 def _bad_value(error: Exception, param: Any) -> str:
@@ -229,10 +229,10 @@ def _bad_value(error: Exception, param: Any) -> str:
         must = "must be a number"
     else:
         return ""
-    return f"{_named(param)} {_line(str(problems[0]['input'])) or repr('')}: {must}"
+    return f"{_name_param(param)} {_join_line(str(problems[0]['input'])) or repr('')}: {must}"
 
 
-def _usage(error: Exception, text: str) -> str:
+def _describe_usage(error: Exception, text: str) -> str:
     """An error of the command line as a whole; in the parser's words `text` where it is of no known kind."""
     option = getattr(error, "option_name", None)
     if option is not None and "requires" in text:
@@ -242,11 +242,11 @@ def _usage(error: Exception, text: str) -> str:
     surplus = re.fullmatch(r"Got unexpected extra arguments? *(?:\(s\) )?\((.*)\)", text)
     if surplus is not None:
         return f"{surplus[1]}: more arguments than there can be"
-    return _lowered(text)
+    return _lower_first(text)
 
 
 def _no_such_option(error: Any, command: str) -> str:
-    option = _line(str(error.option_name))
+    option = _join_line(str(error.option_name))
     if option == "--sweep":
         return _SWEEP
     moved = removed_options().get(option) if command in ("thdprof analyze", "thdprof sweep") else None
@@ -267,17 +267,17 @@ def _command_of(error: Any) -> str:
     return "thdprof" if context is None else str(context.command_path)
 
 
-def _named(param: Any) -> str:
+def _name_param(param: Any) -> str:
     """An option by its long name, an argument by the name that the usage line has."""
     if param.param_type_name == "option":
         return str(max(param.opts, key=len))
     return str(param.metavar or param.name.upper())
 
 
-def _line(text: str) -> str:
+def _join_line(text: str) -> str:
     """`text` in one line, without control characters."""
     return printable(" ".join(text.split()))
 
 
-def _lowered(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]

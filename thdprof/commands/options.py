@@ -19,38 +19,35 @@ PANELS: tuple[str, ...] = get_args(Panel)
 Given = Mapping[str, Any]
 """Values of options by the settings' names; None counts as not given."""
 
+dataset_argument = functools.partial(typer.Argument, rich_help_panel="Dataset")
+source_option = functools.partial(typer.Option, rich_help_panel="Where settings come from")
+capture_option = functools.partial(typer.Option, rich_help_panel="What to capture")
+output_option = functools.partial(typer.Option, rich_help_panel="Output")
+
 LaunchScript = Annotated[
     Launch | None,
-    typer.Option(
+    source_option(
         "--megatron-args",
         metavar="<path>",
         parser=lambda path: Launch(file=Path(path)),
         help="Launch script or argument list to take Megatron-LM's flags from; or -- COMMAND, the command itself.",
-        rich_help_panel="Where settings come from",
     ),
 ]
 TrainerArguments = Annotated[
     Path | None,
-    typer.Option(
-        "--training-args",
-        help="JSON of a Trainer's arguments: what SFTConfig's to_json_string() says.",
-        rich_help_panel="Where settings come from",
-    ),
+    source_option("--training-args", help="JSON of a Trainer's arguments: what SFTConfig's to_json_string() says."),
 ]
 SettingsFile = Annotated[
     Path | None,
-    typer.Option(
-        "--settings",
-        help="YAML file of these options, and of settings that have none: a line is `seq_length: 4096`.",
-        rich_help_panel="Where settings come from",
+    source_option(
+        "--settings", help="YAML file of these options, and of settings that have none: a line is `seq_length: 4096`."
     ),
 ]
 GraphsToCapture = Annotated[
     GraphKind | None,
-    typer.Option(
+    capture_option(
         "--impl",
         help="What the plan captures: a torch module, or Megatron's chunks or layers.",
-        rich_help_panel="What to capture",
         show_default="module; with --megatron-args chunk; transformer_engine with dropless experts",
     ),
 ]
@@ -58,8 +55,8 @@ PlanFile = Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metava
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 """The same option of a command whose help has one panel."""
 Overwrite = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace existing files.", rich_help_panel="Output")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel="Output")]
+Force = Annotated[bool, output_option("--force", help="Replace existing files.")]
+Json = Annotated[bool, output_option("--json", help="Print one JSON object and nothing else.")]
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

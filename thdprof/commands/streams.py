@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,16 +27,15 @@ _WIDE = 1000
 
 
 @contextlib.contextmanager
-def prepared() -> Iterator[None]:
+def prepare_streams() -> Iterator[None]:
     """Make both streams take any text: one that is closed swallows it, characters it lacks become escapes.
 
     Afterwards both are as they were, so that a program can call the command line and go on.
     """
     with contextlib.ExitStack() as stack:
-        if sys.stdout is None:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        if sys.stderr is None:
-            stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+            if stream is None:
+                stack.enter_context(redirect(stack.enter_context(open(os.devnull, "w"))))
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stack.callback(_restore_errors, stream, stream.errors or "strict")
@@ -64,11 +62,18 @@ def discard_output() -> None:
             sys.stdout.flush()
 
 
-@contextlib.contextmanager
-def of_a_gate() -> Iterator[None]:
-    """Keep a gate's exit code when its output pipe closes: `thdprof check ... | head -1` must still return 3."""
+def print_gate[Result](
+    result: Result, *, json: bool, to_json: Callable[[Result], str], print_text: Callable[[Result, Console], None]
+) -> None:
+    """Print a gate's result as JSON or text.
+
+    A pipe that closes is no error, so that `thdprof check ... | head -1` still returns 3.
+    """
     try:
-        yield
+        if json:
+            write(to_json(result) + "\n")
+        else:
+            print_text(result, console(stderr=False))
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
@@ -106,11 +111,8 @@ def progress_bar(
 ) -> Iterator[Progress]:
     """A progress bar on stderr that shows the stage, documents a second and the time left.
 
-    Off a terminal there is no bar: a plain line says where a long command is, about once a minute (`heartbeat`).
-
-    Args:
-        now: the time in seconds, from any beginning.
-        wait: waits for an event, at most so many seconds; returns whether the event is set.
+    Off a terminal there is no bar: a plain line says where a long command is, about once a minute (`heartbeat`, which
+    documents the arguments).
     """
     if not sys.stderr.isatty():
         with heartbeat(say, now=now, wait=wait) as progress:
@@ -141,30 +143,6 @@ LATER_SECONDS = 60.0
 """Seconds between two lines."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Place:
-    """Where a command is, as it told last."""
-
-    stage: str = "starting"
-    """What it does."""
-    done: float = 0.0
-    """Share of the whole work that is done, 0 to 1."""
-    documents: int = 0
-    """Documents of the dataset; 0: not known yet."""
-
-    def update(self, stage: str, done: float, documents: int) -> None:
-        """Take what the command tells; it is a `thdprof.analyze.analysis.Progress`."""
-        self.stage, self.done, self.documents = stage, done, documents
-
-    def line(self, seconds: float) -> str:
-        """The line for a log, `seconds` after the command began."""
-        minutes, rest = divmod(int(seconds), 60)
-        took = f"{minutes:,} min {rest} s" if minutes else f"{rest} s"
-        size = f"{counted(self.documents, 'document')}, " if self.documents else ""
-        share = f"about {int(100 * self.done)}% of the work done, " if 0 < self.done < 1 else ""
-        return f"still {self.stage}: {size}{share}{took} so far"
-
-
 @contextlib.contextmanager
 def heartbeat(
     say: Callable[[str], None],
@@ -179,26 +157,39 @@ def heartbeat(
 
     Args:
         say: called in the thread with every line.
-        now: the time in seconds, from any beginning.
+        now: the time in seconds.
         wait: waits for an event, at most so many seconds; returns whether the event is set.
     """
-    place, over, began = Place(), threading.Event(), now()
+    place, over, began = ("starting", 0.0, 0), threading.Event(), now()
+
+    def show(stage: str, done: float, documents: int) -> None:
+        nonlocal place
+        place = stage, done, documents
 
     def beat() -> None:
         seconds = FIRST_SECONDS
         while not wait(over, seconds):
-            say(place.line(now() - began))
+            say(_describe(*place, now() - began))
             seconds = LATER_SECONDS
 
     thread = threading.Thread(target=beat, name="thdprof-heartbeat", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started: the work goes on without lines
         thread.start()
     try:
-        yield place.update
+        yield show
     finally:
         over.set()
         if thread.ident is not None:
             thread.join()
+
+
+def _describe(stage: str, done: float, documents: int, seconds: float) -> str:
+    """The line for a log, `seconds` after the command began."""
+    minutes, rest = divmod(int(seconds), 60)
+    took = f"{minutes:,} min {rest} s" if minutes else f"{rest} s"
+    size = f"{counted(documents, 'document')}, " if documents else ""
+    share = f"about {int(100 * done)}% of the work done, " if 0 < done < 1 else ""
+    return f"still {stage}: {size}{share}{took} so far"
 
 
 # --- plans from a file, or from stdin where the argument is - ---------------------------------------------------------

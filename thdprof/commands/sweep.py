@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from thdprof.commands import streams
-from thdprof.commands.options import Force, Given, GraphsToCapture, Json, LaunchScript, SettingsFile, with_settings
+from thdprof.commands.options import (
+    Force,
+    Given,
+    GraphsToCapture,
+    Json,
+    LaunchScript,
+    SettingsFile,
+    dataset_argument,
+    output_option,
+    with_settings,
+)
 from thdprof.errors import UsageError
 
 
@@ -17,28 +27,25 @@ def sweep(
     *,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        dataset_argument(
             help="Files, globs, directories or Megatron prefixes of one dataset; and settings to vary, as in "
             "seq-length=4096,8192 micro-batch-size=1,2.",
             metavar="DATASET|NAME=V1,V2",
-            rich_help_panel="Dataset",
         ),
     ] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
+            rich_help_panel="Dataset",
             help="A setting to vary, where it should be told from a dataset's name.",
             metavar="NAME=V1,V2",
-            rich_help_panel="Dataset",
         ),
     ] = None,
     given: Given,
     megatron_args: LaunchScript = None,
     settings: SettingsFile = None,
     impl: GraphsToCapture = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Directory for the plans.", rich_help_panel="Output")
-    ] = None,
+    output: Annotated[Path | None, output_option("-o", "--output", help="Directory for the plans.")] = None,
     json: Json = False,
     force: Force = False,
 ) -> None:

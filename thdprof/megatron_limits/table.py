@@ -44,6 +44,6 @@ def check_options(impl: Impl | None, **known: Any) -> None:
         UsageError: the message of the first limit: the option, its value, the reason and what to use instead.
     """
     run = Run.from_options(impl, **known)
-    for limit in limits_of(run):
-        if limit.options is not None:
+    for limit in LIMITS:
+        if limit.options is not None and limit.holds(run):
             raise UsageError(limit.options.describe(run, limit.reason))

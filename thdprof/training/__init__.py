@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute, check_model, model_definitions
+from thdprof.training.model import Fp8Recipe, Model, Norm, Recompute, check_model, model_definitions
 from thdprof.training.settings import (
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
@@ -43,7 +43,6 @@ __all__ = [
     "Model",
     "Norm",
     "Panel",
-    "Precision",
     "PromptFormat",
     "Recompute",
     "Setting",

@@ -6,7 +6,6 @@ file; launch scripts, a Hugging Face `config.json` and recipes of Megatron-Bridg
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ Norm = Literal["LayerNorm", "RMSNorm"]
 
 _SIZE = Interval(ge=1, le=2**31 - 1)
 _COUNT = Interval(ge=0, le=2**31 - 1)
+_PART = Interval(ge=0, lt=1)
 
 
 def _setting(help: str, assumed: str | None = None, *, swept: bool = False) -> Setting:
@@ -65,9 +65,9 @@ class Model:
     """Whether linear layers have biases."""
     rotary: Annotated[bool, _setting("Whether positions are rotary embeddings.")] = False
     """Whether positions are rotary embeddings."""
-    hidden_dropout: Annotated[float, _setting("Dropout of hidden states.")] = 0.1
+    hidden_dropout: Annotated[float, _PART, _setting("Dropout of hidden states.")] = 0.1
     """Dropout of hidden states; 0: no dropout kernel keeps a mask."""
-    attention_dropout: Annotated[float, _setting("Dropout of attention.")] = 0.1
+    attention_dropout: Annotated[float, _PART, _setting("Dropout of attention.")] = 0.1
     """Dropout of attention probabilities."""
     vocab_size: Annotated[int | None, _SIZE, _setting("Tokens of the vocabulary.")] = None
     """Rows of the embedding, padded as training pads them; null: not known, so time outside the decoder is not
@@ -150,7 +150,7 @@ class Model:
         "linear_fc2",
     )
     """Linear layers that have adapters, by megatron-core's names."""
-    lora_dropout: Annotated[float, _setting("Dropout of what adapters take.")] = 0.0
+    lora_dropout: Annotated[float, _PART, _setting("Dropout of what adapters take.")] = 0.0
     """Dropout of what adapters take; 0: no dropout kernel keeps a mask."""
     use_distributed_optimizer: Annotated[bool, _choice("Whether ranks share the optimizer's state.")] = False
     """Whether data-parallel ranks share the optimizer's state out among them."""
@@ -241,20 +241,12 @@ class Model:
 
 NONE = "none"
 """The value that says outright that a field is null, such as `fp8_recipe: none`; a null counts as not given."""
-_LARGE = 1e9
-_PARTS = {"hidden_dropout": "at least 0 and less than 1", "attention_dropout": "at least 0 and less than 1"}
-_PARTS["lora_dropout"] = _PARTS["hidden_dropout"]
 
 
 @functools.cache
 def model_definitions() -> Mapping[str, Definition]:
     """The definition of every field of `Model`, by name, in their order."""
     return definitions_of(Model)
-
-
-@functools.cache
-def _nullable() -> frozenset[str]:
-    return frozenset(f.name for f in dataclasses.fields(Model) if f.default is None)
 
 
 def read_field(name: str, value: object) -> Any:
@@ -264,33 +256,15 @@ def read_field(name: str, value: object) -> Any:
         UsageError: `value` is of a wrong type or out of bounds; the message names the field as it is given.
     """
     definition = model_definitions()[name]
-    if value == NONE and name in _nullable():
+    if value == NONE and definition.default is None:
         return None
-    if definition.type is float:
-        return _number(definition, value)
     if definition.type is tuple:
-        return _names(definition, value)
-    if definition.type is str and not isinstance(value, str):
-        raise UsageError(f"{definition.shown(repr(value))}: must be text")
+        names = value.replace(",", " ").split() if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+            raise UsageError(f"{definition.shown(repr(value))}: must be a list of names, such as [core_attn]")
+        return tuple(names)
     definition.check(value)
-    return value
-
-
-def _number(definition: Definition, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGE < value < _LARGE:  # or NaN
-        raise UsageError(f"{definition.shown(repr(value))}: must be a number")
-    if definition.name in _PARTS and not 0 <= value < 1:
-        raise UsageError(f"{definition.shown(value)}: must be {_PARTS[definition.name]}")
-    if definition.name not in _PARTS and value <= 0:
-        raise UsageError(f"{definition.shown(value)}: must be over 0")
-    return float(value)
-
-
-def _names(definition: Definition, value: object) -> tuple[str, ...]:
-    names = value.replace(",", " ").split() if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
-        raise UsageError(f"{definition.shown(repr(value))}: must be a list of names, such as [core_attn]")
-    return tuple(names)
+    return float(value) if definition.type is float else value  # type: ignore[arg-type]
 
 
 HYBRID_LETTERS = "M*-E"
@@ -299,14 +273,8 @@ RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", 
 """Parts of a layer that megatron-core's selective recompute knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModelProblem:
-    """Something that cannot be of a model."""
-
-    field: str
-    """The field of `Model` that has to change."""
-    text: str
-    """What is wrong with its value and what it must be, as the end of a sentence."""
+Problem = tuple[str, str]
+"""A field of `Model` that has to change; what is wrong with its value, and what it must be, as a sentence's end."""
 
 
 def check_model(model: Model) -> None:
@@ -319,8 +287,8 @@ def check_model(model: Model) -> None:
         value = getattr(model, field.name)
         if value is not None or field.default is not None:
             read_field(field.name, value)
-    for problem in problems(model):
-        raise UsageError(f"{shown_field(model, problem.field)}: {problem.text}")
+    for field_name, text in find_problems(model):
+        raise UsageError(f"{shown_field(model, field_name)}: {text}")
 
 
 def shown_field(model: Model, name: str) -> str:
@@ -329,120 +297,76 @@ def shown_field(model: Model, name: str) -> str:
     return model_definitions()[name].shown(*(() if value is None else (value,)))
 
 
-def problems(model: Model) -> Iterator[_ModelProblem]:
+def find_problems(model: Model) -> Iterator[Problem]:
     """Everything that cannot be of `model`, whose fields are each of the right type and within bounds."""
-    yield from _of_attention(model)
-    yield from _of_the_mlp(model)
-    yield from _of_experts(model)
-    yield from _of_a_hybrid(model)
-    yield from _of_recompute(model)
-    yield from _of_buckets(model)
-
-
-def _of_attention(model: Model) -> Iterator[_ModelProblem]:
-    if model.hybrid_layer_pattern is not None and "*" not in model.hybrid_layer_pattern:
-        return
-    heads, tp = model.num_attention_heads, model.tensor_model_parallel_size
-    if heads % tp:
-        yield _ModelProblem(
-            field="num_attention_heads", text=f"must be a multiple of tensor_model_parallel_size, which is {tp}"
-        )
-    if not model.multi_latent_attention:
-        if model.kv_channels is None and model.hidden_size % heads:
-            yield _ModelProblem(
-                field="hidden_size",
-                text=f"must be a multiple of num_attention_heads, which is {heads}; or give kv_channels, the width of "
-                "a head",
-            )
-        groups = model.query_groups
-        if heads % groups:
-            yield _ModelProblem(
-                field="num_query_groups", text=f"num_attention_heads, which is {heads}, must be a multiple of it"
-            )
-        elif groups % tp and tp % groups:
-            yield _ModelProblem(
-                field="num_query_groups",
-                text=f"must be a multiple or a divisor of tensor_model_parallel_size, which is {tp}",
-            )
-
-
-def _of_the_mlp(model: Model) -> Iterator[_ModelProblem]:
     tp = model.tensor_model_parallel_size
+    if model.hybrid_layer_pattern is None or "*" in model.hybrid_layer_pattern:
+        yield from _check_attention(model)
     if model.ffn_size < 1:
-        yield _ModelProblem(field="hidden_size", text="its MLP would have no width; give ffn_hidden_size")
+        yield "hidden_size", "its MLP would have no width; give ffn_hidden_size"
     elif model.ffn_hidden_size is not None and model.ffn_hidden_size % tp:
-        yield _ModelProblem(
-            field="ffn_hidden_size", text=f"must be a multiple of tensor_model_parallel_size, which is {tp}"
-        )
+        yield "ffn_hidden_size", f"must be a multiple of tensor_model_parallel_size, which is {tp}"
     if model.vocab_size is not None and model.vocab_size % tp:
-        yield _ModelProblem(
-            field="vocab_size",
-            text=f"must be padded to a multiple of tensor_model_parallel_size, which is {tp}",
+        yield "vocab_size", f"must be padded to a multiple of tensor_model_parallel_size, which is {tp}"
+    yield from _check_experts(model)
+    if model.hybrid_layer_pattern is not None:
+        yield from _check_pattern(model, model.hybrid_layer_pattern)
+    if model.recompute_granularity == "selective":
+        for name in [name for name in model.recompute_modules if name not in RECOMPUTED][:1]:
+            yield "recompute_modules", f"{name} is no part of a layer; known are {', '.join(RECOMPUTED)}"
+    if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
+        yield "recompute_num_layers", f"is more than num_layers, which is {model.num_layers}"
+    if model.ddp_bucket_size is not None and model.ddp_num_buckets is not None:
+        yield "ddp_num_buckets", f"contradicts ddp_bucket_size, which is {model.ddp_bucket_size}; give one"
+
+
+def _check_attention(model: Model) -> Iterator[Problem]:
+    heads, groups, tp = model.num_attention_heads, model.query_groups, model.tensor_model_parallel_size
+    if heads % tp:
+        yield "num_attention_heads", f"must be a multiple of tensor_model_parallel_size, which is {tp}"
+    if model.multi_latent_attention:
+        return
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            "hidden_size",
+            f"must be a multiple of num_attention_heads, which is {heads}; or give kv_channels, the width of a head",
         )
+    if heads % groups:
+        yield "num_query_groups", f"num_attention_heads, which is {heads}, must be a multiple of it"
+    elif groups % tp and tp % groups:
+        yield "num_query_groups", f"must be a multiple or a divisor of tensor_model_parallel_size, which is {tp}"
 
 
-def _of_experts(model: Model) -> Iterator[_ModelProblem]:
+def _check_experts(model: Model) -> Iterator[Problem]:
     ranks = model.expert_model_parallel_size
     if model.num_experts is None:
         if ranks > 1:
-            yield _ModelProblem(field="expert_model_parallel_size", text="needs num_experts; a model without has none")
+            yield "expert_model_parallel_size", "needs num_experts; a model without has none"
         if model.num_moe_layers:
-            yield _ModelProblem(field="num_moe_layers", text="needs num_experts")
+            yield "num_moe_layers", "needs num_experts"
         return
     if model.num_experts % ranks:
-        yield _ModelProblem(
-            field="num_experts", text=f"must be a multiple of expert_model_parallel_size, which is {ranks}"
-        )
+        yield "num_experts", f"must be a multiple of expert_model_parallel_size, which is {ranks}"
     if model.moe_router_topk > model.num_experts:
-        yield _ModelProblem(field="moe_router_topk", text=f"is more than num_experts, which is {model.num_experts}")
+        yield "moe_router_topk", f"is more than num_experts, which is {model.num_experts}"
     if model.moe_layers > model.num_layers:
-        yield _ModelProblem(field="num_moe_layers", text=f"is more than num_layers, which is {model.num_layers}")
+        yield "num_moe_layers", f"is more than num_layers, which is {model.num_layers}"
 
 
-def _of_a_hybrid(model: Model) -> Iterator[_ModelProblem]:
-    pattern = model.hybrid_layer_pattern
-    if pattern is None:
-        return
+def _check_pattern(model: Model, pattern: str) -> Iterator[Problem]:
     kinds = Counter(pattern)
     unknown = sorted(set(kinds) - set(HYBRID_LETTERS))
     if unknown:
-        yield _ModelProblem(
-            field="hybrid_layer_pattern", text=f"{unknown[0]!r} is no kind of layer; known are {HYBRID_LETTERS}"
-        )
+        yield "hybrid_layer_pattern", f"{unknown[0]!r} is no kind of layer; known are {HYBRID_LETTERS}"
     elif len(pattern) != model.num_layers:
-        yield _ModelProblem(
-            field="num_layers", text=f"hybrid_layer_pattern has {len(pattern)} letters, each of which is a layer"
-        )
+        yield "num_layers", f"hybrid_layer_pattern has {len(pattern)} letters, each of which is a layer"
     elif kinds["E"] != model.moe_layers:
         field = "num_experts" if model.num_experts is None else "num_moe_layers"
-        yield _ModelProblem(field=field, text=f"hybrid_layer_pattern has experts (E) in {kinds['E']} of its layers")
+        yield field, f"hybrid_layer_pattern has experts (E) in {kinds['E']} of its layers"
     if kinds["M"]:
         heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+        text = f"the heads of a Mamba layer, {heads}, must be a multiple of it"
         if heads < 1 or heads % model.mamba_num_groups:
-            yield _ModelProblem(
-                field="mamba_num_groups", text=f"the heads of a Mamba layer, {heads}, must be a multiple of it"
-            )
+            yield "mamba_num_groups", text
         elif heads % model.tensor_model_parallel_size:
-            yield _ModelProblem(
-                field="tensor_model_parallel_size",
-                text=f"the heads of a Mamba layer, {heads}, must be a multiple of it",
-            )
-
-
-def _of_recompute(model: Model) -> Iterator[_ModelProblem]:
-    if model.recompute_granularity == "selective":
-        unknown = [name for name in model.recompute_modules if name not in RECOMPUTED]
-        if unknown:
-            yield _ModelProblem(
-                field="recompute_modules",
-                text=f"{unknown[0]} is no part of a layer; known are {', '.join(RECOMPUTED)}",
-            )
-    if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
-        yield _ModelProblem(field="recompute_num_layers", text=f"is more than num_layers, which is {model.num_layers}")
-
-
-def _of_buckets(model: Model) -> Iterator[_ModelProblem]:
-    if model.ddp_bucket_size is not None and model.ddp_num_buckets is not None:
-        yield _ModelProblem(
-            field="ddp_num_buckets", text=f"contradicts ddp_bucket_size, which is {model.ddp_bucket_size}; give one"
-        )
+            yield "tensor_model_parallel_size", text

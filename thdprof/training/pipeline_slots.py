@@ -62,13 +62,8 @@ def slots(*, pipeline_size: int, num_chunks: int, num_microbatches: int, group: 
     needed = []
     for rank in range(pipeline_size):
         in_flight, most = [0] * num_chunks, [0] * num_chunks
-        for kind, chunk in passes(
-            rank=rank,
-            pipeline_size=pipeline_size,
-            num_chunks=num_chunks,
-            num_microbatches=num_microbatches,
-            group=group,
-        ):
+        sizes = {"pipeline_size": pipeline_size, "num_chunks": num_chunks, "num_microbatches": num_microbatches}
+        for kind, chunk in passes(rank=rank, group=group, **sizes):
             in_flight[chunk] += 1 if kind == "forward" else -1
             most[chunk] = max(most[chunk], in_flight[chunk])
         needed.append(most)

@@ -36,12 +36,13 @@ Panel = Literal[
 """Headings under which `--help` lists options, in their order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """How a setting is given, and when it matters: the facts that its type does not tell."""
 
     help: str
     """Help text of the option."""
+    _: dataclasses.KW_ONLY
     panel: Panel
     """Heading of the option in `--help`."""
     everyday: bool = True
@@ -74,8 +75,12 @@ class Definition:
     """Smallest value."""
     most: int | None
     """Largest value."""
+    below: int | None
+    """What a float is less than, and at least 0; None: it is over 0."""
     setting: Setting
     """How the setting is given."""
+    label: str
+    """The setting as messages name it: `--seq-length` where the command has that option, else `seq_length`."""
 
     @property
     def option(self) -> str:
@@ -88,12 +93,8 @@ class Definition:
         return "--no-" + self.name.replace("_", "-")
 
     def shown(self, *value: object) -> str:
-        """The setting, and its value where one is given, as messages name them.
-
-        Every message uses this text, so that it names an option only where the command has one:
-        `--seq-length 4096`, but `microbatch_group_size 4`.
-        """
-        return " ".join([self.option if self.setting.everyday else self.name, *map(str, value)])
+        """The setting, and its value where one is given, as messages name them: `--seq-length 4096`."""
+        return " ".join([self.label, *map(str, value)])
 
     def to_give(self, *value: object) -> str:
         """The setting as `shown`, and where to give it if no option does: `microbatch_group_size 4 in --settings`."""
@@ -118,6 +119,13 @@ class Definition:
         elif self.type is tuple:
             if not isinstance(value, list | tuple) or not all(isinstance(w, int | float) for w in value):
                 raise UsageError(f"{self.shown(repr(value))}: must be a list of numbers")
+        elif self.type is float:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:  # or NaN
+                raise UsageError(f"{self.shown(repr(value))}: must be a number")
+            if self.below is not None and not 0 <= value < self.below:
+                raise UsageError(f"{self.shown(value)}: must be at least 0 and less than {self.below}")
+            if self.below is None and value <= 0:
+                raise UsageError(f"{self.shown(value)}: must be over 0")
         elif isinstance(value, bool) or not isinstance(value, int):
             raise UsageError(f"{self.shown(repr(value))}: must be a whole number")
         elif self.least is not None and value < self.least:
@@ -133,18 +141,13 @@ def definitions_of(settings: type) -> dict[str, Definition]:
 
 
 def definition_of(name: str, hint: Any, default: Any) -> Definition:
-    """The facts that a field's annotation `hint` holds.
-
-    Args:
-        name: the field's name.
-        hint: its type, as typing.Annotated with a Setting.
-        default: its value where none is given.
-    """
+    """The facts about field `name` that its annotation `hint` holds, which is a typing.Annotated with a Setting."""
     wanted, *facts = get_args(hint)
     if get_origin(wanted) in (Union, UnionType):
         wanted = next(t for t in get_args(wanted) if t is not type(None))
     choices: tuple[str, ...] = get_args(wanted) if get_origin(wanted) is Literal else ()
     bounds = next((fact for fact in facts if isinstance(fact, Interval)), Interval())
+    setting = next(fact for fact in facts if isinstance(fact, Setting))
     return Definition(
         name=name,
         type=wanted if choices else get_origin(wanted) or wanted,
@@ -152,7 +155,9 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
         choices=choices,
         least=bounds.ge,  # type: ignore[arg-type]
         most=bounds.le,  # type: ignore[arg-type]
-        setting=next(fact for fact in facts if isinstance(fact, Setting)),
+        below=bounds.lt,  # type: ignore[arg-type]
+        setting=setting,
+        label="--" + name.replace("_", "-") if setting.everyday else name,
     )
 
 
@@ -247,6 +252,8 @@ _LOADER = functools.partial(Setting, panel="Data loader")
 _PACKING = functools.partial(Setting, panel="Packing and padding")
 _DATASET = functools.partial(Setting, panel="Dataset")
 _CAPTURE = functools.partial(Setting, panel="What to capture")
+_RARE: Mapping[str, Any] = {"everyday": False, "in_every_plan": False}
+_OF_TRAINER: tuple[Kind, ...] = ("trl", "packs", "documents")
 _ANY = Interval(ge=1, le=2**63 - 1)
 _RANKS = Interval(ge=1, le=2**20)
 _TOKENS = Interval(ge=1, le=2**31 - 1)
@@ -264,72 +271,57 @@ class TrainingSettings:
     seq_length: Annotated[
         int,
         _TOKENS,
-        _BATCH(help="Tokens of a row; for a packer, the pack size.", assumed="the dataset's own pack size, else 4096"),
+        _BATCH("Tokens of a row; for a packer, the pack size.", assumed="the dataset's own pack size, else 4096"),
     ]
     """Tokens of a row; for a packer, the pack size."""
-    micro_batch_size: Annotated[int, _RANKS, _BATCH(help="Rows of a micro-batch.")] = 1
+    micro_batch_size: Annotated[int, _RANKS, _BATCH("Rows of a micro-batch.")] = 1
     """Rows of a micro-batch."""
     global_batch_size: Annotated[
-        int, _TOKENS, _BATCH(help="Rows of a step over all data-parallel ranks.", assumed="one micro-batch a rank")
+        int, _TOKENS, _BATCH("Rows of a step over all data-parallel ranks.", assumed="one micro-batch a rank")
     ] = 1
     """Rows of a step over all data-parallel ranks; documents, for packers of whole steps such as `dp_balanced`."""
-    data_parallel_size: Annotated[int, _RANKS, _BATCH(help="Ranks that train on micro-batches of their own.")] = 1
+    data_parallel_size: Annotated[int, _RANKS, _BATCH("Ranks that train on micro-batches of their own.")] = 1
     """Ranks that train on micro-batches of their own and add up their gradients."""
-    context_parallel_size: Annotated[int, _RANKS, _BATCH(help="Ranks that share the tokens of a micro-batch.")] = 1
+    context_parallel_size: Annotated[int, _RANKS, _BATCH("Ranks that share the tokens of a micro-batch.")] = 1
     """Ranks that share the tokens of a micro-batch."""
     pipeline_parallel_size: Annotated[
-        int, Interval(ge=1, le=4096), _BATCH(help="Stages that the model's layers are spread over.")
+        int, Interval(ge=1, le=4096), _BATCH("Stages that the model's layers are spread over.")
     ] = 1
     """Stages that the layers are spread over."""
     virtual_pipeline_size: Annotated[
         int | None,
         Interval(ge=1, le=1024),
-        _BATCH(help="Model chunks of a pipeline rank, for the interleaved schedule.", assumed="no interleaving"),
+        _BATCH("Model chunks of a pipeline rank, for the interleaved schedule.", assumed="no interleaving"),
     ] = None
     """Model chunks of a pipeline rank; null without the interleaved schedule."""
     microbatch_group_size: Annotated[
         int | None,
         _ANY,
-        _BATCH(
-            help="Micro-batches of a group of the interleaved schedule.",
-            everyday=False,
-            assumed="the pipeline-parallel size",
-            in_every_plan=False,
-        ),
+        _BATCH("Micro-batches of a group of the interleaved schedule.", assumed="the pipeline-parallel size", **_RARE),
     ] = None
     """Contiguous micro-batches of a chunk in the interleaved schedule; null: the pipeline-parallel size."""
-    loader: Annotated[
-        Loader | None, _LOADER(help="Sampler of the data loader.", assumed="the usual one of the format")
-    ] = None
+    loader: Annotated[Loader | None, _LOADER("Sampler of the data loader.", assumed="the usual one of the format")] = (
+        None
+    )
     """Sampler of the data loader; null: the order of rows is not known, and was drawn."""
     experts: Annotated[
         Experts,
         _CAPTURE(
-            help="Whether the model has experts, each with room for its capacity or for all tokens.",
-            in_every_plan=False,
+            "Whether the model has experts, each with room for its capacity or for all tokens.", in_every_plan=False
         ),
     ] = "none"
     """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
     shared_capture_ranks: Annotated[
-        int,
-        _RANKS,
-        _CAPTURE(
-            help="Data-parallel ranks that share experts inside graphs.",
-            everyday=False,
-            in_every_plan=False,
-            swept=False,
-        ),
+        int, _RANKS, _CAPTURE("Data-parallel ranks that share experts inside graphs.", swept=False, **_RARE)
     ] = 1
     """Neighbouring data-parallel ranks whose captured passes share collectives, as experts padded to capacity do under
     expert parallelism: they replay one bucket together, which holds all of their micro-batches, or all run eagerly."""
-    data_sharding: Annotated[
-        bool, _LOADER(help="Whether the cyclic sampler shuffles within ranks.", everyday=False)
-    ] = True
+    data_sharding: Annotated[bool, _LOADER("Whether the cyclic sampler shuffles within ranks.", everyday=False)] = True
     """Whether the cyclic sampler shuffles each rank's own share of the rows, as Megatron does by default."""
     drop_last: Annotated[
         bool,
         _LOADER(
-            help="Whether the batch sampler drops a partial global batch.",
+            "Whether the batch sampler drops a partial global batch.",
             everyday=False,
             kinds=("bridge", "documents", "packs", "trl"),
         ),
@@ -338,44 +330,36 @@ class TrainingSettings:
     seed: Annotated[
         int,
         Interval(ge=0, le=2**32 - 1),
-        _LOADER(help="Seed of the order of the data.", kinds=("streams", "bridge", "trl", "packs", "documents")),
+        _LOADER("Seed of the order of the data.", kinds=("streams", "bridge", "trl", "packs", "documents")),
     ] = 1234
     """Seed of the order of the data."""
     shuffle_seed: Annotated[
         int | None,
         Interval(ge=0, le=2**32 - 1),
         _LOADER(
-            help="Seed of TRL's shuffle_dataset.",
-            everyday=False,
+            "Seed of TRL's shuffle_dataset.",
             assumed="the dataset is not shuffled as a whole",
-            kinds=("trl", "packs", "documents"),
-            in_every_plan=False,
+            kinds=_OF_TRAINER,
+            **_RARE,
         ),
     ] = None
     """Seed with which TRL shuffles the dataset before the Trainer reads it, and before it packs; null: it does not."""
     split: Annotated[
-        str,
-        _DATASET(help="Megatron's split of the data.", kinds=("streams", "conversations"), swept=False, as_text=True),
+        str, _DATASET("Megatron's split of the data.", kinds=("streams", "conversations"), swept=False, as_text=True)
     ] = "969,30,1"
     """Megatron's weights of the training, validation and test parts; the training part is analysed."""
-    train_samples: Annotated[int | None, _ANY, _BATCH(help="Rows that the run consumes.", assumed="one epoch")] = None
+    train_samples: Annotated[int | None, _ANY, _BATCH("Rows that the run consumes.", assumed="one epoch")] = None
     """Rows that the run consumes; null: one epoch was analysed."""
     train_epochs: Annotated[
         int | None,
         Interval(ge=1, le=2**20),
-        _BATCH(
-            help="Epochs of a run of the Trainer.",
-            everyday=False,
-            assumed="one epoch",
-            kinds=("trl", "packs", "documents"),
-            in_every_plan=False,
-        ),
+        _BATCH("Epochs of a run of the Trainer.", assumed="one epoch", kinds=_OF_TRAINER, **_RARE),
     ] = None
     """Epochs that a run of Hugging Face's Trainer reads, in place of train_samples; null: one, or train_samples."""
     weights: Annotated[
         tuple[float, ...] | None,
         _DATASET(
-            help="Weights of a blend, comma-separated, one a dataset.",
+            "Weights of a blend, comma-separated, one a dataset.",
             assumed="the datasets' sizes",
             swept=False,
             as_text=True,
@@ -383,67 +367,54 @@ class TrainingSettings:
     ] = None
     """Blend weights, one a dataset; null: the datasets' own sizes."""
     add_extra_token: Annotated[
-        bool,
-        _LOADER(help="Whether GPTDataset draws a token more than the row holds.", everyday=False, kinds=("streams",)),
+        bool, _LOADER("Whether GPTDataset draws a token more than the row holds.", everyday=False, kinds=("streams",))
     ] = True
     """Whether GPTDataset draws a sample with one token more than seq_length, as it does by default."""
     max_num_samples: Annotated[
         int | None,
         _ANY,
         _LOADER(
-            help="Megatron-Bridge's max_train_samples.",
-            everyday=False,
-            assumed="all rows",
-            kinds=("bridge", "documents"),
+            "Megatron-Bridge's max_train_samples.", everyday=False, assumed="all rows", kinds=("bridge", "documents")
         ),
     ] = None
     """Rows drawn through Megatron-Bridge's seeded mapping (its max_train_samples); null: all, unmapped."""
     tail_policy: Annotated[
-        TailPolicy,
-        _PACKING(help="What training does with the unused tail of a row.", kinds=("trl", "packs", "documents")),
+        TailPolicy, _PACKING("What training does with the unused tail of a row.", kinds=_OF_TRAINER)
     ] = "none"
     """What training does with the unused tail of a row that is packed from plain lengths."""
     pad_to_max_length: Annotated[
-        bool, _PACKING(help="Megatron-Bridge: whether rows are as long as the pack.", kinds=("bridge", "documents"))
+        bool, _PACKING("Megatron-Bridge: whether rows are as long as the pack.", kinds=("bridge", "documents"))
     ] = False
     """Whether every row is as long as the pack size, as Megatron-Bridge can pad it."""
     pad_seq_to_mult: Annotated[
         int,
         _ANY,
         _PACKING(
-            help="Tokens to whose multiple documents are padded (TRL: micro-batches).",
-            kinds=("bridge", "trl", "documents"),
+            "Tokens to whose multiple documents are padded (TRL: micro-batches).", kinds=("bridge", "trl", "documents")
         ),
     ] = 1
     """Tokens to whose multiple documents (with TRL: micro-batches) are padded."""
-    packer: Annotated[Packer, _PACKING(help="How unpacked documents become rows.", kinds=("documents",))] = (
+    packer: Annotated[Packer, _PACKING("How unpacked documents become rows.", kinds=("documents",))] = (
         "first_fit_decreasing"
     )
     """How unpacked lengths become rows."""
     packing_processes: Annotated[
         int,
         Interval(ge=1, le=4096),
-        _PACKING(
-            help="Processes that pack a part of the data each, TRL's dataset_num_proc.",
-            everyday=False,
-            kinds=("documents",),
-            in_every_plan=False,
-        ),
+        _PACKING("Processes that pack a part of the data each, TRL's dataset_num_proc.", kinds=("documents",), **_RARE),
     ] = 1
     """Processes that pack a part of the documents each, TRL's dataset_num_proc."""
     max_docs_per_pack: Annotated[
         int | None,
         _ANY,
-        _PACKING(
-            help="The packer's own cap on documents of a row.", everyday=False, assumed="no cap", kinds=("documents",)
-        ),
+        _PACKING("The packer's own cap on documents of a row.", everyday=False, assumed="no cap", kinds=("documents",)),
     ] = None
     """The packer's own cap on documents of a row, a dummy tail included; null: no cap."""
     max_seqlen_per_dp_cp_rank: Annotated[
         int | None,
         _TOKENS,
         _PACKING(
-            help="Most tokens of a rank, for the packers balanced_cp and dynamic_cp.",
+            "Most tokens of a rank, for the packers balanced_cp and dynamic_cp.",
             assumed="one size for all micro-batches",
             kinds=("documents",),
             in_every_plan=False,
@@ -454,35 +425,28 @@ class TrainingSettings:
     min_dynamic_context_parallel_size: Annotated[
         int,
         _RANKS,
-        _PACKING(
-            help="Fewest ranks of a micro-batch, for the packer dynamic_cp.",
-            everyday=False,
-            kinds=("documents",),
-            in_every_plan=False,
-        ),
+        _PACKING("Fewest ranks of a micro-batch, for the packer dynamic_cp.", kinds=("documents",), **_RARE),
     ] = 1
     """Fewest ranks that share a micro-batch under `dynamic_cp`, the dev branch's option of that name."""
     tokenizer_model: Annotated[
         str | None,
         _DATASET(
-            help="Tokenizer of conversations: a directory, or its name in the Hugging Face Hub's cache.",
-            everyday=False,
+            "Tokenizer of conversations: a directory, or its name in the Hugging Face Hub's cache.",
             assumed="none: conversations cannot be counted",
             kinds=("conversations",),
-            in_every_plan=False,
             swept=False,
+            **_RARE,
         ),
     ] = None
     """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
     sft_tokenizer_prompt_format: Annotated[
         PromptFormat | None,
         _DATASET(
-            help="Form in which Megatron's SFT tokenizer writes a conversation out.",
-            everyday=False,
+            "Form in which Megatron's SFT tokenizer writes a conversation out.",
             assumed=DEFAULT_PROMPT_FORMAT,
             kinds=("conversations",),
-            in_every_plan=False,
             swept=False,
+            **_RARE,
         ),
     ] = None
     """Form in which a conversation is written out, Megatron's --sft-tokenizer-prompt-format; null where the data is no
@@ -526,10 +490,10 @@ class TrainingOptions(TypedDict, total=False):
     shuffle_seed: int | None
     split: str
     train_samples: int | None
-    train_iters: Annotated[int | None, _ANY, _BATCH(help="Steps of the run.", assumed="one epoch")]
+    train_iters: Annotated[int | None, _ANY, _BATCH("Steps of the run.", assumed="one epoch")]
     """Steps of the run, in place of train_samples."""
     gradient_accumulation: Annotated[
-        int | None, _RANKS, _BATCH(help="Micro-batches of a rank and step.", assumed="as --global-batch-size says")
+        int | None, _RANKS, _BATCH("Micro-batches of a rank and step.", assumed="as --global-batch-size says")
     ]
     """Micro-batches of a rank and step, in place of global_batch_size."""
     train_epochs: int | None
@@ -557,7 +521,7 @@ def definitions() -> Mapping[str, Definition]:
 
 
 def shown(name: str, *value: object) -> str:
-    """The training setting `name`, and its value where one is given, as messages name them: `Definition.shown`."""
+    """The training setting `name`, and its value where one is given, as messages name them."""
     return definitions()[name].shown(*value)
 
 

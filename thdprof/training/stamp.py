@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
-from pydantic.fields import FieldInfo
 
 WORDS: Mapping[str, str] = MappingProxyType(
     {
@@ -47,14 +46,12 @@ def differences(measured: Stamp, here: Mapping[str, str | None]) -> list[str]:
         measured: what the times were measured on.
         here: the run's values by the fields' names; fields that are not known are left out.
     """
-    fields: Mapping[str, FieldInfo] = Stamp.model_fields
     phrases = []
-    for name in fields:
-        if name not in here:
-            continue
-        then, now = getattr(measured, name), here[name]
-        if _core_of(then) != _core_of(now):
-            phrases.append(f"{WORDS[name]} {_said(now)}, measured with {_said(then)}")
+    for name, words in WORDS.items():
+        then = getattr(measured, name)
+        if name in here and _plain_version(then) != _plain_version(here[name]):
+            now, then = (version or "not installed" for version in (here[name], then))
+            phrases.append(f"{words} {now}, measured with {then}")
     return phrases
 
 
@@ -69,10 +66,6 @@ def warning(measured: Stamp, here: Mapping[str, str | None]) -> str | None:
     )
 
 
-def _core_of(value: str | None) -> str | None:
+def _plain_version(value: str | None) -> str | None:
     """A version without the label of its local build, or a name in lower case."""
     return None if value is None else value.partition("+")[0].strip().lower()
-
-
-def _said(value: str | None) -> str:
-    return "not installed" if value is None else value

@@ -108,31 +108,35 @@ def cap_curve(
     named: dict[int, list[str]] = {}
     for name, percent in PERCENTILES.items():
         named.setdefault(profile.n_seqs.percentile(percent), []).append(name)
-    curve = []
-    for buckets, ms in zip(options, times, strict=True):
-        rate, bucket = step_costs.fallback_rate(buckets), buckets[-1]
-        curve.append(
+    rates = [step_costs.fallback_rate(buckets) for buckets in options]
+    largest = [buckets[-1] for buckets in options]
+    return tuple(
+        [
             Candidate(
                 max_seqs=bucket.max_seqs,
                 coverage=1 - rate.microbatch,
                 fallback_rate=rate,
                 relative_step_time=float(ms) / eager_ms,
-                padding_ms=_padding_ms(profile, costs, bucket),
+                padding_ms=padding,
                 names=tuple(named.get(bucket.max_seqs, ())),
             )
-        )
-    return tuple(curve)
+            for bucket, rate, ms, padding in zip(
+                largest, rates, times, _padding_ms(profile, costs, largest), strict=True
+            )
+        ]
+    )
 
 
-def _padding_ms(profile: Profile, costs: CostTable, bucket: Bucket) -> float:
-    """Mean time in ms by which a replay of `bucket` takes longer than that of a graph for its exact documents."""
-    counts = profile.n_seqs.counts[: bucket.max_seqs + 1]
-    present = np.flatnonzero(counts)
-    if not present.size:
-        return 0.0
-    own = np.array([costs.replay_ms(max(1, int(n)), bucket.max_seqlen) for n in present])
-    paid = costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) - own
-    return float(paid @ counts[present] / counts[present].sum())
+def _padding_ms(profile: Profile, costs: CostTable, buckets: Sequence[Bucket]) -> list[float]:
+    """Mean time in ms by which a replay of each bucket takes longer than that of a graph for its exact documents."""
+    means = []
+    for bucket in buckets:
+        counts = profile.n_seqs.counts[: bucket.max_seqs + 1]
+        present = np.flatnonzero(counts)
+        own = np.array([costs.replay_ms(max(1, int(n)), bucket.max_seqlen) for n in present])
+        paid = costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) - own
+        means.append(float(paid @ counts[present] / counts[present].sum()) if present.size else 0.0)
+    return means
 
 
 _SEARCH_WORK = 4_000_000_000

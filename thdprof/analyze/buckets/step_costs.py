@@ -11,7 +11,7 @@ alone, and a group's ranks share the work of attention equally; a pipeline's fac
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,23 +144,24 @@ class StepCosts:
         self._num_steps, self._is_uniform = table.num_steps, table.uniform
         self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
 
-    def _fits(self, bucket: Bucket) -> NDArray[np.bool_]:
-        """Whether `bucket` fits each class, shape [classes]."""
-        if bucket not in self._fitting:
-            fits = holds(bucket, self._largest_of_class)
-            self._fitting[bucket] = np.broadcast_to(fits, self.class_counts.shape)
-        return self._fitting[bucket]
+    def _fit(self, buckets: Iterable[Bucket]) -> Mapping[Bucket, NDArray[np.bool_]]:
+        """Whether each of `buckets` fits each class, by bucket; shape [classes]."""
+        for bucket in buckets:
+            if bucket not in self._fitting:
+                fits = holds(bucket, self._largest_of_class)
+                self._fitting[bucket] = np.broadcast_to(fits, self.class_counts.shape)
+        return self._fitting
 
     def bucket_of_class(self, buckets: Sequence[Bucket]) -> NDArray[np.int64]:
         """Index of the first of `buckets` that fits each class, or -1 where none does, shape [classes]."""
-        index_of_class = np.full(len(self.class_counts), -1)
+        index_of_class, fits = np.full(len(self.class_counts), -1), self._fit(buckets)
         for index in reversed(range(len(buckets))):  # the first that fits is written last
-            index_of_class[self._fits(buckets[index])] = index
+            index_of_class[fits[buckets[index]]] = index
         return index_of_class
 
     def classes_held(self, bucket: Bucket) -> int:
         """The classes that `bucket` fits, as the set bits of an integer."""
-        return sum(1 << int(place) for place in np.flatnonzero(self._fits(bucket)))
+        return sum(1 << int(place) for place in np.flatnonzero(self._fit([bucket])[bucket]))
 
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
         """The shares of micro-batches, (rank, step) pairs and steps with a fallback under `buckets`."""
@@ -281,7 +282,7 @@ class StepCosts:
         weights = np.zeros((2 * classes, len(choices)))
         distinct = {bucket for choice in choices for bucket in choice}
         replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for b in distinct}
-        fits = {b: self._fits(b) for b in distinct}
+        fits = self._fit(distinct)
         for column, choice in enumerate(choices):
             falls_back = np.ones(classes, dtype=np.bool_)
             for bucket in reversed(choice):  # the first that fits is written last

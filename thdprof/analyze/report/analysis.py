@@ -156,7 +156,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
     if timed:
         table.add_column("step time, eager = 1")
     for candidate in analysis.recommendation.candidates:
-        label = ", ".join(percentile_name(n) for n in candidate.names)
+        label = ", ".join([percentile_name(n) for n in candidate.names])
         table.add_row(
             f"{'*' if candidate.max_seqs in chosen else ''}{candidate.max_seqs:,}",
             label,

@@ -2,45 +2,112 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import UP_TO_ROUTER, check_options, moved_by_core
 from thdprof.offload.plan import MODULES, Choice
-from thdprof.training import Experts
+from thdprof.training import Experts, shared_capture_ranks
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Module
 
 
-def captured(experts: Experts, impl: Impl | None, *, usual: Impl = "module") -> tuple[Impl, list[Module]]:
-    """The `graphs.impl` and `graphs.modules` of a plan.
-
-    Args:
-        experts: the model's experts.
-        impl: the kind of graphs that was asked for; None: none was.
-        usual: the kind where none was asked for, and the model has no dropless experts.
-
-    Raises:
-        UsageError: `impl` captures whole layers, which dropless experts do not allow.
-    """
-    if experts != "dropless":
-        return impl or usual, []
-    kind = impl or "transformer_engine"
-    modules: list[Module] = [*UP_TO_ROUTER] if kind == "transformer_engine" else []
-    if kind != "none":
-        check_options(kind, experts=experts, modules=tuple(modules))
-    return kind, modules
-
-
-# --- layers of a graph ------------------------------------------------------------------------------------------------
-
-
-LayersAsked = int | Literal["all"] | None
+LayersPerGraph = int | Literal["all"] | None
 """Layers of one graph, "all" of a model chunk, or None: as many as the prediction chooses."""
 
 
-def layers_asked(value: object) -> LayersAsked:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captures:
+    """What a plan captures."""
+
+    impl: Impl
+    """The plan's `graphs.impl`."""
+    modules: list[Module]
+    """The plan's `graphs.modules`."""
+    layers_per_graph: int | None
+    """The plan's `graphs.layers_per_graph`."""
+
+
+def resolve_captures(
+    impl: Impl | None,
+    *,
+    experts: Experts,
+    usual: Impl = "module",
+    layers: LayersPerGraph = None,
+    predicted_layers: int | None = None,
+    choice: Choice | None = None,
+    **known: Any,
+) -> Captures:
+    """What a plan captures, by what the user asks for.
+
+    Args:
+        impl: the kind of graphs; None: the `usual` one, or the kind that captures the other parts of layers with
+            dropless experts.
+        experts: the model's experts.
+        usual: the kind where none is given, and the model has no dropless experts.
+        layers: layers of one graph.
+        predicted_layers: layers of a graph by which steps are predicted to be shortest; None: all.
+        choice: activations that are moved to the host; None: none are.
+        known: other fields of `thdprof.megatron_limits.Run`.
+
+    Raises:
+        UsageError: `install` would always refuse such graphs, or they do not move these activations.
+    """
+    is_dropless = experts == "dropless"
+    kind = impl or ("transformer_engine" if is_dropless else usual)
+    modules: list[Module] = [*UP_TO_ROUTER] if is_dropless and kind == "transformer_engine" else []
+    if is_dropless:
+        known["modules"] = tuple(modules)
+    if choice is not None:
+        known |= {"offload_modules": tuple(choice.modules), "core_offload": moved_by_core(kind, experts)}
+    number = None if layers == "all" else layers
+    check_options(kind, experts=experts, layers_per_graph=number, **known)
+    if layers is None and kind == "chunk" and choice is None:
+        number = predicted_layers
+    return Captures(impl=kind, modules=modules, layers_per_graph=number)
+
+
+# --- ranks that share collectives inside graphs -----------------------------------------------------------------------
+
+
+def communicates_inside(given: Mapping[str, Any], *, global_aux_loss: bool) -> bool:
+    """Whether passes of the run communicate over data-parallel ranks inside graphs, by the training settings `given`.
+
+    `global_aux_loss` says whether routers add up their loads over all data-parallel ranks.
+    """
+    experts = given.get("experts", "none")
+    return experts == "padded" or (experts == "dropless" and global_aux_loss)
+
+
+def shared_captures(
+    given: Mapping[str, Any], model: Mapping[str, Any], *, global_aux_loss: bool = False
+) -> dict[str, int]:
+    """The setting `shared_capture_ranks` of a run, where several ranks share collectives inside graphs.
+
+    Args:
+        given: the training settings.
+        model: fields of the run's `Model`; parallel sizes that it lacks are 1.
+        global_aux_loss: as for `communicates_inside`.
+    """
+    data, context = given.get("data_parallel_size"), given.get("context_parallel_size")
+    if not isinstance(data, int) or not communicates_inside(given, global_aux_loss=global_aux_loss):
+        return {}
+    is_padded = given["experts"] == "padded"
+    ranks = shared_capture_ranks(
+        data_parallel_size=data,
+        tensor_model_parallel_size=model.get("tensor_model_parallel_size", 1),
+        context_parallel_size=context if isinstance(context, int) else 1,
+        expert_model_parallel_size=model.get("expert_model_parallel_size", 1) if is_padded else 1,
+        expert_tensor_parallel_size=model.get("expert_tensor_parallel_size") if is_padded else None,
+        global_aux_loss=global_aux_loss,
+    )
+    return {"shared_capture_ranks": ranks} if ranks > 1 else {}
+
+
+def read_layers_per_graph(value: object) -> LayersPerGraph:
     """What the setting `layers_per_graph` says, a number or text; None without it.
 
     Raises:
@@ -56,36 +123,13 @@ def layers_asked(value: object) -> LayersAsked:
     return int(text)
 
 
-def layers_of_plan(
-    asked: LayersAsked, predicted: int | None = None, *, impl: Impl, offloads: bool, packer: str | None = None
-) -> int | None:
-    """The plan's `graphs.layers_per_graph`.
-
-    Args:
-        asked: what the user asked for.
-        predicted: layers of a graph by which steps are predicted to be shortest; None: all.
-        impl: the kind of graphs.
-        offloads: whether activations are moved to the host.
-        packer: the packer that training uses; None: not known yet.
-
-    Raises:
-        UsageError: groups of layers were asked for, and such graphs cannot be cut.
-    """
-    if asked is None:
-        return None if impl != "chunk" or offloads else predicted
-    number = None if asked == "all" else asked
-    moved = ("all",) if offloads and number is not None and impl == "chunk" else None
-    check_options(impl, layers_per_graph=number, packer=packer, offload_modules=moved)
-    return number
-
-
 # --- activations on the host ------------------------------------------------------------------------------------------
 
 
 _OF_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
 
 
-def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
+def read_choice(modules: str | None, fraction: float | None) -> Choice | None:
     """The choice that `--offload` and `--offload-fraction` describe; None without `--offload`.
 
     Raises:
@@ -107,7 +151,7 @@ def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
     return Choice(modules=names, fraction=1.0 if fraction is None else fraction)
 
 
-def without_experts(choice: Choice, experts: Experts) -> str | None:
+def note_idle_modules(choice: Choice, experts: Experts) -> str | None:
     """A sentence for the user where `choice` names modules of experts and the model has no experts; else None."""
     idle = [name for name in choice.modules if name in _OF_EXPERTS]
     if experts != "none" or not idle:
@@ -116,7 +160,7 @@ def without_experts(choice: Choice, experts: Experts) -> str | None:
     return f"--offload {','.join(choice.modules)}: without experts (--experts none) {whole}"
 
 
-def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
+def note_core_offload(impl: Impl, experts: Experts) -> str | None:
     """A sentence for the user where only megatron-core's own offloading can follow the plan; else None.
 
     It says which settings the model must be built with.
@@ -127,13 +171,3 @@ def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
         "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
         "modules (docs/megatron.md)"
     )
-
-
-def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
-    """Refuse a choice that no training would follow, as `thdprof.runtime.megatron` refuses it.
-
-    Raises:
-        UsageError: graphs of the kind `impl`, or graphs of a model with such `experts`, do not move these activations.
-    """
-    modules, core_offload = tuple(choice.modules), moved_by_core(impl, experts)
-    check_options(impl, experts=experts, offload_modules=modules, core_offload=core_offload)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, overload
+from typing import Any
 
-from thdprof.analyze.settings.model_reading import ModelReading, Vocabulary, hybrid_layers
+from thdprof.analyze.settings.model_reading import ModelReading, Vocabulary, read_pattern
 from thdprof.errors import DataError
 from thdprof.training import Norm
 
@@ -32,12 +32,11 @@ def read_config(content: Mapping[str, Any], source: str) -> ModelReading:
     family = FAMILIES.get(model_type)
     if family is None:
         _check_usual(content, model_type, shown)
-    config = Config({**(family.defaults if family else {}), **_given(content)}, shown)
+    given = {key: value for key, value in content.items() if value is not None}
+    config = Config({**(family.defaults if family else {}), **given}, shown)
     refuse_unknown_layers(config, model_type)
     if family is None:
-        if not is_hybrid(config, model_type):
-            refuse_unknown_kinds(config)
-        refuse_unknown_experts(config)
+        refuse_unknown_names(config, model_type)
         family = _guess_family(config)
         named = f"model type {model_type}" if model_type else "its model type"
         notes.append(f"{shown}: {named} is not known by name; it is read by its usual keys")
@@ -64,11 +63,6 @@ def read_config(content: Mapping[str, Any], source: str) -> ModelReading:
         of_a_run=False,
         notes=tuple(notes),
     )
-
-
-def _given(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys with a value: transformers takes a class's default for a key that is missing, and some write null."""
-    return {key: value for key, value in content.items() if value is not None}
 
 
 def _language_model(content: Mapping[str, Any], shown: str) -> tuple[Mapping[str, Any], list[str]]:
@@ -138,126 +132,90 @@ def _latent(config: Config) -> dict[str, Any]:
 
 
 _MOST = 2**31 - 1
-
-
-class _Needed:
-    """Stands for a default where there is none."""
-
-
-_NEEDED: Final = _Needed()
+_NEEDED: Any = object()
+"""Stands for a default where there is none."""
 
 
 class Config:
-    """A mapping of a file; a key with a null counts as missing."""
+    """A mapping of a file; a key with a null counts as missing.
+
+    Values are looked up under several names, of which the first that has a value counts. A `DataError` names the key
+    and a value that cannot be.
+    """
 
     def __init__(self, content: Mapping[str, Any], shown: str) -> None:
-        self.content = content
-        """The mapping."""
+        self.content = {key: value for key, value in content.items() if value is not None}
+        """The mapping without nulls."""
         self.shown = shown
         """Name of the file in errors."""
 
+    def find(self, *names: str) -> str | None:
+        """The first of the keys that has a value."""
+        return next((name for name in names if name in self.content), None)
+
     def has(self, *names: str) -> bool:
         """Whether any of the keys has a value."""
-        return any(self.content.get(name) is not None for name in names)
+        return self.find(*names) is not None
 
     def value(self, *names: str) -> Any:
         """The value of the first of the keys that has one; None without."""
-        return next((self.content[name] for name in names if self.content.get(name) is not None), None)
+        name = self.find(*names)
+        return None if name is None else self.content[name]
 
-    @overload
-    def size(self, *names: str) -> int: ...
-    @overload
-    def size(self, *names: str, default: int) -> int: ...
-    @overload
-    def size(self, *names: str, default: None) -> int | None: ...
-
-    def size(self, *names: str, default: int | _Needed | None = _NEEDED) -> int | None:
-        """A whole number of at least 1.
-
-        Raises:
-            DataError: another value, or none of the keys without a default; the message names key and value.
-        """
-        name = next((name for name in names if self.content.get(name) is not None), None)
+    def size(self, *names: str, default: Any = _NEEDED, least: int = 1) -> Any:
+        """A whole number of at least `least`; without a default one of the keys must have a value."""
+        name = self.find(*names)
         if name is None:
-            if isinstance(default, _Needed):
+            if default is _NEEDED:
                 raise DataError(f"{self.shown}: lacks {names[0]}; is it the config.json of a language model?")
             return default
-        return self._whole(name, 1)
+        value = self.content[name]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refusal(name, "must be a whole number")
+        if not least <= value <= _MOST:
+            raise self.refusal(name, f"must be from {least} to {_MOST}")
+        return value
 
     def count(self, *names: str) -> int:
-        """A whole number of at least 0; 0 where no key has a value.
-
-        Raises:
-            DataError: another value.
-        """
-        name = next((name for name in names if self.content.get(name) is not None), None)
-        return 0 if name is None else self._whole(name, 0)
+        """A whole number of at least 0; 0 where no key has a value."""
+        return int(self.size(*names, default=0, least=0))
 
     def number(self, *names: str, default: float) -> float:
-        """A number of at least 0 and less than 1.
-
-        Raises:
-            DataError: another value.
-        """
-        name = next((name for name in names if self.content.get(name) is not None), None)
+        """A number of at least 0 and less than 1."""
+        name = self.find(*names)
         if name is None:
             return default
         value = self.content[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(f"{self.shown}: {name} {_short(value)}: must be a number")
+            raise self.refusal(name, "must be a number")
         if not 0 <= value < 1:
-            raise DataError(f"{self.shown}: {name} {_short(value)}: must be at least 0 and less than 1")
+            raise self.refusal(name, "must be at least 0 and less than 1")
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A value that is true or false.
-
-        Raises:
-            DataError: another value.
-        """
-        value = self.content.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise DataError(f"{self.shown}: {name} {_short(value)}: must be true or false")
-        return value
+        """A value that is true or false."""
+        return bool(self._typed(name, bool, "true or false", default))
 
     def text(self, name: str) -> str | None:
-        """A text; None where the key has no value.
-
-        Raises:
-            DataError: another value.
-        """
-        value = self.content.get(name)
-        if value is not None and not isinstance(value, str):
-            raise DataError(f"{self.shown}: {name} {_short(value)}: must be text")
-        return value
+        """A text; None where the key has no value."""
+        return self._typed(name, str, "text", None)  # type: ignore[no-any-return]
 
     def entries(self, name: str) -> list[Any] | None:
-        """A list; None where the key has no value.
+        """A list; None where the key has no value."""
+        return self._typed(name, list, "a list", None)  # type: ignore[no-any-return]
 
-        Raises:
-            DataError: another value.
-        """
-        value = self.content.get(name)
-        if value is not None and not isinstance(value, list):
-            raise DataError(f"{self.shown}: {name} {_short(value)}: must be a list")
-        return value
-
-    def refused(self, name: str, reason: str) -> DataError:
+    def refusal(self, name: str, reason: str) -> DataError:
         """The error that says why the value of key `name` cannot be."""
-        return DataError(f"{self.shown}: {name} {_short(self.content.get(name))}: {reason}")
+        return DataError(f"{self.shown}: {name} {_shorten(self.content.get(name))}: {reason}")
 
-    def _whole(self, name: str, least: int) -> int:
-        value = self.content[name]
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise DataError(f"{self.shown}: {name} {_short(value)}: must be a whole number")
-        if not least <= value <= _MOST:
-            raise DataError(f"{self.shown}: {name} {_short(value)}: must be from {least} to {_MOST}")
+    def _typed(self, name: str, kind: type, words: str, default: Any) -> Any:
+        value = self.content.get(name, default)
+        if value is not default and not isinstance(value, kind):
+            raise self.refusal(name, f"must be {words}")
         return value
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """The value as a message shows it; Python does not write out integers of thousands of digits."""
     if isinstance(value, int) and abs(value) >= 2**64:
         return "of too many digits"
@@ -266,9 +224,6 @@ def _short(value: Any) -> str:
 
 
 # --- families of models by their model_type ---------------------------------------------------------------------------
-
-
-_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +242,7 @@ class Family:
     """Whether all linear layers have biases."""
     tied: bool = False
     """Whether the output layer shares the embedding's weights where the file does not say."""
-    defaults: Mapping[str, Any] = _NO_DEFAULTS
+    defaults: Mapping[str, Any] = MappingProxyType({})
     """Values of keys that transformers fills in for this type; files that it writes may leave them out."""
 
 
@@ -374,56 +329,39 @@ def read_experts(config: Config, model_type: str, values: Mapping[str, Any]) -> 
     }
 
 
-def refuse_unknown_experts(config: Config) -> None:
-    """Refuse a model of an unknown type with experts under unknown names, which would be taken for one without.
-
-    Raises:
-        DataError: naming the key that says so.
-    """
-    if config.has(*_EXPERTS):
-        return
-    for key, value in config.content.items():
-        if value and ("expert" in str(key) or "moe" in str(key)):
-            raise config.refused(str(key), "has experts under names that are not known; leave --model out")
-
-
 def _shared_width(config: Config, width: int | None) -> int | None:
     """Width inside all shared experts together; None without any."""
-    given = config.size(
+    given: int | None = config.size(
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
         default=None,
     )
     number = 1 if config.has(DENSE_WIDTH) else config.count("n_shared_experts", "num_shared_experts")
-    if given is not None:
-        return given
-    return number * width if number and width is not None else None
+    if given is None and number and width is not None:
+        return number * width
+    return given
 
 
 def _count_expert_layers(config: Config, num_layers: int) -> int:
     """How many layers hold experts: not the first ones, every so many-th, and none that are listed."""
     first = config.count("first_k_dense_replace")
-    every = config.size("moe_layer_freq", default=1) if not isinstance(config.value("moe_layer_freq"), list) else 1
-    step = config.size("decoder_sparse_step", "interleave_moe_layer_step", default=1)
     listed = config.value("moe_layer_freq")
+    every = 1 if isinstance(listed, list) else config.size("moe_layer_freq", default=1)
+    step = config.size("decoder_sparse_step", "interleave_moe_layer_step", default=1)
     if isinstance(listed, list):
         if len(listed) != num_layers or any(entry not in (0, 1) for entry in listed):
-            raise config.refused("moe_layer_freq", f"must hold 0 or 1 for each of the {num_layers} layers")
+            raise config.refusal("moe_layer_freq", f"must hold 0 or 1 for each of the {num_layers} layers")
         return sum(listed)
-    dense = set(config.entries("mlp_only_layers") or ()) if _hashable(config) else set()
+    dense = config.entries("mlp_only_layers") or []
+    if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in dense):
+        raise config.refusal("mlp_only_layers", "must be a list of whole numbers")
+    dense_layers = set(dense)
     return sum(
         1
         for layer in range(min(num_layers, 1_000_000))
-        if layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
+        if layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense_layers
     )
-
-
-def _hashable(config: Config) -> bool:
-    entries = config.entries("mlp_only_layers") or []
-    if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in entries):
-        raise config.refused("mlp_only_layers", "must be a list of whole numbers")
-    return True
 
 
 # --- hybrids: Mamba, attention, MLP and experts in one stack ----------------------------------------------------------
@@ -468,16 +406,18 @@ def refuse_unknown_layers(config: Config, model_type: str) -> None:
             raise DataError(f"{config.shown}: has layers of kind {kind!s:.40}, which are not known; leave --model out")
 
 
-def refuse_unknown_kinds(config: Config) -> None:
-    """Refuse a model of an unknown type whose keys tell of layers other than attention and MLP.
+def refuse_unknown_names(config: Config, model_type: str) -> None:
+    """Refuse a model of an unknown type whose keys tell of layers or experts that would be taken for other ones.
 
     Raises:
         DataError: naming the key that says so.
     """
     for key, value in config.content.items():
-        word = next((word for word in _OTHER_LAYERS if word in str(key).lower()), None)
-        if value and word is not None:
-            raise config.refused(str(key), "has layers of kinds that are not known; leave --model out")
+        if value and not is_hybrid(config, model_type) and any(word in str(key).lower() for word in _OTHER_LAYERS):
+            raise config.refusal(str(key), "has layers of kinds that are not known; leave --model out")
+    for key, value in config.content.items():
+        if value and not config.has(*_EXPERTS) and ("expert" in str(key) or "moe" in str(key)):
+            raise config.refusal(str(key), "has experts under names that are not known; leave --model out")
 
 
 def is_hybrid(config: Config, model_type: str) -> bool:
@@ -491,36 +431,30 @@ def read_hybrid(config: Config, model_type: str) -> dict[str, Any]:
     Raises:
         DataError: the kinds of its layers are missing or not known.
     """
-    pattern = _pattern(config, model_type)
+    pattern = _read_pattern(config, model_type)
+    own = ("head_dim", "num_heads") if model_type == "mamba2" else ()  # a pure Mamba model has no other heads
     return {
         "hybrid_layer_pattern": pattern,
         "num_layers": len(pattern),
         **({"num_moe_layers": pattern.count("E")} if "E" in pattern else {}),
         "mamba_state_dim": config.size("ssm_state_size", "mamba_d_state", "state_size", default=128),
-        "mamba_head_dim": config.size("mamba_head_dim", "mamba_d_head", *_own("head_dim", model_type), default=64),
+        "mamba_head_dim": config.size("mamba_head_dim", "mamba_d_head", *own[:1], default=64),
         "mamba_num_groups": config.size("n_groups", "mamba_n_groups", default=8 if model_type != "bamba" else 1),
-        "mamba_num_heads": config.size(
-            "mamba_num_heads", "mamba_n_heads", *_own("num_heads", model_type), default=None
-        ),
+        "mamba_num_heads": config.size("mamba_num_heads", "mamba_n_heads", *own[1:], default=None),
         **({"kv_channels": None} if model_type == "mamba2" else {}),
     }
 
 
-def _own(name: str, model_type: str) -> tuple[str, ...]:
-    """`name` where a pure Mamba model has it for its own heads."""
-    return (name,) if model_type == "mamba2" else ()
-
-
-def _pattern(config: Config, model_type: str) -> str:
+def _read_pattern(config: Config, model_type: str) -> str:
     text = config.text("hybrid_override_pattern")
     if text is not None:
         try:
-            return hybrid_layers(text).pattern
+            return str(read_pattern(text)["hybrid_layer_pattern"])
         except ValueError as error:
-            raise config.refused("hybrid_override_pattern", str(error)) from error
-    layers = config.size("num_hidden_layers", "n_layer")
+            raise config.refusal("hybrid_override_pattern", str(error)) from error
+    layers: int = config.size("num_hidden_layers", "n_layer")
     if layers > 10_000:
-        raise config.refused("num_hidden_layers", "is more layers than any model has")
+        raise config.refusal("num_hidden_layers", "is more layers than any model has")
     if model_type == "mamba2":
         return "M" * layers
     kinds = config.entries("layers_block_type") or config.entries("layer_types")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -39,6 +39,8 @@ class Occurrence:
 
     flag: str
     """The flag with its dashes."""
+    place: str
+    """The place as messages name it: `run.sh, line 4`."""
     line: int
     """Line of the script on which the flag is written, from 1; 0 without lines."""
     values: tuple[Word, ...]
@@ -56,6 +58,11 @@ class Occurrence:
         """The first argument."""
         return self.values[0].text
 
+    @property
+    def shown(self) -> str:
+        """The place, the flag and its arguments."""
+        return " ".join([f"{self.place}: {self.flag}", *self.texts])
+
 
 def training_commands(script: Script) -> list[Command]:
     """The commands that train: those with a flag of Megatron-LM, not only flags of torchrun.
@@ -66,40 +73,45 @@ def training_commands(script: Script) -> list[Command]:
         BlockError: a block decides whether one of them runs, or which flags it has.
     """
     found: list[Command] = []
-    doubts: list[BlockError] = []
+    doubt: BlockError | None = None
     for command in script.commands:
         words = [part for word in command.words for part in word.split()]
         head = words[0].text if words else ""
         is_pattern = head.startswith("-") and not script.is_list  # of a case statement
         if is_pattern or PurePosixPath(head).name in PRINTING_COMMANDS:
             continue
-        trains = any(_is_of_training(word.flag) for word in words)
-        part, line = next(((p, w.line) for w in words for p in w.open_parts if p.has_flags), (None, 0))
-        if command.block is not None:
-            place = script.place(words[0].line)
-            doubt = BlockError(
-                f"{place}: the command that trains stands {command.block}, which is not followed; {_OTHER_FORM}"
-            )
-        elif part is not None:
-            doubt = BlockError(f"{script.place(line)}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
-        else:
-            doubt = None
-        if trains and doubt is not None:
-            raise doubt
+        trains, problem = any(_is_of_training(word.flag) for word in words), _find_block(script, command, words)
+        if trains and problem is not None:
+            raise problem
         if trains:
             found.append(Command(words))
         elif any(word.text.endswith(".py") for word in words):
-            doubts += [doubt] if doubt is not None else []
-    if not found and doubts:
-        raise doubts[0]
+            doubt = doubt or problem
+    if not found and doubt is not None:
+        raise doubt
     return found
+
+
+def _find_block(script: Script, command: Command, words: list[Word]) -> BlockError | None:
+    """The error that a block decides on the command, which consists of `words`, or on its flags; None: none does."""
+    if command.block is not None:
+        place = script.place(words[0].line)
+        return BlockError(
+            f"{place}: the command that trains stands {command.block}, which is not followed; {_OTHER_FORM}"
+        )
+    for word in words:
+        for part in word.open_parts:
+            if part.has_flags:
+                place = script.place(word.line)
+                return BlockError(f"{place}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
+    return None
 
 
 def _is_of_training(name: str) -> bool:
     return name in FLAGS and not FLAGS[name].of_torchrun and not FLAGS[name].of_model
 
 
-def _occurrences(words: list[Word]) -> Iterator[Occurrence]:
+def _find_occurrences(words: list[Word], script: Script) -> Iterator[Occurrence]:
     """The known flags among the words of one command, in order."""
     index = 0
     while index < len(words):
@@ -109,16 +121,16 @@ def _occurrences(words: list[Word]) -> Iterator[Occurrence]:
             continue
         values: list[Word] = []
         takes = FLAGS[word.flag].value
+        most = {"switch": 0, "list": len(words)}.get(takes, 1)
         if "=" in word.marked:
             values.append(word.behind_equals())
-        elif takes != "switch":
-            while index < len(words) and not _ends_values(words[index], takes == "list"):
-                values.append(words[index])
-                index += 1
-                if takes != "list":
-                    break
+            most = 0
+        while index < len(words) and len(values) < most and not _ends_values(words[index], takes == "list"):
+            values.append(words[index])
+            index += 1
         defaults_of = frozenset[str]().union(*(w.defaults_of for w in (word, *values)))
-        yield Occurrence(flag=word.flag, line=word.line, values=tuple(values), defaults_of=defaults_of)
+        place = script.place(word.line)
+        yield Occurrence(flag=word.flag, place=place, line=word.line, values=tuple(values), defaults_of=defaults_of)
 
 
 def _ends_values(word: Word, takes_list: bool) -> bool:
@@ -145,7 +157,7 @@ class LaunchFlags:
         commands = [command.words for command in training_commands(script)]
         read = commands or [*script.arrays.values(), *(word.split() for word in script.variables.values())]
         for words in read:
-            for occurrence in {one.flag: one for one in _occurrences(words)}.values():
+            for occurrence in {one.flag: one for one in _find_occurrences(words, script)}.values():
                 self.occurrences.setdefault(occurrence.flag, []).append(occurrence)
         if self.occurrences and not commands:
             self.notes.append(f"{self.where}: no command uses the flags; all of its variables are read")
@@ -172,11 +184,27 @@ class LaunchFlags:
                 )
         for word in last.values:
             for part in word.open_parts[:1]:
-                raise unsettled(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
+                raise unsettled_error(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
         if not last.values and FLAGS[flag].value != "switch":
-            raise UsageError(f"{self.script.place(last.line)}: {flag} has no value; give {option}")
+            raise UsageError(f"{last.shown} has no value; give {option}")
         self.defaults_of |= last.defaults_of
         return last
+
+    def one_or_note(
+        self, flag: str, name: str, note: Callable[[str], None], option: str | None = None
+    ) -> Occurrence | None:
+        """The occurrence as of `one`; where its value is not settled, `note` is called with the error, and None comes.
+
+        Raises:
+            BlockError: a block decides its value.
+        """
+        try:
+            return self.one(flag, name, option)
+        except BlockError:
+            raise
+        except UsageError as error:
+            note(str(error))
+            return None
 
     def text(self, flag: str, name: str, option: str | None = None) -> str | None:
         """The first value of `flag`, for setting `name`; None and errors as for `one`."""
@@ -195,8 +223,7 @@ class LaunchFlags:
         text, least = occurrence.text, FLAGS[flag].least
         if not re.fullmatch(r"\+?[0-9]{1,18}", text) or int(text) < least:
             raise UsageError(
-                f"{self.script.place(occurrence.line)}: {flag} {text}: not a whole number of at least {least}; "
-                f"mend it or give {option or to_give(name)}"
+                f"{occurrence.shown}: not a whole number of at least {least}; mend it or give {option or to_give(name)}"
             )
         return int(text)
 
@@ -215,7 +242,7 @@ class LaunchFlags:
             self.notes.append(f"{self.script.place(word.line)}: the file that it sources is not read")
         for flag in FLAGS.values():
             if flag.not_followed is not None and flag.name in self.occurrences:
-                place = self.script.place(self.occurrences[flag.name][0].line)
+                place = self.occurrences[flag.name][0].place
                 self.notes.append(f"{place}: {flag.name}: {flag.not_followed}")
         found = self.occurrences.keys()
         if found & {*DATA_PATHS} and not found & {DOCUMENT_MASKING, CONVERSATIONS}:
@@ -228,10 +255,10 @@ class LaunchFlags:
         for words in commands:
             for before, word in pairwise(words):
                 if word.is_open and holds_flags(word, before):
-                    self.notes.append(unseen(self.script, word))
+                    self.notes.append(note_unseen(self.script, word))
 
 
-def unsettled(place: str, part: OpenPart, remedy: str) -> UsageError:
+def unsettled_error(place: str, part: OpenPart, remedy: str) -> UsageError:
     """The error of a value that the script does not settle."""
     if part.in_block:
         return BlockError(f"{place}: {part.source} {part.reason}; {remedy}, or {_OTHER_FORM}")
@@ -244,7 +271,7 @@ def holds_flags(word: Word, before: Word | None) -> bool:
     return not is_value or word.open_parts[0].source in SCRIPT_ARGUMENTS
 
 
-def unseen(script: Script, word: Word) -> str:
+def note_unseen(script: Script, word: Word) -> str:
     """The note on a word that may hold flags which the text does not show."""
     part = word.open_parts[0]
     return f"{script.place(word.line)}: {part.source} {part.reason}; flags in it are not seen"
@@ -269,14 +296,10 @@ def near_misses(commands: Iterable[list[Word]]) -> Iterator[tuple[Word, str]]:
     Launchers and scripts have flags of their own, so that these are warnings, and no errors.
     """
     for words in commands:
-        given = {word.flag for word in words}
+        missing = [known for known in _READ if known not in {word.flag for word in words}]
         for word in words:
-            name = word.flag
-            if not word.is_flag or name in FLAGS or name in _READ or name in _OF_MEGATRON:
-                continue
-            meant = next((known for known in _READ if known not in given and _is_near(name, known)), None)
-            if meant is not None:
-                yield word, meant
+            if word.is_flag and word.flag not in FLAGS and word.flag not in _READ and word.flag not in _OF_MEGATRON:
+                yield from [(word, known) for known in missing if _is_near(word.flag, known)][:1]
 
 
 def _is_near(name: str, known: str) -> bool:

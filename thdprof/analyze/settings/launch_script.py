@@ -8,23 +8,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from thdprof.analyze.settings import megatron_flags as table
-from thdprof.analyze.settings.launch_flags import BlockError, LaunchFlags, Occurrence
+from thdprof.analyze.settings.captures import communicates_inside, shared_captures
+from thdprof.analyze.settings.launch_flags import LaunchFlags, Occurrence
 from thdprof.analyze.settings.model_reading import (
     FP8_FORMATS,
     VOCAB_MULTIPLE,
     ModelReading,
     Vocabulary,
     expert_layers,
-    hybrid_layers,
     read_frequency,
+    read_pattern,
 )
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import ends_at_router
-from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions, shared_capture_ranks
+from thdprof.training import DEFAULT_PROMPT_FORMAT, Fp8Recipe, definitions, model_definitions
 from thdprof.training.model import read_field
 
 _FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
@@ -83,7 +84,7 @@ def read_launch(
     _read_batch_schedule(flags, settings)
     conversations = _read_conversations(flags, settings)
     paths, weights = _read_blend(flags, settings)
-    model = read_model_flags(flags)
+    model = _ModelFlags(flags).read()
     global_aux_loss = _read_shared_captures(flags, settings)
     if flags.defaults_of:
         names = ", ".join(sorted(flags.defaults_of))
@@ -105,10 +106,8 @@ def _direct_settings(flags: LaunchFlags) -> dict[str, Any]:
     for flag in table.FLAGS.values():
         if flag.setting is not None:
             read = flags.count if flag.value == "count" else flags.text
-            value = read(flag.name, flag.setting)
-            if value is not None:
-                settings[flag.setting] = value
-    return settings
+            settings[flag.setting] = read(flag.name, flag.setting)
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _read_loader(flags: LaunchFlags, settings: dict[str, Any]) -> None:
@@ -126,21 +125,20 @@ def _read_loader(flags: LaunchFlags, settings: dict[str, Any]) -> None:
 
 def _read_experts(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     """Add how experts take tokens. The answer only decides the graphs, so an unsettled flag gives a note, no error."""
-    try:
-        if flags.one(table.EXPERTS, "experts") is not None:
-            settings["experts"] = "padded" if flags.has(table.PADDED_EXPERTS, "experts") else "dropless"
-            dispatcher = flags.one(table.DISPATCHER, "experts")
-            name = dispatcher.text if dispatcher is not None else None
-            if settings["experts"] == "padded" and ends_at_router("padded", name):
-                settings["experts"] = "dropless"
-                flags.notes.append(
-                    f"{flags.where}: {table.DISPATCHER} {name}: graphs end at the router, as those of dropless "
-                    "experts do"
-                )
-    except BlockError:
-        raise
-    except UsageError as error:
+
+    def note(error: str) -> None:
         flags.notes.append(f"{error}; a model without experts is taken")
+
+    if flags.one_or_note(table.EXPERTS, "experts", note) is None:
+        return
+    settings["experts"] = "padded" if flags.one_or_note(table.PADDED_EXPERTS, "experts", note) else "dropless"
+    dispatcher = flags.one_or_note(table.DISPATCHER, "experts", note)
+    name = dispatcher.text if dispatcher is not None else None
+    if settings["experts"] == "padded" and ends_at_router("padded", name):
+        settings["experts"] = "dropless"
+        flags.notes.append(
+            f"{flags.where}: {table.DISPATCHER} {name}: graphs end at the router, as those of dropless experts do"
+        )
 
 
 def _read_shared_captures(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
@@ -151,28 +149,22 @@ def _read_shared_captures(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
     name = "shared_capture_ranks"
 
     def words(flag: str) -> list[str]:
-        try:
-            found = flags.one(flag, name)
-        except BlockError:
-            raise
-        except UsageError as error:
-            flags.notes.append(str(error))
-            found = None
+        found = flags.one_or_note(flag, name, flags.notes.append)
         return [] if found is None else found.texts
 
-    experts = flags.from_caller.get("experts", settings.get("experts", "none"))
+    given = {**settings, **flags.from_caller}
     over_all = table.OVER_ALL_RANKS in words(table.BALANCING)
-    if name in flags.from_caller or experts == "none" or not (experts == "padded" or over_all):
+    if name in flags.from_caller or not communicates_inside(given, global_aux_loss=over_all):
         return over_all
-    sizes = {"context_parallel_size": flags.parallel_size(settings, "context_parallel_size")}
-    for flag, size in _SIZES.items() if experts == "padded" else ():
-        text = str(flags.from_caller[size]) if size in flags.from_caller else "".join(words(flag)[:1])
+    sizes = {}
+    for flag, size in _SIZES.items() if given["experts"] == "padded" else ():
+        text = str(given[size]) if size in flags.from_caller else "".join(words(flag)[:1])
         if text.isascii() and text.isdigit() and int(text) > 0:
             sizes[size] = int(text)
-    ranks = flags.parallel_size(settings, "data_parallel_size")
-    ranks = shared_capture_ranks(data_parallel_size=ranks, global_aux_loss=over_all, **sizes)
-    if ranks > 1:
-        settings[name] = ranks
+    sizes_of_run = {
+        size: flags.parallel_size(settings, size) for size in ("data_parallel_size", "context_parallel_size")
+    }
+    settings.update(shared_captures({**given, **sizes_of_run}, sizes, global_aux_loss=over_all))
     return over_all
 
 
@@ -233,8 +225,7 @@ def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     found = flags.one(table.BATCH_SCHEDULE, name)
     if found is None:
         return
-    where = f"{flags.script.place(found.line)}: {table.BATCH_SCHEDULE} {found.text}"
-    given = {**settings, **flags.from_caller}
+    where, given = found.shown, {**settings, **flags.from_caller}
     if name in settings:
         raise UsageError(f"{where}: Megatron takes no --global-batch-size beside it; leave one out")
     if "seq_length" not in given:
@@ -262,7 +253,7 @@ def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     settings[name] = schedule.largest(samples)
     stages = ", ".join(f"{size} from sample {threshold:,}" for threshold, size in schedule.stages)
     flags.notes.append(
-        f"{flags.script.place(found.line)}: {table.BATCH_SCHEDULE}: the batch grows ({stages}); micro-batches and "
+        f"{found.place}: {found.flag}: the batch grows ({stages}); micro-batches and "
         f"their shares are those of the run, steps are counted and timed with {settings[name]} rows{sized}"
     )
 
@@ -321,7 +312,7 @@ def _read_blend(flags: LaunchFlags, settings: dict[str, Any]) -> tuple[list[str]
         return [word.strip() for word in words], None
     if None in weights:
         raise UsageError(
-            f"{flags.script.place(blend.line)}: {blend.flag}: weights and prefixes must alternate, or all be "
+            f"{blend.place}: {blend.flag}: weights and prefixes must alternate, or all be "
             f"prefixes; {words[2 * weights.index(None)]!r} is not a weight"
         )
     return [word.strip() for word in words[1::2]], [weight for weight in weights if weight is not None]
@@ -350,10 +341,6 @@ class BatchSchedule:
     stages: tuple[tuple[int, int], ...]
     """Samples that were consumed before the stage, and its rows of a step; ascending, the first at 0."""
 
-    def batch_size(self, consumed: int) -> int:
-        """Rows of the step that begins after `consumed` samples."""
-        return next(size for threshold, size in reversed(self.stages) if consumed >= threshold)
-
     def samples_of(self, steps: int) -> int:
         """Samples that the first `steps` steps consume."""
         consumed, left = 0, steps
@@ -375,7 +362,13 @@ def read_schedule(text: str, *, seq_length: int) -> BatchSchedule:
     Raises:
         ValueError: Megatron would refuse the text.
     """
-    stages = sorted(_stage(entry, seq_length) for entry in text.replace(",", " ").split())
+    stages = []
+    for entry in text.replace(",", " ").split():
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise ValueError(f"{entry}: must be THRESHOLD:BATCH_SIZE, such as 250B:1536")
+        stages.append((_scaled(threshold) // seq_length, _scaled(size)))
+    stages.sort()
     if not stages or stages[0][0] != 0:
         raise ValueError("the first stage must begin at 0")
     if any(first[0] >= second[0] for first, second in pairwise(stages)):
@@ -383,13 +376,6 @@ def read_schedule(text: str, *, seq_length: int) -> BatchSchedule:
     if any(size < 1 for _, size in stages):
         raise ValueError("a batch size must be at least 1")
     return BatchSchedule(stages=tuple(stages))
-
-
-def _stage(entry: str, seq_length: int) -> tuple[int, int]:
-    threshold, colon, size = entry.partition(":")
-    if not colon:
-        raise ValueError(f"{entry}: must be THRESHOLD:BATCH_SIZE, such as 250B:1536")
-    return _scaled(threshold) // seq_length, _scaled(size)
 
 
 def _scaled(text: str) -> int:
@@ -413,23 +399,14 @@ _SCRIPT_DEFAULTS = {
 """Values of the parser where no flag gives another."""
 _KV_LORA_RANK = 32
 """The parser's; that of megatron-core's configuration is another."""
-_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
-
-
-def read_model_flags(flags: LaunchFlags) -> ModelReading:
-    """What the script says of the model.
-
-    A flag that the text does not settle is no error, since only times are lost without it: its field is in the
-    result's `unsettled`. A field that the caller has is passed over.
-
-    Raises:
-        UsageError: a flag has a value that Megatron refuses; the message names line, flag and value.
-    """
-    return _ModelFlags(flags).read()
 
 
 class _ModelFlags:
-    """Collects the fields of one script."""
+    """Collects what one script says of the model.
+
+    A flag that the text does not settle is no error, since only times are lost without it: its field is in the
+    reading's `unsettled`. A field that the caller has is passed over.
+    """
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -439,23 +416,16 @@ class _ModelFlags:
         self.notes: list[str] = []
 
     def read(self) -> ModelReading:
-        if not self._given():
+        """The fields; none where no flag says something of the model's shape."""
+        shape = (table.LAYERS, "--hidden-size", "--num-attention-heads", *table.PATTERNS, *table.ELSEWHERE)
+        if not any(flag in self.flags.occurrences for flag in shape):
             return ModelReading(source=self.flags.where)
         self.values.update(_SCRIPT_DEFAULTS)
-        for flag, field in {
-            table.LAYERS: "num_layers",
-            table.TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size",
-        }.items():
-            self._field(flag, field, self._whole)
-        for flag, field in table.SIZES.items():
-            self._field(flag, field, self._whole)
-        for flag, field in table.TEXTS.items():
-            self._field(flag, field, str)
-        for flag, field in table.NUMBERS.items():
-            self._field(flag, field, _as_number)
+        sizes = {table.LAYERS: "num_layers", table.TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size"}
+        for flag, field in {**sizes, **table.FIELDS}.items():
+            self._take(flag, field)
         for flag, (field, value) in table.SWITCHES.items():
-            if self._one(flag, field) is not None:
-                self._set(field, value, self._one(flag, field))
+            self._set(field, value, self._one(flag, field))
         if self.values["precision"] == "fp16" and not self._parsed(table.LOSS_SCALE, "check_for_nan_in_grad", float):
             self.values["check_for_nan_in_grad"] = False  # a dynamic loss scale finds its bound by them
         self._gradients()
@@ -476,54 +446,39 @@ class _ModelFlags:
             notes=tuple(self.notes),
         )
 
-    def _given(self) -> bool:
-        """Whether any flag says something of the model's shape."""
-        shape = (table.LAYERS, "--hidden-size", "--num-attention-heads", *table.PATTERNS, *table.ELSEWHERE)
-        return any(flag in self.flags.occurrences for flag in shape)
-
     def _one(self, flag: str, field: str) -> Occurrence | None:
         """The occurrence of `flag`; None where it is absent, the caller has `field`, or the text does not settle it."""
-        try:
-            return self.flags.one(flag, field, f"{field} in --settings")
-        except BlockError:
-            raise
-        except UsageError as error:
-            self.unsettled.setdefault(field, str(error))
-            return None
+
+        def note(error: str) -> None:
+            self.unsettled.setdefault(field, error)
+
+        return self.flags.one_or_note(flag, field, note, f"{field} in --settings")
 
     def _set(self, field: str, value: Any, found: Occurrence | None) -> None:
-        """Take `value` for `field`, or refuse it with the place that gives it."""
+        """Take `value` for `field`, or refuse it with the place that gives it; nothing where `found` is None."""
         if found is None:
-            self.values[field] = value
             return
-        given = " ".join([found.flag, *found.texts])
-        place = f"{self.flags.script.place(found.line)}: {given}"
+        if isinstance(value, str):
+            value = _parse_field(field, value)
         try:
             self.values[field] = read_field(field, value)
         except UsageError as error:
-            raise UsageError(f"{place}: {str(error).rpartition(': ')[2]}") from error
-        self.origins[field] = place
+            raise UsageError(f"{found.shown}: {str(error).rpartition(': ')[2]}") from error
+        self.origins[field] = found.shown
 
-    def _field(self, flag: str, field: str, parse: Callable[[str], Any]) -> None:
+    def _take(self, flag: str, field: str) -> None:
         found = self._one(flag, field)
-        if found is not None:
-            self._set(field, parse(found.text), found)
+        self._set(field, found and found.text, found)
 
     def _parsed(self, flag: str, field: str, parse: Callable[[str], Any]) -> Any:
         """The value of `flag` by `parse`, whose ValueError becomes an error with the place; None where absent."""
         found = self._one(flag, field)
         if found is None:
             return None
-        text = found.text
         try:
-            return parse(text)
+            return parse(found.text)
         except ValueError as error:
-            raise UsageError(f"{self.flags.script.place(found.line)}: {flag} {text}: {error}") from error
-
-    @staticmethod
-    def _whole(text: str) -> int | str:
-        """The whole number that `text` is; other text stays, and is refused with the field's own words."""
-        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+            raise UsageError(f"{found.shown}: {error}") from error
 
     def _gradients(self) -> None:
         """With bf16 gradients are reduced in the precision of main gradients, if no flag says otherwise."""
@@ -536,8 +491,7 @@ class _ModelFlags:
         grouped = self._one(table.GROUPED, "num_query_groups")
         if grouped is not None:
             found = self._one(table.GROUPS, "num_query_groups")
-            text = "1" if found is None else found.text
-            self._set("num_query_groups", self._whole(text), found or grouped)
+            self._set("num_query_groups", "1" if found is None else found.text, found or grouped)
         positions = self._one(table.POSITIONS, "rotary")
         if positions is not None and "rotary" not in self.origins:
             self._set("rotary", positions.text in ("rope", "yarn", "mrope"), positions)
@@ -546,7 +500,7 @@ class _ModelFlags:
         field = "hybrid_layer_pattern"
         for flag in table.PATTERNS:
             try:
-                layers = self._parsed(flag, field, hybrid_layers)
+                layers = self._parsed(flag, field, read_pattern)
             except UsageError as error:
                 if "is not known" not in str(error):
                     raise
@@ -554,16 +508,13 @@ class _ModelFlags:
                 continue
             if layers is None:
                 continue
-            self._set(field, layers.pattern, self._one(flag, field))
+            found = self._one(flag, field)
+            self._set(field, layers.pop(field), found)
+            num_layers = layers.pop("num_layers")
             if "num_layers" not in self.flags.from_caller:
                 self.unsettled.pop("num_layers", None)  # the pattern decides
-                self._set("num_layers", len(layers.pattern), self._one(flag, field))
-            if layers.latent_attention:
-                self.values["multi_latent_attention"] = True
-            if layers.mtp_num_layers:
-                self.values["mtp_num_layers"] = layers.mtp_num_layers
-            if experts := layers.pattern.count("E"):
-                self.values["num_moe_layers"] = experts
+                self._set("num_layers", num_layers, found)
+            self.values |= layers
         if self.values.get("multi_latent_attention"):
             self.values.setdefault("kv_lora_rank", _KV_LORA_RANK)
             self.values["rotary"] = True  # whatever the position embedding: latent attention has its own
@@ -572,7 +523,7 @@ class _ModelFlags:
         found = self._one(table.EXPERTS, "num_experts")
         if found is None or found.text == "0":
             return
-        self._set("num_experts", self._whole(found.text), found)
+        self._set("num_experts", found.text, found)
         if "num_moe_layers" not in self.values and "hybrid_layer_pattern" not in self.values:
             self._expert_layers()
         factor = self._parsed(table.CAPACITY, "moe_expert_capacity_factor", float)
@@ -582,32 +533,29 @@ class _ModelFlags:
 
     def _expert_layers(self) -> None:
         frequency = self._parsed(table.EXPERT_LAYERS, "num_moe_layers", read_frequency)
-        layers = self.values.get("num_layers", self.flags.from_caller.get("num_layers"))
-        if frequency is None or not isinstance(layers, int):
-            return
         found = self._one(table.EXPERT_LAYERS, "num_moe_layers")
+        layers = self.values.get("num_layers", self.flags.from_caller.get("num_layers"))
+        if found is None or not isinstance(layers, int):
+            return
         try:
             self._set("num_moe_layers", expert_layers(frequency, layers), found)
         except ValueError as error:
-            line = 0 if found is None else found.line
-            raise UsageError(f"{self.flags.script.place(line)}: {table.EXPERT_LAYERS}: {error}") from error
+            raise UsageError(f"{found.place}: {found.flag}: {error}") from error
 
     def _fp8(self) -> None:
-        if self._parsed(table.FP8, "fp8_recipe", _fp8_format) is None:
+        if self._parsed(table.FP8, "fp8_recipe", _check_fp8_format) is None:
             return
         found = self._one(table.FP8_RECIPE, "fp8_recipe")
-        recipe = "delayed" if found is None else found.text
-        if recipe in _RECIPES or found is None:
-            self._set("fp8_recipe", recipe, found or self._one(table.FP8, "fp8_recipe"))
+        if found is None:
+            self._set("fp8_recipe", "delayed", self._one(table.FP8, "fp8_recipe"))
+        elif found.text in get_args(Fp8Recipe):
+            self._set("fp8_recipe", found.text, found)
         else:
-            self.unsettled.setdefault(
-                "fp8_recipe",
-                f"{self.flags.script.place(found.line)}: {table.FP8_RECIPE} {recipe}: this recipe is not known",
-            )
+            self.unsettled.setdefault("fp8_recipe", f"{found.shown}: this recipe is not known")
 
     def _vocabulary(self) -> Vocabulary | None:
         field = "vocab_size"
-        self._field(table.PADDED_VOCAB, field, self._whole)
+        self._take(table.PADDED_VOCAB, field)
         if field in self.values or field in self.unsettled:
             return None
         tokens = self._count(table.VOCAB, field)
@@ -630,22 +578,22 @@ class _ModelFlags:
 
     def _elsewhere(self) -> None:
         """Note flags that say that the model is another one than the other flags do, or that is not followed."""
+        last = {flag: found[-1] for flag, found in self.flags.occurrences.items()}
         for flag, (_, reason) in table.ELSEWHERE.items():
-            for found in self.flags.occurrences.get(flag, [])[-1:]:
-                self.unsettled.setdefault(flag, f"{self.flags.script.place(found.line)}: {flag}: {reason}")
-        for flag, taken in table.LEFT_OUT.items():
-            for found in self.flags.occurrences.get(flag, [])[-1:]:
-                self.notes.append(f"{self.flags.script.place(found.line)}: {flag}: {taken}")
+            if flag in last:
+                self.unsettled.setdefault(flag, f"{last[flag].place}: {flag}: {reason}")
+        self.notes += [f"{last[flag].place}: {flag}: {taken}" for flag, taken in table.LEFT_OUT.items() if flag in last]
 
 
-def _fp8_format(text: str) -> str:
+def _check_fp8_format(text: str) -> str:
     if text not in FP8_FORMATS:
         raise ValueError(f"not one of {', '.join(FP8_FORMATS)}")
     return text
 
 
-def _as_number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _parse_field(field: str, text: str) -> Any:
+    """The number that `text` is, for a field of numbers; any other text stays, which the field refuses."""
+    kind = model_definitions()[field].type
+    if kind is int and re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        return int(text)
+    return _number(text) if kind is float and _number(text) is not None else text

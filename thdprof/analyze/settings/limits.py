@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +12,9 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from thdprof.errors import UsageError
-from thdprof.training import Attention, Definition, Setting, definitions_of
+from thdprof.training import Attention, Definition, Panel, Setting, definitions_of
 
+_COSTS: Panel = "Costs and limits"
 DEFAULT_BUCKETS = 3
 """Most shapes to capture, of each context-parallel size, where nobody says another number."""
 
@@ -25,7 +26,7 @@ class AnalysisOptions:
     format: Annotated[
         str,
         Setting(
-            help="Format: megatron, megatron-sft, bridge, bridge-npy, trl or lengths.",
+            "Format: megatron, megatron-sft, bridge, bridge-npy, trl or lengths.",
             panel="Dataset",
             assumed="recognised by content",
             swept=False,
@@ -35,61 +36,51 @@ class AnalysisOptions:
     world_size: Annotated[
         int | None,
         Interval(ge=1),
-        Setting(help="GPUs of the run, for --megatron-args.", panel="Where settings come from", everyday=False),
+        Setting("GPUs of the run, for --megatron-args.", panel="Where settings come from", everyday=False),
     ] = None
     """GPUs of the run, where a launch script does not tell their number."""
     model: Annotated[
         Path | None,
         Setting(
-            help="The model: a directory with config.json, that file, or a recipe as YAML.",
+            "The model: a directory with config.json, that file, or a recipe as YAML.",
             panel="Model",
             assumed="the launch script's",
         ),
     ] = None
     """The model: a Hugging Face config.json or the directory that holds it, or a recipe as YAML."""
     gpu: Annotated[
-        str | None,
-        Setting(help="GPU that times are of, such as h100.", panel="Model", assumed="this machine's, else h100"),
+        str | None, Setting("GPU that times are of, such as h100.", panel="Model", assumed="this machine's, else h100")
     ] = None
     """Name of the GPU that times are of."""
     gpu_hour_price: Annotated[
         float | None,
-        Setting(help="Price of a GPU-hour, in any currency: hours saved as money.", panel="Model", assumed="none"),
+        Setting("Price of a GPU-hour, in any currency: hours saved as money.", panel="Model", assumed="none"),
     ] = None
     """Price of a GPU-hour, in the user's currency."""
     cost_table: Annotated[
         Path | None,
-        Setting(
-            help="Measured costs: a file of calibrate.",
-            panel="Costs and limits",
-            assumed="modelled, if the model is known",
-        ),
+        Setting("Measured costs: a file of calibrate.", panel=_COSTS, assumed="modelled, if the model is known"),
     ] = None
     """A file of measured costs."""
     attention: Annotated[
-        Attention,
-        Setting(help="Attention backend; times of transformer_engine's are modelled.", panel="Costs and limits"),
+        Attention, Setting("Attention backend; times of transformer_engine's are modelled.", panel=_COSTS)
     ] = "transformer_engine"
     """Attention backend: times of Transformer Engine's are modelled; built-in costs of either rank choices."""
     max_fallback_rate: Annotated[
         float | None,
         Setting(
-            help="Largest share of steps with a fallback: 0.005 or 0.5%.",
-            panel="Costs and limits",
-            assumed="no limit",
-            as_text=True,
+            "Largest share of steps with a fallback: 0.005 or 0.5%.", panel=_COSTS, assumed="no limit", as_text=True
         ),
     ] = None
     """Largest share of steps with an eager micro-batch."""
     graph_memory_gib: Annotated[
-        float | None,
-        Setting(help="Most graph memory of a pipeline rank, in GiB.", panel="Costs and limits", assumed="no limit"),
+        float | None, Setting("Most graph memory of a pipeline rank, in GiB.", panel=_COSTS, assumed="no limit")
     ] = None
     """Most graph memory of a pipeline rank, in GiB."""
     layers_per_graph: Annotated[
         str | None,
         Setting(
-            help="Layers of one graph with --impl chunk, or all.",
+            "Layers of one graph with --impl chunk, or all.",
             panel="What to capture",
             everyday=False,
             assumed="as predicted, where data-parallel communication overlaps",
@@ -101,8 +92,8 @@ class AnalysisOptions:
     data_parallel_gbps: Annotated[
         float | None,
         Setting(
-            help="GB/s of a GPU in reduce-scatters of data-parallel ranks (busbw of nccl-tests).",
-            panel="Costs and limits",
+            "GB/s of a GPU in reduce-scatters of data-parallel ranks (busbw of nccl-tests).",
+            panel=_COSTS,
             everyday=False,
             assumed="by --gpu, or by the network between hosts",
             swept=False,
@@ -112,7 +103,7 @@ class AnalysisOptions:
     buckets: Annotated[
         int,
         Interval(ge=1),
-        Setting(help="Most graph shapes to capture, of each context-parallel size.", panel="What to capture"),
+        Setting("Most graph shapes to capture, of each context-parallel size.", panel="What to capture"),
     ] = DEFAULT_BUCKETS
     """Most shapes to capture, of each context-parallel size."""
 
@@ -155,13 +146,37 @@ def read_limits(given: Mapping[str, Any]) -> Limits:
     Raises:
         UsageError: a value that cannot be, named with its option.
     """
-    limits = Limits()
-    rate, memory = given.get("max_fallback_rate"), given.get("graph_memory_gib")
+    rate, memory = given.get("max_fallback_rate"), number_of("graph_memory_gib", given)
     return Limits(
-        num_buckets=whole_number("buckets", given) or limits.num_buckets,
+        num_buckets=int(number_of("buckets", given) or DEFAULT_BUCKETS),
         max_fallback_rate=None if rate is None else share_of("--max-fallback-rate", rate),
-        graph_memory_bytes=None if memory is None else _bytes("--graph-memory-gib", memory),
+        graph_memory_bytes=None if memory is None else int(memory * 2**30),
     )
+
+
+_NUMBERS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "buckets": ("a whole number of at least 1", lambda value: isinstance(value, int) and value >= 1),
+    "world_size": ("a whole number of at least 1", lambda value: isinstance(value, int) and value >= 1),
+    "gpu_hour_price": ("a number of at least 0", lambda value: 0 <= value < math.inf),
+    "data_parallel_gbps": ("a number above 0", lambda value: 0 < value < math.inf),
+    "graph_memory_gib": ("a number of GiB from 0 to 2**30", lambda value: 0 <= value <= 2**30),
+}
+"""Options that are numbers: what each must be, and whether a number is that."""
+
+
+def number_of(name: str, given: Mapping[str, Any]) -> float | None:
+    """The value of the option `name` in `given`; None where it is not given.
+
+    Raises:
+        UsageError: naming the option and the value that is no such number.
+    """
+    value = given.get(name)
+    if value is None:
+        return None
+    words, is_such = _NUMBERS[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_such(value):
+        raise UsageError(f"{analysis_options()[name].shown(value)}: must be {words}")
+    return value if words.startswith("a whole number") else float(value)
 
 
 def share_of(option: str, value: Any) -> float:
@@ -180,28 +195,6 @@ def share_of(option: str, value: Any) -> float:
     return share
 
 
-def price_of(value: Any) -> float:
-    """A price of a GPU-hour: a finite number of at least 0.
-
-    Raises:
-        UsageError: naming the option and the value that is no price.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise UsageError(f"{analysis_options()['gpu_hour_price'].shown(value)}: must be a number of at least 0")
-    return float(value)
-
-
-def gbps_of(value: Any) -> float:
-    """A bandwidth in GB/s: a finite number above 0.
-
-    Raises:
-        UsageError: naming the option and the value that is no bandwidth.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UsageError(f"{analysis_options()['data_parallel_gbps'].shown(value)}: must be a number above 0")
-    return float(value)
-
-
 def counts_of(option: str, text: str) -> list[int]:
     """Whole numbers of at least 1, separated by commas; each once, ascending.
 
@@ -215,23 +208,3 @@ def counts_of(option: str, text: str) -> list[int]:
     if not counts or counts[0] < 1:
         raise UsageError(f"{option} {text}: must be whole numbers of at least 1, separated by commas, as in 16,64")
     return counts
-
-
-def whole_number(name: str, given: Mapping[str, Any]) -> int | None:
-    """The value of the option `name` in `given`, at least 1; None where it is not given.
-
-    Raises:
-        UsageError: naming the option and the value that is another thing.
-    """
-    value = given.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{analysis_options()[name].shown(value)}: must be a whole number of at least 1")
-    return value
-
-
-def _bytes(option: str, gib: Any) -> int:
-    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib <= 2**30 or math.isnan(gib):
-        raise UsageError(f"{option} {gib}: must be a number of GiB from 0 to 2**30")
-    return int(gib * 2**30)

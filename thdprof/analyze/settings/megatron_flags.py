@@ -63,7 +63,7 @@ PRINTING_COMMANDS = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", 
 
 # --- flags that say what the model is, by the kind of value that they take --------------------------------------------
 
-SIZES = {
+FIELDS = {
     "--hidden-size": "hidden_size",
     "--ffn-hidden-size": "ffn_hidden_size",
     "--num-attention-heads": "num_attention_heads",
@@ -87,16 +87,13 @@ SIZES = {
     "--ddp-bucket-size": "ddp_bucket_size",
     "--ddp-num-buckets": "ddp_num_buckets",
     "--num-distributed-optimizer-instances": "num_distributed_optimizer_instances",
-}
-"""Flags whose value is a field of `Model`, a whole number, with that field."""
-TEXTS = {
     "--normalization": "normalization",
     "--recompute-method": "recompute_method",
     "--recompute-granularity": "recompute_granularity",
+    "--hidden-dropout": "hidden_dropout",
+    "--attention-dropout": "attention_dropout",
 }
-"""Flags whose value is a field of `Model`, one of a few words."""
-NUMBERS = {"--hidden-dropout": "hidden_dropout", "--attention-dropout": "attention_dropout"}
-"""Flags whose value is a field of `Model`, any number."""
+"""Flags whose value is a field of `Model`, with that field."""
 SWITCHES = {
     "--qk-layernorm": ("qk_layernorm", True),
     "--disable-bias-linear": ("add_bias_linear", False),
@@ -157,7 +154,7 @@ LEFT_OUT = {
 }
 """Flags with which the model is known but for a detail, with what is taken instead."""
 MODEL_FLAGS: Mapping[str, Value] = {
-    **dict.fromkeys((*SIZES, *TEXTS, *NUMBERS, GROUPS, POSITIONS, FP8, FP8_RECIPE, CAPACITY), "text"),
+    **dict.fromkeys((*FIELDS, GROUPS, POSITIONS, FP8, FP8_RECIPE, CAPACITY), "text"),
     **dict.fromkeys((EXPERT_LAYERS, PATTERNS[1], LOSS_SCALE, MAIN_GRADS, "--window-size"), "text"),
     **dict.fromkeys((VOCAB, PADDED_VOCAB, VOCAB_DIVISOR), "text"),
     **dict.fromkeys((*SWITCHES, GROUPED, *UNPADDED), "switch"),

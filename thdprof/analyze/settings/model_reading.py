@@ -106,18 +106,6 @@ _LIST_TEXT = re.compile(r"[0-9,\[\]()+*]+")
 _MOST_LAYERS = 100_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HybridLayers:
-    """The layers of a hybrid model."""
-
-    pattern: str
-    """Kinds of the decoder's layers: M Mamba, * attention, - MLP, E experts."""
-    latent_attention: bool
-    """Whether the attention layers are latent (+ in Megatron's pattern)."""
-    mtp_num_layers: int
-    """Depths of multi-token prediction that the pattern has behind it."""
-
-
 def expert_layers(frequency: int | Sequence[int], num_layers: int) -> int:
     """How many of `num_layers` layers hold experts, by megatron-core's moe_layer_freq.
 
@@ -182,8 +170,8 @@ def _evaluate(node: ast.expr) -> int | list[int]:
     return parts * count
 
 
-def hybrid_layers(text: str) -> HybridLayers:
-    """The layers that Megatron's hybrid pattern names, without its pipeline stages.
+def read_pattern(text: str) -> dict[str, Any]:
+    """The fields of `Model` that Megatron's hybrid pattern gives, whatever its pipeline stages.
 
     Raises:
         ValueError: a kind of layer is not known; the message is the end of a sentence.
@@ -198,8 +186,11 @@ def hybrid_layers(text: str) -> HybridLayers:
         raise ValueError("names no layer")
     if "+" in letters and "*" in letters:
         raise ValueError("latent (+) and other attention (*) in one model are not known")
-    return HybridLayers(
-        pattern=letters.replace("+", "*"),
-        latent_attention="+" in letters,
-        mtp_num_layers=sum(1 for depth in depths if depth),
-    )
+    fields: dict[str, Any] = {"hybrid_layer_pattern": letters.replace("+", "*"), "num_layers": len(letters)}
+    if "+" in letters:
+        fields |= {"multi_latent_attention": True, "rotary": True}
+    if any(depths):
+        fields["mtp_num_layers"] = sum(1 for depth in depths if depth)
+    if "E" in letters:
+        fields["num_moe_layers"] = letters.count("E")
+    return fields

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 from thdprof.analyze.settings.model_reading import (
     FP8_FORMATS,
@@ -13,11 +13,11 @@ from thdprof.analyze.settings.model_reading import (
     ModelReading,
     Vocabulary,
     expert_layers,
-    hybrid_layers,
     read_frequency,
+    read_pattern,
 )
 from thdprof.errors import DataError, UsageError
-from thdprof.training import definitions, model_definitions
+from thdprof.training import Fp8Recipe, definitions, model_definitions
 from thdprof.training.model import read_field
 
 _DEEPEST = 6
@@ -75,7 +75,7 @@ _NOT_KNOWN = {
 
 def is_recipe(content: Mapping[str, Any]) -> bool:
     """Whether `content` has a mapping with TransformerConfig's keys in it."""
-    return _architecture(content) is not None
+    return _find_architecture(content) is not None
 
 
 def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading:
@@ -92,18 +92,17 @@ def settings_of_recipe(content: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Those of its precision, of its overlap of communication and of its wrapper stand beside the model's.
     """
-    path = _architecture(content)
+    path = _find_architecture(content)
     if path is None:
         return None
-    beside = [content.get(part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
+    beside = [_mapping(content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
     fields: dict[str, Any] = {}
-    for place in (*reversed(list(_beside(content))), path[0], *beside):
-        if isinstance(place, dict):
-            fields |= {name: value for name, value in place.items() if value is not None}
+    for place in (*reversed(_find_beside(content)), path[0], *beside):
+        fields |= {name: value for name, value in place.items() if value is not None}
     return fields
 
 
-def _architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """The mapping with num_layers and hidden_size that is least deep, and the mappings around it, innermost first."""
     level: list[list[Mapping[str, Any]]] = [[content]]
     for _ in range(_DEEPEST):
@@ -120,11 +119,11 @@ class _Recipe:
     """Looks keys up in the mapping of the architecture, then in those around it, then beside it."""
 
     def __init__(self, content: Mapping[str, Any], source: str) -> None:
-        path = _architecture(content) or [content]
+        path = _find_architecture(content) or [content]
         self.content = content
         self.source = source
         self.shown = f"--model {source}"
-        self.places = [*path, *_beside(content)]
+        self.places = [*path, *_find_beside(content)]
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.unsettled: dict[str, str] = {}
@@ -178,14 +177,11 @@ class _Recipe:
     def _take(self, field: str, *names: str) -> None:
         value = self._get(*names)
         if value is None:
-            if field not in OF_THE_RUN and any(name in self.places[0] for name in names):
-                self._set_null(field)
+            is_null = field not in OF_THE_RUN and any(name in self.places[0] for name in names)
+            if is_null and model_definitions()[field].default is None:
+                self.values[field] = None
             return
         self._set(field, value, names[0])
-
-    def _set_null(self, field: str) -> None:
-        if model_definitions()[field].default is None:
-            self.values[field] = None
 
     def _set(self, field: str, value: Any, key: str) -> None:
         try:
@@ -197,32 +193,21 @@ class _Recipe:
         self.origins[field] = f"{self.shown}: {key} {value}"
 
     def _normalization(self) -> None:
+        known = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
         value = self._get("normalization")
-        if isinstance(value, str):
-            value = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}.get(
-                value.lower(), value
-            )
         if value is not None:
-            self._set("normalization", value, "normalization")
+            self._set("normalization", known.get(str(value).lower(), value), "normalization")
 
     def _hybrid(self) -> None:
         pattern = self._get("hybrid_layer_pattern", "hybrid_override_pattern")
         if pattern is None:
             return
         try:
-            layers = hybrid_layers(str(pattern))
+            self.values |= read_pattern(str(pattern))
         except ValueError as error:
             if "is not known" not in str(error):
                 raise DataError(f"{self.shown}: hybrid_layer_pattern {pattern!s:.60}: {error}") from error
             self.unsettled["hybrid_layer_pattern"] = f"{self.shown}: hybrid_layer_pattern: {error}"
-            return
-        self.values |= {"hybrid_layer_pattern": layers.pattern, "num_layers": len(layers.pattern)}
-        if layers.latent_attention:
-            self.values |= {"multi_latent_attention": True, "rotary": True}
-        if layers.mtp_num_layers:
-            self.values["mtp_num_layers"] = layers.mtp_num_layers
-        if "E" in layers.pattern:
-            self.values["num_moe_layers"] = layers.pattern.count("E")
 
     def _experts(self) -> None:
         if not self._get(*_OTHER_NAMES["num_experts"]):
@@ -245,10 +230,8 @@ class _Recipe:
 
     def _optimizer(self) -> None:
         for part in ("ddp", "optimizer", "optim"):
-            place = self.content.get(part)
-            if isinstance(place, dict) and place.get("use_distributed_optimizer") is True:
-                self.values["use_distributed_optimizer"] = True
-            if isinstance(place, dict) and place.get("name") == "distributed_fused_adam":
+            place = _mapping(self.content, part)
+            if place.get("use_distributed_optimizer") is True or place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
         chunks = self._get("virtual_pipeline_model_parallel_size")
         ddp = read_ddp(self.content, interleaved=isinstance(chunks, int) and chunks > 1)
@@ -257,8 +240,8 @@ class _Recipe:
 
     def _adapters(self) -> None:
         """Adapters over frozen weights: the fields of Megatron-Bridge's LoRA, DoRA and canonical LoRA, beside model."""
-        peft = self.content.get("peft")
-        if not isinstance(peft, dict) or peft.get("dim") is None:
+        peft = _mapping(self.content, "peft")
+        if peft.get("dim") is None:
             return
         self._set("lora_dim", peft["dim"], "peft.dim")
         if peft.get("target_modules"):
@@ -268,32 +251,24 @@ class _Recipe:
             self._set("lora_dropout", peft["dropout"], "peft.dropout")
 
     def _vocabulary(self) -> Vocabulary | None:
-        tokens = self._get("padded_vocab_size", "vocab_size")
+        tokens = self._whole("vocab_size", self._get("padded_vocab_size", "vocab_size"))
         if tokens is None:
             return None
-        tokens = self._whole("vocab_size", tokens)
-        padded = self._get("padded_vocab_size") is not None or self._get("should_pad_vocab") is False
-        multiple = self._get("make_vocab_size_divisible_by")
-        if padded:
+        if self._get("padded_vocab_size") is not None or self._get("should_pad_vocab") is False:
             self._set("vocab_size", tokens, "vocab_size")
             return None
-        return Vocabulary(
-            tokens=tokens,
-            multiple=VOCAB_MULTIPLE if multiple is None else self._whole("make_vocab_size_divisible_by", multiple),
-        )
+        multiple = self._whole("make_vocab_size_divisible_by", self._get("make_vocab_size_divisible_by"))
+        return Vocabulary(tokens=tokens, multiple=multiple or VOCAB_MULTIPLE)
 
-    def _whole(self, key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+    def _whole(self, key: str, value: Any) -> int | None:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
             raise DataError(f"{self.shown}: {key} {value!r:.60}: must be a whole number of at least 1")
         return value
 
     def _training(self) -> dict[str, Any]:
         """Training settings of the run; one chunk a rank is no interleaving."""
         found: dict[str, Any] = {}
-        places = [
-            *self.places,
-            *(p for key in ("train", "dataset", "data") if isinstance(p := self.content.get(key), dict)),
-        ]
+        places = [*self.places, *(_mapping(self.content, key) for key in ("train", "dataset", "data"))]
         for name, keys in _TRAINING.items():
             value = next((place[key] for place in places for key in keys if place.get(key) is not None), None)
             if value is None or (name == "virtual_pipeline_size" and value == 1):
@@ -306,20 +281,16 @@ class _Recipe:
         return found
 
 
-def _beside(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _find_beside(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Mappings beside the model's that hold parallel sizes and precision: NeMo's strategy and plugins."""
-    for path in (("trainer", "strategy"), ("strategy",), ("trainer", "plugins"), ("trainer",)):
-        place: Any = content
-        for key in path:
-            place = place.get(key) if isinstance(place, dict) else None
-        if isinstance(place, dict):
-            yield place
+    paths = (("trainer", "strategy"), ("strategy",), ("trainer", "plugins"), ("trainer",))
+    return [_mapping(content, *path) for path in paths]
 
 
 # --- how gradients are reduced and parameters gathered ----------------------------------------------------------------
 
 
-_SWITCHES = {
+_DDP = {
     "overlap_grad_reduce": "overlap_grad_reduce",
     "overlap_param_gather": "overlap_param_gather",
     "overlap_param_gather_with_optimizer_step": "overlap_param_gather_with_optimizer_step",
@@ -329,22 +300,12 @@ _SWITCHES = {
     "check_for_nan_in_grad": "check_for_nan_in_grad",
     "grad_reduce_in_fp32": "grad_reduce_in_fp32",
     "fp8_param_gather": "fp8_param_gather",
-}
-"""Keys that are true or false, with the fields of `Model` that they give."""
-_SIZES = {
     "bucket_size": "ddp_bucket_size",
     "num_buckets": "ddp_num_buckets",
     "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
 }
-"""Keys that are whole numbers, with the fields of `Model` that they give."""
+"""Keys of the wrapper, with the fields of `Model` that they give."""
 _OF_MIXED_PRECISION = ("grad_reduce_in_fp32", "fp8_param_gather")
-_OF_COMM_OVERLAP = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "overlap_param_gather_with_optimizer_step",
-    "align_param_gather",
-    "bucket_size",
-)
 _BUCKET_OF_COMM_OVERLAP = 128 * 1024 * 1024
 """Parameters of a bucket that Megatron-Bridge's CommOverlapConfig asks for."""
 
@@ -361,37 +322,33 @@ def read_ddp(content: Mapping[str, Any], *, interleaved: bool) -> dict[str, tupl
         interleaved: whether a pipeline rank has several model chunks.
     """
     given: dict[str, tuple[Any, str]] = {}
+
+    def take(part: str, place: Mapping[str, Any], keys: Iterable[str]) -> None:
+        given.update({key: (place[key], f"{part}.{key}") for key in keys if place.get(key) is not None})
+
+    ddp = _mapping(content, "ddp")
     for part in ("optim", "optimizer", "ddp"):
-        place = _mapping(content, part)
-        given |= {key: (place[key], f"{part}.{key}") for key in (*_SWITCHES, *_SIZES) if place.get(key) is not None}
-    if "align_param_gather" not in given and _mapping(content, "ddp"):
+        take(part, _mapping(content, part), _DDP)
+    if ddp and "align_param_gather" not in given:
         given["align_param_gather"] = (False, "ddp.align_param_gather")
-    precision = _named_precision(content)
-    given |= {
-        key: (precision[key], f"mixed_precision.{key}") for key in _OF_MIXED_PRECISION if precision.get(key) is not None
-    }
-    if isinstance(content.get("comm_overlap"), dict) and _mapping(content, "ddp").get("use_distributed_optimizer"):
-        given |= _overlapped(_mapping(content, "comm_overlap"), interleaved=interleaved)
+    take("mixed_precision", _named_precision(content), _OF_MIXED_PRECISION)
+    if isinstance(content.get("comm_overlap"), dict) and ddp.get("use_distributed_optimizer"):
+        usual = {  # what Megatron-Bridge's CommOverlapConfig writes over the keys of `ddp`
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "overlap_param_gather_with_optimizer_step": False,
+            "align_param_gather": interleaved,
+            "bucket_size": _BUCKET_OF_COMM_OVERLAP,
+        }
+        take("comm_overlap", usual, usual)
+        take("comm_overlap", content["comm_overlap"], usual)
     if "num_buckets" in given:
         given.pop("bucket_size", None)  # which Megatron derives from it
-    found = {field: given[key] for key, field in (*_SWITCHES.items(), *_SIZES.items()) if key in given}
+    found = {field: given[key] for key, field in _DDP.items() if key in given}
     aligned = _mapping(content, "dist").get("align_grad_reduce")
     if aligned is not None:
         found["align_grad_reduce"] = (aligned, "dist.align_grad_reduce")
     return found
-
-
-def _overlapped(place: Mapping[str, Any], *, interleaved: bool) -> dict[str, tuple[Any, str]]:
-    """What Megatron-Bridge's CommOverlapConfig writes over the keys of `ddp`."""
-    taken = {
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "overlap_param_gather_with_optimizer_step": False,
-        "align_param_gather": interleaved,
-        "bucket_size": _BUCKET_OF_COMM_OVERLAP,
-    }
-    taken |= {key: place[key] for key in _OF_COMM_OVERLAP if place.get(key) is not None}
-    return {key: (value, f"comm_overlap.{key}") for key, value in taken.items()}
 
 
 def _named_precision(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -406,21 +363,17 @@ def _named_precision(content: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _mapping(content: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    place = content.get(part)
+def _mapping(content: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """The mapping at `path` within `content`; an empty one where there is none."""
+    place: Any = content
+    for key in path:
+        place = place.get(key) if isinstance(place, dict) else None
     return place if isinstance(place, dict) else {}
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
-_SCALINGS = {
-    "delayed": "delayed",
-    "tensorwise": "tensorwise",
-    "blockwise": "blockwise",
-    "mxfp8": "mxfp8",
-}
-"""megatron-core's fp8_recipe."""
 _IN_NAMES = (
     ("nanov2_bf16_with_fp8_current_scaling", "blockwise"),
     ("fp8_delayed_scaling", "delayed"),
@@ -450,7 +403,7 @@ def read_precision(
     """
     mixed = content.get("mixed_precision")
     if isinstance(mixed, str):
-        return _named("mixed_precision", mixed, shown, unsettled)
+        return _read_precision_name("mixed_precision", mixed, shown, unsettled)
     if isinstance(mixed, dict):
         places = [mixed, *places]
 
@@ -463,7 +416,7 @@ def read_precision(
     elif get("fp16") is True:
         found["precision"] = "fp16"
     elif get("precision") is not None:
-        found |= _named("precision", str(get("precision")), shown, unsettled)
+        found |= _read_precision_name("precision", str(get("precision")), shown, unsettled)
     elif get("bf16") is False and get("fp16") is False:
         found["precision"] = "fp32"
     if get("fp4"):
@@ -472,15 +425,15 @@ def read_precision(
     if isinstance(fp8, str) and fp8.lower() not in ("none", *FP8_FORMATS):
         raise ValueError(f"fp8 {fp8!r:.60}: not one of {', '.join(FP8_FORMATS)}, none")
     if fp8 and str(fp8).lower() != "none":
-        recipe = str(_plain(get("fp8_recipe")) or "delayed")
-        if recipe not in _SCALINGS:
-            unsettled["fp8_recipe"] = f"{shown}: fp8_recipe {recipe:.40}: this recipe is not known"
+        recipe = str(_read_enumeration(get("fp8_recipe")) or "delayed")
+        if recipe in get_args(Fp8Recipe):
+            found["fp8_recipe"] = recipe
         else:
-            found["fp8_recipe"] = _SCALINGS[recipe]
+            unsettled["fp8_recipe"] = f"{shown}: fp8_recipe {recipe:.40}: this recipe is not known"
     return found
 
 
-def _named(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[str, Any]:
+def _read_precision_name(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[str, Any]:
     """The fields that a name such as bf16_with_fp8_current_scaling_mixed says."""
     name = text.lower().replace("-", "_")
     word = next((part for part in name.split("_") if part in _WORDS), None)
@@ -493,7 +446,7 @@ def _named(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[s
     return {**found, **({} if recipe is None else {"fp8_recipe": recipe})}
 
 
-def _plain(value: Any) -> Any:
+def _read_enumeration(value: Any) -> Any:
     """The value of an enumeration, which a dumped config writes as a mapping with its arguments."""
     if isinstance(value, dict):
         arguments = value.get("_args_")

@@ -7,12 +7,12 @@ import glob
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from thdprof.analyze.settings.captures import LayersAsked, layers_asked
-from thdprof.analyze.settings.limits import Limits, analysis_options, gbps_of, price_of, read_limits, whole_number
+from thdprof.analyze.settings.captures import LayersPerGraph, read_layers_per_graph, shared_captures
+from thdprof.analyze.settings.limits import Limits, analysis_options, number_of, read_limits
 from thdprof.analyze.settings.model_reading import ModelReading
 from thdprof.analyze.settings.resolved_model import (
     experts_of,
@@ -31,11 +31,14 @@ from thdprof.training import (
     Model,
     definitions,
     model_definitions,
-    shared_capture_ranks,
 )
 from thdprof.training.model import read_field
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
+if TYPE_CHECKING:
+    from thdprof.analyze.settings.launch_script import MegatronArgs
+
+_RANKS = "tensor_model_parallel_size"
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 """Fields of the model that decide the setting `experts`."""
 
@@ -67,7 +70,7 @@ class Request:
     """Name of the GPU that times are of; None: this machine's, else the one that is assumed."""
     gpu_hour_price: float | None = None
     """Price of a GPU-hour, in the user's currency; None: not given."""
-    layers_per_graph: LayersAsked = None
+    layers_per_graph: LayersPerGraph = None
     """Layers of one graph of a model chunk; None: as predicted."""
     data_parallel_gbps: float | None = None
     """GB/s of one GPU in collectives of its data-parallel group; None: by the GPU's data sheet."""
@@ -96,14 +99,12 @@ def read_request(
     """
     stronger = _read_options(flags, settings)
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
-    world_size = whole_number("world_size", command)
+    analysis_options()["attention"].check(command.get("attention", "transformer_engine"))
     own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
     path = Path(_text("--model", command["model"])) if "model" in command else None
     file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
-    script: Script | None = None
-    said: ModelReading | None = None
-    global_aux_loss = False
+    run: MegatronArgs | None = None
     usual_format = "auto"
     if training_args is not None:
         if launch is not None:
@@ -111,32 +112,25 @@ def read_request(
         fields = _read_json("--training-args", training_args)
         given = trainer_settings(fields, where=f"--training-args {training_args}")
         own = {**trainer_model(fields), **own}
-        notes.append(f"--training-args {training_args}: {_listed(given)} taken from it")
-    if launch is not None:
-        from thdprof.analyze.settings.launch_script import read_launch
-
-        known = {"data_paths": found} if found else {}
-        if command.get("format", "auto") != "auto":
-            known["format"] = command["format"]
-        script = launch.read()
-        run = read_launch(script, world_size=world_size, given={**stronger, **_ranks(file), **own, **known})
-        given, notes, said = dict(run.settings), run.notes, run.model
-        global_aux_loss = run.global_aux_loss
+        notes.append(f"--training-args {training_args}: {_list_values(given)} taken from it")
+    script = None if launch is None else launch.read()
+    if script is not None:
+        run = _read_launch(script, command, {**stronger, **own}, found, file)
+        given, notes = dict(run.settings), run.notes
         if not found:
             found, usual_format = run.data_paths, run.format or "auto"
             if run.weights is not None:
                 given["weights"] = run.weights
-    elif world_size is not None:
+    elif number_of("world_size", command) is not None:
         raise UsageError(
             f"{analysis_options()['world_size'].shown()}: only completes --megatron-args; give --data-parallel-size "
             "instead"
         )
-    resolved = resolve_model(own, file=file, script=said)
+    resolved = resolve_model(own, file=file, script=None if run is None else run.model)
     if file is not None:
         taken = {name: value for name, value in file.training.items() if name not in {**given, **stronger}}
         if taken:
-            listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-            notes.append(f"--model {file.source}: {listed} taken from it")
+            notes.append(f"--model {file.source}: {_list_values(taken)} taken from it")
         given.update(taken)
     decides = file is not None or "experts" not in given or not _EXPERTS.isdisjoint(own)
     experts = None if resolved.model is None else experts_of(resolved.model)
@@ -144,26 +138,42 @@ def read_request(
         given["experts"] = experts
     _override(given, stronger)
     if "shared_capture_ranks" not in stronger and resolved.model is not None:
+        over_all = run is not None and run.global_aux_loss
         given.pop("shared_capture_ranks", None)
-        given.update(shared_captures(given, resolved.model, global_aux_loss=global_aux_loss))
+        given.update(shared_captures(given, asdict(resolved.model), global_aux_loss=over_all))
     return Request(
         locations=found,
         given=given,
         format=_text("--format", command.get("format", usual_format)),
         cost_table=Path(_text("--cost-table", command["cost_table"])) if "cost_table" in command else None,
-        attention=_attention(command.get("attention", "transformer_engine")),
+        attention=command.get("attention", "transformer_engine"),
         limits=read_limits(command),
         model=resolved.model,
         model_source=resolved.source,
         model_file=None if path is None else model_file(path),
         script=script,
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
-        gpu_hour_price=price_of(command["gpu_hour_price"]) if "gpu_hour_price" in command else None,
-        layers_per_graph=layers_asked(command.get("layers_per_graph")),
-        data_parallel_gbps=gbps_of(command["data_parallel_gbps"]) if "data_parallel_gbps" in command else None,
+        gpu_hour_price=number_of("gpu_hour_price", command),
+        layers_per_graph=read_layers_per_graph(command.get("layers_per_graph")),
+        data_parallel_gbps=number_of("data_parallel_gbps", command),
         notes=[*notes, *resolved.notes],
         usual_impl="module" if launch is None else "chunk",
     )
+
+
+def _read_launch(
+    script: Script, command: Mapping[str, Any], given: Mapping[str, Any], found: list[str], file: ModelReading | None
+) -> MegatronArgs:
+    """What the launch says beside the analysis options `command`, the settings `given` and the datasets `found`."""
+    from thdprof.analyze.settings.launch_script import read_launch
+
+    known: dict[str, Any] = {"data_paths": found} if found else {}
+    if command.get("format", "auto") != "auto":
+        known["format"] = command["format"]
+    if file is not None and _RANKS in file.values and given.get(_RANKS) is None:
+        known[_RANKS] = file.values[_RANKS]  # the number of replicas depends on it
+    world_size = number_of("world_size", command)
+    return read_launch(script, world_size=None if world_size is None else int(world_size), given={**given, **known})
 
 
 def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, Any]:
@@ -184,34 +194,6 @@ def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, 
     return stronger
 
 
-def shared_captures(given: Mapping[str, Any], model: Model, *, global_aux_loss: bool = False) -> dict[str, int]:
-    """The setting `shared_capture_ranks` of a run of `model`, where several ranks share collectives inside graphs.
-
-    Args:
-        given: the training settings.
-        model: the model that the run trains.
-        global_aux_loss: whether routers add up their loads over all data-parallel ranks.
-    """
-    experts, data, context = (given.get(name) for name in ("experts", "data_parallel_size", "context_parallel_size"))
-    if experts in (None, "none") or not isinstance(data, int) or not (experts == "padded" or global_aux_loss):
-        return {}
-    ranks = shared_capture_ranks(
-        data_parallel_size=data,
-        tensor_model_parallel_size=model.tensor_model_parallel_size,
-        context_parallel_size=context if isinstance(context, int) else 1,
-        expert_model_parallel_size=model.expert_model_parallel_size if experts == "padded" else 1,
-        expert_tensor_parallel_size=model.expert_tensor_parallel_size if experts == "padded" else None,
-        global_aux_loss=global_aux_loss,
-    )
-    return {"shared_capture_ranks": ranks} if ranks > 1 else {}
-
-
-def _ranks(file: ModelReading | None) -> dict[str, Any]:
-    """The ranks that share a layer where the model's file tells them, for the number of replicas."""
-    name = "tensor_model_parallel_size"
-    return {} if file is None or name not in file.values else {name: file.values[name]}
-
-
 def check_option(name: str, value: Any) -> None:
     """Refuse a value of option `name` (with underscores) that can be in no request, whatever the other options.
 
@@ -225,7 +207,7 @@ def check_option(name: str, value: Any) -> None:
     elif name == "model":
         _text("--model", value)
     elif name == "world_size":
-        whole_number(name, {name: value})
+        number_of(name, {name: value})
     else:
         read_request([], {name: value}, settings=None, launch=None)
 
@@ -239,7 +221,7 @@ def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:
     given.update(stronger)
 
 
-def _listed(settings: Mapping[str, Any]) -> str:
+def _list_values(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
@@ -262,14 +244,6 @@ def _text(flag: str, value: Any) -> str:
     if not isinstance(value, str | Path):
         raise UsageError(f"{flag} {value}: must be text")
     return str(value)
-
-
-def _attention(value: Any) -> Attention:
-    for known in get_args(Attention):
-        if value == known:
-            chosen: Attention = known
-            return chosen
-    raise UsageError(f"--attention {value}: choose one of {', '.join(get_args(Attention))}")
 
 
 def _weights(value: Any) -> Any:

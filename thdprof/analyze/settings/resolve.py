@@ -48,7 +48,7 @@ def resolve_settings(
     num_datasets: int,
     kind: Kind | None = None,
 ) -> tuple[TrainingSettings, tuple[Assumption, ...], tuple[str, ...]]:
-    """Complete what was given with defaults; also which were taken, and notes on what was given in vain.
+    """Complete what was given with defaults; also which were taken, and notes on what has no effect.
 
     `given` maps names of TrainingSettings (and `train_iters`) to values; None counts as not given.
     `pack_tokens` is the pack size that the dataset itself tells, or, with `size_guessed`, the tokens of its fullest
@@ -73,7 +73,7 @@ def resolve_settings(
     def assume(name: str, value: Any, why: str) -> None:
         if name not in values:
             values[name] = value
-            assumed.append(Assumption(name=name, value=value, flag=shown(name), why=why))
+            assumed.append(Assumption(name=name, value=value, flag=known[name].label, why=why))
 
     dynamic = kind in (None, "documents") and values.get("packer") in DYNAMIC_CP
     if dynamic:
@@ -86,22 +86,13 @@ def resolve_settings(
         assume(name, known[name].default, "not given")
     if kind == "documents":
         assume("packer", known["packer"].default, "Megatron-Bridge's default")
-        packer = values["packer"]
-        if packer in STEP_PACKERS and "global_batch_size" not in values:
-            raise UsageError(f"--packer {packer} packs the documents of one step together: give --global-batch-size")
-        if packer.startswith("first_fit") and values["micro_batch_size"] != 1:
-            raise UsageError(
-                f"--micro-batch-size {values['micro_batch_size']}: --packer {packer} packs for Megatron-Bridge, which "
-                "trains packed rows with 1; make the packs longer, or give another packer"
-            )
-        if not dynamic and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
-            notes += (f"--max-seqlen-per-dp-cp-rank has no effect on --packer {packer} and was left out",)
-        if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:
-            notes += (
-                f"{shown('min_dynamic_context_parallel_size')} has no effect on --packer {packer} and was left out",
-            )
+        notes += _check_packer(values, values["packer"])
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
-    _accumulate(values, minimum)
+    accumulation = values.pop("gradient_accumulation", None)
+    if accumulation is not None and "global_batch_size" in values:
+        raise UsageError("--gradient-accumulation and --global-batch-size both say how large a step is; give one")
+    if accumulation is not None:
+        values["global_batch_size"] = accumulation * minimum
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
@@ -126,26 +117,25 @@ def resolve_settings(
     return settings, tuple(assumed), notes
 
 
-def _accumulate(values: dict[str, Any], minimum: int) -> None:
-    """Turn gradient_accumulation into global_batch_size; `minimum` is the rows of one micro-batch of every rank.
-
-    Raises:
-        UsageError: both are given.
-    """
-    accumulation = values.pop("gradient_accumulation", None)
-    if accumulation is None:
-        return
-    if "global_batch_size" in values:
-        raise UsageError("--gradient-accumulation and --global-batch-size both say how large a step is; give one")
-    values["global_batch_size"] = accumulation * minimum
+def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
+    """Refuse settings with which nobody packs; take out those that have no effect on the packer, with a note each."""
+    if packer in STEP_PACKERS and "global_batch_size" not in values:
+        raise UsageError(f"--packer {packer} packs the documents of one step together: give --global-batch-size")
+    if packer.startswith("first_fit") and values["micro_batch_size"] != 1:
+        raise UsageError(
+            f"--micro-batch-size {values['micro_batch_size']}: --packer {packer} packs for Megatron-Bridge, which "
+            "trains packed rows with 1; make the packs longer, or give another packer"
+        )
+    idle = []
+    if packer not in DYNAMIC_CP and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
+        idle.append("--max-seqlen-per-dp-cp-rank")
+    if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:
+        idle.append(shown("min_dynamic_context_parallel_size"))
+    return tuple(f"{name} has no effect on --packer {packer} and was left out" for name in idle)
 
 
 def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[[str, Any, str], None]) -> None:
-    """What Hugging Face's Trainer takes where nothing is given.
-
-    Raises:
-        UsageError: the Trainer does not read data of this kind, or the run's length is given twice.
-    """
+    """Take what Hugging Face's Trainer takes where nothing is given, and refuse what it does not read."""
     if kind not in (None, "trl", "packs", "documents"):
         raise UsageError("--loader trainer: the Trainer reads rows that TRL packs, or lengths; choose another loader")
     if values.get("packer") in STEP_PACKERS:

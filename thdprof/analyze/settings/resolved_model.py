@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from thdprof.analyze.settings.model_reading import (
 from thdprof.errors import DataError, UsageError
 from thdprof.files import parse_yaml, read_text
 from thdprof.training import Experts, Model, check_model, model_definitions
-from thdprof.training.model import problems, read_field, shown_field
+from thdprof.training.model import find_problems, read_field, shown_field
+from thdprof.words import listed
 
 SETTINGS = "settings"
 """The source of a model that is made of settings."""
@@ -54,23 +55,19 @@ def resolve_model(
 ) -> ResolvedModel:
     """The model that settings, a model file and a launch script describe together.
 
-    Settings win over the file, and the file over the script. The file's architecture replaces the script's as a whole.
-
-    Args:
-        own: fields of `Model` from settings, checked one by one (`read_settings`).
-        file: what the file of `--model` says.
-        script: what the script of `--megatron-args` says.
+    Settings (`own`, checked by `read_settings`) win over the file of `--model`, and the file over the script of
+    `--megatron-args`. The file's architecture replaces the script's as a whole.
 
     Raises:
         UsageError: the model that they describe cannot be; the message names the field where it was given.
     """
-    values, origins = _merged(own, file, script)
+    values, origins = _merge(own, file, script)
     notes = [*(file.notes if file else ()), *(script.notes if script and values else ())]
-    unsettled = _unsettled(own, file, script)
+    unsettled = _find_unsettled(own, file, script)
     lost_vocabulary = unsettled.pop("vocab_size", None)
     of_communication = [unsettled.pop(name) for name in sorted(OF_COMMUNICATION & unsettled.keys())]
     if unsettled:
-        notes.append(f"{_together(list(unsettled.values()))}; without it the model is not known")
+        notes.append(f"{_join_reasons(list(unsettled.values()))}; without it the model is not known")
         return ResolvedModel(model=None, source=None, notes=tuple(notes))
     pattern = values.get("hybrid_layer_pattern")
     if pattern:
@@ -79,19 +76,18 @@ def resolve_model(
     missing = [name for name in REQUIRED if name not in values]
     if missing:
         if len(missing) < len(REQUIRED):
-            notes.append(_incomplete(missing, file, script))
+            notes.append(_note_missing(missing, file, script))
         return ResolvedModel(model=None, source=None, notes=tuple(notes))
     _complete(values, own, file, script)
     model = Model(**values)
-    for problem in problems(model):
-        place = origins.get(problem.field) or shown_field(model, problem.field)
-        raise UsageError(f"{place}: {problem.text}")
+    for field, text in find_problems(model):
+        raise UsageError(f"{origins.get(field) or shown_field(model, field)}: {text}")
     if file is not None:
-        notes += _assumed(file, script, own)
-        notes += _contradictions(file, script, own)
+        notes += _note_assumed(file, script, own)
+        notes += _note_contradictions(file, script, own)
     if of_communication:
         taken = "its default is" if len(of_communication) == 1 else "their defaults are"
-        notes.append(f"{_together(of_communication)}; {taken} taken")
+        notes.append(f"{_join_reasons(of_communication)}; {taken} taken")
     if lost_vocabulary is not None:
         notes.append(lost_vocabulary)
     sources = [SETTINGS if own else "", file.source if file else "", script.source if script and script.values else ""]
@@ -105,7 +101,7 @@ def experts_of(model: Model) -> Experts:
     return "dropless" if model.moe_expert_capacity_factor is None else "padded"
 
 
-def _merged(
+def _merge(
     own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values by field, the strongest for each, and where files give them."""
@@ -130,22 +126,18 @@ def _put(values: dict[str, Any], stronger: Mapping[str, Any]) -> None:
     values.update(stronger)
 
 
-def _unsettled(own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None) -> dict[str, str]:
+def _find_unsettled(own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None) -> dict[str, str]:
     """Fields that are given but not settled, where nothing stronger gives them."""
     found: dict[str, str] = {}
     if script is not None:
         strong = {*own} if file is None else {*own, *file.values, *ARCHITECTURE}
         if file is not None or own.keys() >= {*REQUIRED}:
-            strong.update(_elsewhere(script))
+            # reasons that are of no field: another architecture, which a file or settings replace
+            strong.update(n for n in script.unsettled if n not in model_definitions() and n != "--fp4-format")
         found.update({name: reason for name, reason in script.unsettled.items() if name not in strong})
     if file is not None:
         found.update({name: reason for name, reason in file.unsettled.items() if name not in own})
     return found
-
-
-def _elsewhere(script: ModelReading) -> Iterable[str]:
-    """Reasons of the script that are of no field: another architecture, which a file or settings replace."""
-    return [name for name in script.unsettled if name not in model_definitions() and name != "--fp4-format"]
 
 
 def _complete(
@@ -166,16 +158,14 @@ def _complete(
     values["vocab_size"] = vocabulary.rows(ranks)
 
 
-def _incomplete(missing: list[str], file: ModelReading | None, script: ModelReading | None) -> str:
-    where = ""
-    if file is None and script is not None:
-        where = f"{script.source}: "
-    listed = " and ".join([", ".join(missing[:-1]), missing[-1]] if len(missing) > 1 else missing)
+def _note_missing(missing: list[str], file: ModelReading | None, script: ModelReading | None) -> str:
+    where = f"{script.source}: " if file is None and script is not None else ""
     verb = "is" if len(missing) == 1 else "are"
-    return f"{where}the model is not known: {listed} {verb} not given; give --model, or {listed} in --settings"
+    names = listed(missing)
+    return f"{where}the model is not known: {names} {verb} not given; give --model, or {names} in --settings"
 
 
-def _assumed(file: ModelReading, script: ModelReading | None, own: Mapping[str, Any]) -> list[str]:
+def _note_assumed(file: ModelReading, script: ModelReading | None, own: Mapping[str, Any]) -> list[str]:
     """A note where nobody says how the model of the file is trained."""
     if script is not None and script.values:
         return []
@@ -186,17 +176,18 @@ def _assumed(file: ModelReading, script: ModelReading | None, own: Mapping[str, 
     return [f"--model {file.source}: does not say how it is trained; {' and '.join(silent)} taken"]
 
 
-def _contradictions(file: ModelReading, script: ModelReading | None, own: Mapping[str, Any]) -> list[str]:
+def _note_contradictions(file: ModelReading, script: ModelReading | None, own: Mapping[str, Any]) -> list[str]:
     """A note where the script's flags say another architecture than the file, whose is taken."""
     if script is None:
         return []
+    ours = {name: definition.default for name, definition in model_definitions().items()} | {**file.values}
     places = [
         place
         for name, place in script.origins.items()
-        if name in ARCHITECTURE and name not in own and script.values[name] != file.values.get(name, _default(name))
+        if name in ARCHITECTURE and name not in own and script.values[name] != ours[name]
     ]
-    theirs, ours = script.vocabulary, file.vocabulary
-    if theirs and ours and theirs.tokens != ours.tokens and "vocab_size" not in own:
+    theirs, vocabulary = script.vocabulary, file.vocabulary
+    if theirs and vocabulary and theirs.tokens != vocabulary.tokens and "vocab_size" not in own:
         places.append(f"{script.source}: --vocab-size {theirs.tokens}")
     if not places:
         return []
@@ -204,11 +195,7 @@ def _contradictions(file: ModelReading, script: ModelReading | None, own: Mappin
     return [f"{places[0]}{more}: contradicts --model {file.source}, whose architecture is taken"]
 
 
-def _default(name: str) -> Any:
-    return model_definitions()[name].default
-
-
-def _together(reasons: list[str]) -> str:
+def _join_reasons(reasons: list[str]) -> str:
     more = len(reasons) - 1
     return reasons[0] if not more else f"{reasons[0]} (and {more} more {'flag' if more == 1 else 'flags'})"
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,22 +19,25 @@ from thdprof.errors import DataError, UsageError
 
 _MOST_OF_SCRIPT, _MOST_OF_VALUE = 4 << 20, 1 << 20
 """Characters of a script and of one variable; a longer value is open, so that doubling it again and again ends."""
-_OPEN, _DEFAULT, _MOST_PARTS = 0x100000, 0xF0000, 0xFFFD
-_OPEN_MARK, _DEFAULT_MARK = re.compile("[\U00100000-\U0010fffd]"), re.compile("[\U000f0000-\U000ffffd]")
+_FIRST_MARK, _MOST_MARKS = 0xF0000, 0x1FFFE
+_MARK = re.compile("[\U000f0000-\U0010fffd]")
 """Characters of private use: one stands for an open part of a word, or follows text that is a variable's default."""
 _BLANKS, _TEXT = re.compile(r"[ \t\r\n]+"), re.compile(r"[^ \t\r\n]+")
 _FLAG, _HAS_FLAGS = re.compile(r"--[A-Za-z]"), re.compile(r"(^|\s)--[A-Za-z]")
 _COMMAND_LINE = re.compile(r"\s--[A-Za-z]|^\s*--[A-Za-z][\w-]*\s")
 _LIST = re.compile(r"(\s|\\\n|#.*\n)*--?[A-Za-z]")
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
 _ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[([@*])\]\}", re.ASCII)
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?+])(.*))?", re.DOTALL | re.ASCII)
-_HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
+_BLANK = re.compile(r"[ \t\r]|\\\n|#.*")
+_EXPANSION = re.compile(r"`[^`]*`?|\$(?:[A-Za-z_]\w*|[0-9@*#?$!({-]|)", re.ASCII)
+_HEREDOC = re.compile(r"<<(?!<)(-?)\s*(['\"]?)(\w+)\2")
+_REDIRECTED = re.compile(r"[<>& \t]+")
 _BODY = re.compile(r"\(\s*\)")
 _BARE_RUN = re.compile(r"[^ \t\r\n;&|()<>\\'\"$`]+")
 _QUOTED_RUN = re.compile(r"[^\\\"$`]+")
 _DEFAULT_RUN = re.compile(r"[^\\'\"$`]+")
+_QUOTED_ESCAPE = re.compile(r"\\(?:([$`\"\\])|(\n)|)")
 _DECLARING = ("export", "local", "readonly", "declare", "typeset")
 _OPENING = {
     **dict.fromkeys(("if", "case"), "under a condition"),
@@ -61,22 +62,37 @@ class OpenPart:
 
 
 class _Marks:
-    """The open parts and the names of defaults that characters of private use stand for."""
+    """The open parts, and the names of variables whose defaults are taken, that characters of private use stand for."""
 
     def __init__(self) -> None:
-        self.parts: dict[OpenPart, int] = {}
-        self.names: dict[str, int] = {}
+        self.meanings: list[OpenPart | str] = []
+        self.marks: dict[OpenPart | str, str] = {}
 
-    def open(self, part: OpenPart) -> str:
-        return chr(_OPEN + self.parts.setdefault(part, min(len(self.parts), _MOST_PARTS)))
+    def mark(self, meaning: OpenPart | str) -> str:
+        if meaning not in self.marks:
+            if len(self.meanings) < _MOST_MARKS:
+                self.meanings.append(meaning)
+            self.marks[meaning] = chr(_FIRST_MARK + len(self.meanings) - 1)
+        return self.marks[meaning]
 
-    def part(self, mark: str) -> OpenPart:
-        return next(islice(self.parts, ord(mark) - _OPEN, None))
+    def meanings_in(self, text: str) -> list[OpenPart | str]:
+        return [] if text.isascii() else [self.meanings[ord(mark) - _FIRST_MARK] for mark in _MARK.findall(text)]
+
+    def open_parts(self, text: str) -> list[OpenPart]:
+        return [meaning for meaning in self.meanings_in(text) if isinstance(meaning, OpenPart)]
+
+    def defaults_of(self, text: str) -> frozenset[str]:
+        return frozenset(meaning for meaning in self.meanings_in(text) if isinstance(meaning, str))
 
     def as_default(self, value: str, *names: str) -> str:
         """`value` with a mark of the variables `names` behind each of its words."""
-        marks = "".join(chr(_DEFAULT + self.names.setdefault(n, min(len(self.names), _MOST_PARTS))) for n in names)
+        marks = "".join(self.mark(name) for name in names)
         return _TEXT.sub(lambda word: word[0] + marks, value)
+
+    def shown(self, text: str) -> str:
+        """`text` as a message shows it: open parts stand as the script writes them."""
+        parts = iter(self.meanings_in(text))
+        return _MARK.sub(lambda _: meaning.source if isinstance(meaning := next(parts), OpenPart) else "", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +108,12 @@ class Word:
     @property
     def text(self) -> str:
         """The word as a message shows it: open parts stand as the script writes them."""
-        if self.marked.isascii():
-            return self.marked
-        return _OPEN_MARK.sub(lambda mark: self.marks.part(mark[0]).source, _DEFAULT_MARK.sub("", self.marked))
+        return self.marked if self.marked.isascii() else self.marks.shown(self.marked)
 
     @property
     def flag(self) -> str:
         """The word without `=value`: a flag, if the word is one."""
-        return _DEFAULT_MARK.sub("", self.marked).partition("=")[0]
+        return self.text.partition("=")[0]
 
     @property
     def is_flag(self) -> bool:
@@ -109,18 +123,17 @@ class Word:
     @property
     def open_parts(self) -> list[OpenPart]:
         """Parts that are not known."""
-        return [self.marks.part(mark) for mark in _OPEN_MARK.findall(self.marked)]
+        return self.marks.open_parts(self.marked)
 
     @property
     def is_open(self) -> bool:
         """Whether the word is one open part, which may stand for several words."""
-        return _OPEN_MARK.fullmatch(_DEFAULT_MARK.sub("", self.marked)) is not None
+        return [part.source for part in self.open_parts] == [self.text]
 
     @property
     def defaults_of(self) -> frozenset[str]:
         """Variables whose defaults in the script any part comes from."""
-        marks = _DEFAULT_MARK.findall(self.marked)
-        return frozenset(next(islice(self.marks.names, ord(mark) - _DEFAULT, None)) for mark in marks)
+        return self.marks.defaults_of(self.marked)
 
     def behind_equals(self) -> Word:
         """The value of a word `--flag=value`."""
@@ -209,7 +222,7 @@ def read_script(text: str, *, where: str) -> Script:
     """
     if len(text) > _MOST_OF_SCRIPT:
         raise UsageError(f"{where}: {len(text)} characters; a launch script has at most {_MOST_OF_SCRIPT}")
-    text = _DEFAULT_MARK.sub("\ufffd", _OPEN_MARK.sub("\ufffd", text.replace("\r\n", "\n")))
+    text = _MARK.sub("\ufffd", text.replace("\r\n", "\n"))
     is_list = _LIST.match(text) is not None
     reader = _Reader()
     try:
@@ -276,8 +289,8 @@ class _Lexer:
         self.at = 0
         self.line = 1
         self.newline_ends = newline_ends
-        self.heredocs: list[tuple[str, bool]] = []
-        """End words of the here-documents that begin on the next line, and whether tabs before them are dropped."""
+        self.heredocs: list[re.Pattern[str]] = []
+        """The last lines of the here-documents that begin on the next line."""
 
     def commands(self) -> Iterator[tuple[list[_RawWord], bool]]:
         """Words of each command, and whether `&&` or `||` decides that it runs; `f() {` becomes `function f {`."""
@@ -289,7 +302,7 @@ class _Lexer:
             if c == "\n":
                 self._newline()
                 ending = "\n" if self.newline_ends else ""
-            elif not c or self._skip_blank():
+            elif not c or self._skip(_BLANK):
                 self.at += not c
             elif c == "(" and words and (body := _BODY.match(self.text, self.at)):
                 words = [_RawWord(words[0].line, [_Piece("function", False)]), words[-1]]
@@ -319,51 +332,46 @@ class _Lexer:
             elif c == "'" and not is_quoted and self.text.find("'", self.at + 1) >= 0:
                 self._single_quotes(word)
             elif c == "'":
-                word.pieces.append(_Piece(c, True))
-                self.at += 1
+                self._take(word, c, self.at + 1)
             else:
                 self._inside_double_quotes(word, _DEFAULT_RUN)
         return word.pieces
 
-    def _skip_blank(self) -> bool:
-        """Skip blanks, a joined line or a comment; whether there was one."""
-        if self.text[self.at] in " \t\r":
-            self.at += 1
-        elif self.text.startswith("\\\n", self.at):
-            self._newline(2)
-        elif self.text[self.at] == "#":
-            stop = self.text.find("\n", self.at)
-            self.at = len(self.text) if stop < 0 else stop
-        else:
-            return False
-        return True
+    def _pass(self, end: int) -> None:
+        self.line += self.text.count("\n", self.at, end)
+        self.at = end
 
-    def _newline(self, length: int = 1) -> None:
-        """Pass the end of a line, and the here-documents that follow it; `length` is 2 for a joined line."""
-        self.at += length
-        self.line += 1
-        while self.heredocs and length == 1:
-            word, strip = self.heredocs.pop(0)
-            while self.at < len(self.text):
-                stop = self.text.find("\n", self.at)
-                stop = len(self.text) if stop < 0 else stop
-                line = self.text[self.at : stop]
-                self.at = min(stop + 1, len(self.text))
-                self.line += 1
-                if (line.lstrip("\t") if strip else line) == word:
-                    break
+    def _skip(self, pattern: re.Pattern[str]) -> bool:
+        """Pass what `pattern` matches; whether there was anything."""
+        match = pattern.match(self.text, self.at)
+        if match is not None:
+            self._pass(match.end())
+        return match is not None
+
+    def _take(self, word: _RawWord, text: str, end: int, *, is_quoted: bool = True, is_expansion: bool = False) -> None:
+        """Add `text` to the word, which the script writes up to `end`."""
+        word.pieces.append(_Piece(text, is_quoted, is_expansion))
+        self._pass(end)
+
+    def _newline(self) -> None:
+        """Pass the end of a line, and the here-documents that follow it."""
+        self._pass(self.at + 1)
+        for last_line in self.heredocs:
+            last = last_line.search(self.text, self.at)
+            self._pass(len(self.text) if last is None else last.end())
+        self.heredocs = []
 
     def _redirect(self, words: list[_RawWord]) -> None:
         """Skip a redirection, its file, and the descriptor before it."""
         heredoc = _HEREDOC.match(self.text, self.at)
-        if heredoc and not self.text.startswith("<<<", self.at):
-            self.heredocs.append((heredoc[3], bool(heredoc[1])))
+        if heredoc:
+            tabs = r"\t*" if heredoc[1] else ""
+            self.heredocs.append(re.compile(rf"^{tabs}{heredoc[3]}(\n|\Z)", re.MULTILINE))
             self.at = heredoc.end()
             return
         if words and self.text[self.at - 1].isdigit() and (words[-1].bare() or "").isdigit():
             words.pop()
-        while self.at < len(self.text) and self.text[self.at] in "<>& \t":
-            self.at += 1
+        self._skip(_REDIRECTED)
         if self.at < len(self.text) and self.text[self.at] not in "\n;&|()":
             self._word()
 
@@ -372,18 +380,18 @@ class _Lexer:
         while self.at < len(self.text):
             c = self.text[self.at]
             if run := _BARE_RUN.match(self.text, self.at):
-                word.pieces.append(_Piece(run[0], False))
-                self.at = run.end()
+                self._take(word, run[0], run.end(), is_quoted=False)
             elif c == "(":
                 assignment = word.assignment()
                 if assignment is not None and not assignment[2]:
                     word.elements = self._array()
                 break
-            elif self.text.startswith("\\\n", self.at):
-                self._newline(2)
             elif c == "\\":
-                word.pieces.append(_Piece(self.text[self.at + 1 : self.at + 2], True))
-                self.at += 2
+                escaped = self.text[self.at + 1 : self.at + 2]
+                if escaped == "\n":  # joins two lines
+                    self._pass(self.at + 2)
+                else:
+                    self._take(word, escaped, self.at + 2)
             elif c == "'":
                 self._single_quotes(word)
             elif c == '"':
@@ -400,11 +408,9 @@ class _Lexer:
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self.text[self.at] == "\n":
                 self._newline()
-            elif self._skip_blank():
-                pass
             elif self.text[self.at] in ";&|(<>":
                 self.at += 1
-            else:
+            elif not self._skip(_BLANK):
                 elements.append(self._word())
         self.at += 1
         return elements
@@ -413,9 +419,7 @@ class _Lexer:
         stop = self.text.find("'", self.at + 1)
         if stop < 0:
             raise _UnclosedQuoteError(self.line)
-        word.pieces.append(_Piece(self.text[self.at + 1 : stop], True))
-        self.line += self.text.count("\n", self.at, stop)
-        self.at = stop + 1
+        self._take(word, self.text[self.at + 1 : stop], stop + 1)
 
     def _double_quotes(self, word: _RawWord) -> None:
         opened, before = self.line, len(word.pieces)
@@ -431,39 +435,20 @@ class _Lexer:
     def _inside_double_quotes(self, word: _RawWord, plain: re.Pattern[str]) -> None:
         """Take one run of characters, escape or expansion; `plain` matches characters that stand for themselves."""
         if run := plain.match(self.text, self.at):
-            word.pieces.append(_Piece(run[0], True))
-            self.line += run[0].count("\n")
-            self.at = run.end()
-        elif self.text[self.at] != "\\":
-            self._expansion(word, is_quoted=True)
-        elif (following := self.text[self.at + 1 : self.at + 2]) and following in '$`"\\\n':
-            self.line += following == "\n"
-            word.pieces.append(_Piece("" if following == "\n" else following, True))
-            self.at += 2
+            self._take(word, run[0], run.end())
+        elif escape := _QUOTED_ESCAPE.match(self.text, self.at):
+            self._take(word, escape[1] or ("" if escape[2] else "\\"), escape.end())
         else:
-            word.pieces.append(_Piece("\\", True))
-            self.at += 1
+            self._expansion(word, is_quoted=True)
 
     def _expansion(self, word: _RawWord, *, is_quoted: bool) -> None:
         """Take one expansion as it is written, or a lone dollar sign."""
-        start, text = self.at, self.text
-        if text[start] == "`":
-            stop = text.find("`", start + 1)
-            self.at = len(text) if stop < 0 else stop + 1
-        elif text.startswith("$(", start):
-            self.at = _behind_closing(text, start + 1, "(", ")")
-        elif text.startswith("${", start):
-            self.at = _behind_closing(text, start + 1, "{", "}")
-        elif match := _NAME.match(text, start + 1):
-            self.at = match.end()
-        elif text[start + 1 : start + 2] and text[start + 1] in "0123456789@*#?$!-":
-            self.at = start + 2
-        else:
-            word.pieces.append(_Piece("$", is_quoted))
-            self.at += 1
-            return
-        self.line += text.count("\n", start, self.at)
-        word.pieces.append(_Piece(text[start : self.at], is_quoted, is_expansion=True))
+        match = _EXPANSION.match(self.text, self.at)
+        assert match is not None
+        end = match.end()
+        if match[0] in ("$(", "${"):
+            end = _behind_closing(self.text, self.at + 1, match[0][1], ")" if match[0] == "$(" else "}")
+        self._take(word, self.text[self.at : end], end, is_quoted=is_quoted, is_expansion=match[0] != "$")
 
 
 def _behind_closing(text: str, at: int, opening: str, closing: str) -> int:
@@ -497,7 +482,7 @@ class _Reader:
         self.marks = _Marks()
         self.scalars: dict[str, str] = {}
         self.arrays: dict[str, list[Word]] = {}
-        self.sizes: dict[str, int] = defaultdict(int)
+        self.sizes: dict[str, int] = {}
         """Characters of each array."""
         self.commands: list[Command] = []
         self.sourced: list[Word] = []
@@ -556,7 +541,7 @@ class _Reader:
 
     def _open(self, source: str, reason: str, *, in_block: bool = False, has_flags: bool = False) -> str:
         """A mark of an open part."""
-        return self.marks.open(OpenPart(source=source, reason=reason, in_block=in_block, has_flags=has_flags))
+        return self.marks.mark(OpenPart(source=source, reason=reason, in_block=in_block, has_flags=has_flags))
 
     def _assign(self, word: _RawWord, kind: str | None) -> None:
         """Carry out the assignment that `word` is, if it is one; in a block of some kind the variable is open."""
@@ -567,34 +552,37 @@ class _Reader:
         if word.elements is not None:
             elements = [element for raw in word.elements for element in self._expand(raw)]
         elif adds and name in self.arrays and name not in self.scalars:
-            elements = [Word(self._joined(pieces), word.line, self.marks)]
+            elements = [Word(self._join(pieces), word.line, self.marks)]
         else:
             old = self.scalars.get(name)
-            value = (old or "" if adds else "") + self._joined(pieces)
+            value = (old or "" if adds else "") + self._join(pieces)
             if kind is not None and value != old:
-                value = self._decided(f"${name}", kind, word.line, f"{old or ''} {value}")
+                value = self._open_by_block(f"${name}", kind, word.line, f"{old or ''} {value}")
             self.arrays.pop(name, None)
-            self.scalars[name] = self._bounded(value, name)
+            self.scalars[name] = self._bound(value, name)
             return
         before = self.arrays.get(name, [])
         if kind is not None and (elements if adds else elements != before):
             text = " ".join(part.marked for part in (*before, *elements))
-            elements, adds = [Word(self._decided(f"${name}", kind, word.line, text), word.line, self.marks)], False
+            elements, adds = (
+                [Word(self._open_by_block(f"${name}", kind, word.line, text), word.line, self.marks)],
+                False,
+            )
         if not adds:
             before, self.sizes[name] = [], 0
         before += elements
-        self.sizes[name] += sum(len(part.marked) + 1 for part in elements)
+        self.sizes[name] = self.sizes.get(name, 0) + sum(len(part.marked) + 1 for part in elements)
         if self.sizes[name] > _MOST_OF_VALUE:
             before, self.sizes[name] = [Word(self._open(f"${name}", "is too long"), word.line, self.marks)], 0
         self.arrays[name] = before
         self.scalars.pop(name, None)
 
-    def _decided(self, source: str, kind: str, line: int, text: str) -> str:
+    def _open_by_block(self, source: str, kind: str, line: int, text: str) -> str:
         """A mark of a variable that a block sets, or not, to parts of `text`."""
-        has_flags = _HAS_FLAGS.search(text) or any(self.marks.part(m).has_flags for m in _OPEN_MARK.findall(text))
+        has_flags = _HAS_FLAGS.search(text) or any(part.has_flags for part in self.marks.open_parts(text))
         return self._open(source, f"is set {kind} (line {line})", in_block=True, has_flags=bool(has_flags))
 
-    def _bounded(self, value: str, name: str) -> str:
+    def _bound(self, value: str, name: str) -> str:
         return value if len(value) <= _MOST_OF_VALUE else self._open(f"${name}", "is too long")
 
     def _expand(self, raw: _RawWord) -> list[Word]:
@@ -606,17 +594,14 @@ class _Reader:
             nonlocal is_joined
             if is_joined:
                 text = words.pop().marked + text
-            words.append(Word(self._bounded(text, "value"), line, self.marks))
+            words.append(Word(self._bound(text, "value"), line, self.marks))
             is_joined = True
 
         for piece in raw.pieces:
-            elements = self._elements(piece)
             if not piece.is_expansion:
                 add(piece.text, raw.line)
                 continue
-            if elements is None:
-                elements = [Word(self._value(piece.text, is_quoted=piece.is_quoted), raw.line)]
-            for number, element in enumerate(elements):
+            for number, element in enumerate(self._elements(piece, raw.line)):
                 is_joined = is_joined and number == 0
                 parts = [element.marked] if piece.is_quoted else _BLANKS.split(element.marked)
                 for at, part in enumerate(parts):
@@ -625,14 +610,14 @@ class _Reader:
                         add(part, element.line)
         return words
 
-    def _elements(self, piece: _Piece) -> list[Word] | None:
-        """The elements that `${A[@]}` stands for, each a word of its own; None for any other piece."""
-        match = _ELEMENTS.fullmatch(piece.text) if piece.is_expansion else None
-        if match is None or (piece.is_quoted and match[2] == "*"):  # "${A[*]}" is one word
-            return None
-        return self.arrays.get(match[1])
+    def _elements(self, piece: _Piece, line: int) -> list[Word]:
+        """The elements that `${A[@]}` stands for, each a word of its own; one word for any other expansion."""
+        match = _ELEMENTS.fullmatch(piece.text)
+        if match is None or (piece.is_quoted and match[2] == "*") or match[1] not in self.arrays:
+            return [Word(self._value(piece.text, is_quoted=piece.is_quoted), line)]  # "${A[*]}" is one word
+        return self.arrays[match[1]]
 
-    def _joined(self, pieces: Sequence[_Piece]) -> str:
+    def _join(self, pieces: Sequence[_Piece]) -> str:
         """The value of the pieces, one behind the other, without splitting."""
         return "".join(self._value(p.text, is_quoted=p.is_quoted) if p.is_expansion else p.text for p in pieces)
 
@@ -641,10 +626,10 @@ class _Reader:
         if expansion.startswith("$((") and expansion.endswith("))"):
             return self._arithmetic(expansion)
         if expansion.startswith(("$(", "`")):
-            return self._open(_short(expansion), "is a command's output")
+            return self._open(_shorten(expansion), "is a command's output")
         match = _PARAMETER.fullmatch(expansion[2:-1] if expansion.startswith("${") else expansion[1:])
         if match is None:
-            return self._open(_short(expansion), "is an expansion that is not followed")
+            return self._open(_shorten(expansion), "is an expansion that is not followed")
         name, all_elements, operation, other = match.groups()
         value = self.scalars.get(name)
         if value is None and name in self.arrays:
@@ -654,7 +639,7 @@ class _Reader:
         if operation in (":-", "-", ":=", "=") and is_replaced:
             value = self.marks.as_default(self._default(other, is_quoted=is_quoted), name)
             if "=" in operation:
-                self.scalars[name] = self._bounded(value, name)
+                self.scalars[name] = self._bound(value, name)
             return value
         if operation in (":+", "+"):
             return "" if is_replaced else self._default(other, is_quoted=is_quoted)
@@ -664,25 +649,24 @@ class _Reader:
         return value
 
     def _default(self, text: str, *, is_quoted: bool) -> str:
-        return self._joined(_Lexer(text, newline_ends=False).default(is_quoted=is_quoted))
+        return self._join(_Lexer(text, newline_ends=False).default(is_quoted=is_quoted))
 
     def _arithmetic(self, expansion: str) -> str:
         """The value of `$(( ... ))`; an open operand makes it open for the operand's reason."""
         origins: set[str] = set()
 
         def evaluated(value: str) -> int:
-            if mark := _OPEN_MARK.search(value):
-                raise _OpenOperandError(mark[0])
-            origins.update(Word(value, 0, self.marks).defaults_of)
-            text = _DEFAULT_MARK.sub("", value)
-            return _evaluate(text, lambda name: evaluated(self._value(f"${name}", is_quoted=True)))
+            for part in self.marks.open_parts(value):
+                raise _OpenOperandError(self.marks.mark(part))
+            origins.update(self.marks.defaults_of(value))
+            return _evaluate(_MARK.sub("", value), lambda name: evaluated(self._value(f"${name}", is_quoted=True)))
 
         try:
             result = evaluated(self._default(expansion[3:-2], is_quoted=True))
         except _OpenOperandError as error:
             return str(error)
         except (ValueError, RecursionError):
-            return self._open(_short(expansion), "is arithmetic that is not followed")
+            return self._open(_shorten(expansion), "is arithmetic that is not followed")
         return self.marks.as_default(str(result), *origins)
 
 
@@ -690,7 +674,7 @@ class _OpenOperandError(Exception):
     """Arithmetic needs a value that is not known; the text is its mark."""
 
 
-def _short(expansion: str) -> str:
+def _shorten(expansion: str) -> str:
     text = " ".join(expansion.split())
     return text if len(text) <= 40 else text[:37] + "..."
 

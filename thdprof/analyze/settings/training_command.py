@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thdprof.analyze.settings.launch_flags import holds_flags, training_commands, unseen, unsettled
+from thdprof.analyze.settings.launch_flags import holds_flags, note_unseen, training_commands, unsettled_error
 from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.megatron_flags import FLAGS
 from thdprof.analyze.settings.recipe import settings_of_recipe
@@ -60,11 +59,11 @@ def read_training_command(script: Script, *, passed_over: re.Pattern[str] = UNNE
         UsageError: no command trains, several do with other flags, or a word on which the model depends is not settled
             by the text.
     """
-    commands = [_behind_program(command.words) for command in training_commands(script)]
+    commands = [_split_at_program(command.words) for command in training_commands(script)]
     if not commands:
         raise UsageError(f"{script.where}: no command with Megatron-LM's flags found, such as --seq-length")
     notes: list[str] = []
-    found = [_settled(words, script, notes, passed_over) for _, words in commands]
+    found = [_settle_words(words, script, notes, passed_over) for _, words in commands]
     if any(words != found[-1] for words in found):
         raise UsageError(
             f"{script.where}: its {len(found)} training commands have other flags; give the flags of one in a file"
@@ -91,7 +90,7 @@ def count_microbatches(script: Script) -> int | None:
     return max(1, int(settings["global_batch_size"]) // int(at_once))
 
 
-def _behind_program(words: Sequence[Word]) -> tuple[str | None, Sequence[Word]]:
+def _split_at_program(words: Sequence[Word]) -> tuple[str | None, Sequence[Word]]:
     """The Python file that a command runs, and the words behind it."""
     first = next(i for i, word in enumerate(words) if word.flag in FLAGS and not FLAGS[word.flag].of_torchrun)
     for index in range(first - 1, -1, -1):
@@ -101,7 +100,9 @@ def _behind_program(words: Sequence[Word]) -> tuple[str | None, Sequence[Word]]:
     return None, words[start:]
 
 
-def _settled(words: Sequence[Word], script: Script, notes: list[str], passed_over: re.Pattern[str]) -> tuple[str, ...]:
+def _settle_words(
+    words: Sequence[Word], script: Script, notes: list[str], passed_over: re.Pattern[str]
+) -> tuple[str, ...]:
     """The text of the words that are needed.
 
     Raises:
@@ -116,11 +117,11 @@ def _settled(words: Sequence[Word], script: Script, notes: list[str], passed_ove
         if not is_needed:
             continue
         if word.is_open and holds_flags(word, taken[-1] if taken else None):
-            notes.append(unseen(script, word))
+            notes.append(note_unseen(script, word))
             continue
         for part in word.open_parts[:1]:
             remedy = "write its value into a copy of the script"
-            raise unsettled(f"{script.place(word.line)}: {flag}", part, remedy)
+            raise unsettled_error(f"{script.place(word.line)}: {flag}", part, remedy)
         taken.append(word)
     return tuple(word.text for word in taken)
 
@@ -128,34 +129,29 @@ def _settled(words: Sequence[Word], script: Script, notes: list[str], passed_ove
 # --- what `install` would refuse, by the table of limits that `install` reads -----------------------------------------
 
 
-def refused_runs(plan: Plan, *, script: Script | None, model_file: Path | None) -> Iterator[str]:
-    """A line for every setting with which training by `plan` would be refused.
+def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None) -> tuple[list[str], str | None]:
+    """A line for every setting with which training by `plan` would be refused; and why others are not known, or None.
+
+    The settings of a script are not known where a word is not settled that the analysis itself did not need.
 
     Args:
         plan: the plan of the analysis.
         script: the launch; None without one.
         model_file: the file of --model; one that is no recipe says nothing of the trainer.
     """
+    lines: list[str] = []
+    unknown: str | None = None
+    if plan.graphs.impl == "none":
+        return lines, unknown
     if script is not None:
-        with suppress(UsageError):  # which unknown_refusals tells
-            yield from refused_beforehand(plan, read_training_command(script, passed_over=_OF_NO_LIMIT).words)
+        try:
+            lines += refused_beforehand(plan, read_training_command(script, passed_over=_OF_NO_LIMIT).words)
+        except UsageError as error:
+            unknown = str(error)
     if model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
         content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
         fields = settings_of_recipe(content) if isinstance(content, dict) else None
-        if fields is not None and plan.graphs.impl != "none":
+        if fields is not None:
             run = Run.from_recipe(fields, plan, os.environ)
-            yield from (limit.in_fields(run) for limit in limits_of(run))
-
-
-def unknown_refusals(plan: Plan, script: Script) -> str | None:
-    """Why it is not known with which settings of the launch training by `plan` would be refused; None: it is.
-
-    The analysis itself needs fewer of the script's words to be settled.
-    """
-    if plan.graphs.impl == "none":
-        return None
-    try:
-        read_training_command(script, passed_over=_OF_NO_LIMIT)
-    except UsageError as error:
-        return str(error)
-    return None
+            lines += [limit.in_fields(run) for limit in limits_of(run)]
+    return lines, unknown
