@@ -21,7 +21,6 @@ from thdprof.plan import (
     OneCapPart,
     Plan,
     PredictionsPart,
-    TimesPart,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def _predictions(analysis: Analysis) -> PredictionsPart:
         relative_step_time=chosen.relative_step_time if timed else None,
         step_ms=chosen.step_ms if timed else None,
         eager_step_ms=chosen.eager_step_ms if timed else None,
-        times=TimesPart.model_validate(analysis.times, from_attributes=True),
+        times=analysis.times,
         verdict=analysis.verdict.ruling,
         graph_memory_bytes=graph_memory_bytes if offload is None else offload.graph_memory_bytes,
         offload_host_bytes=None if offload is None else offload.host_bytes,

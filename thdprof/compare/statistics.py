@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
 from thdprof.errors import DataError
 from thdprof.plan import Plan
+from thdprof.plan.file import validate
 
 _ROUNDING = 1e-12
 
@@ -199,13 +200,7 @@ def _parse(line: str, *, where: str) -> Observed:
         raise DataError(f"{where}: not JSON: {error}; if the run was killed there, delete the line") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{where}: not statistics: holds a {type(loaded).__name__}, not an object")
-    try:
-        found = Observed.model_validate(loaded)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
-        raise DataError(f"{where}: {field}: {first['msg']}{value}") from error
+    found = validate(Observed, loaded, where=where)
     counted = sum(found.fallbacks.values()) + sum(r.count for r in found.replays)
     if counted != found.microbatches:
         raise DataError(f"{where}: microbatches: {found.microbatches}, but replays and fallbacks add up to {counted}")

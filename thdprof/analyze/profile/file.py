@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
 from thdprof.errors import DataError
 from thdprof.plan import Training
+from thdprof.plan.file import validate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -204,16 +205,12 @@ def read_profile_file(path: Path) -> tuple[pd.DataFrame, Metadata]:
 def _metadata(text: bytes, *, where: str) -> Metadata:
     try:
         loaded = json.loads(text)
-        schema = loaded.get("schema") if isinstance(loaded, dict) else None
-        if schema != SCHEMA:
-            raise DataError(f"{where}: schema is {schema!r}; this thdprof reads {SCHEMA!r}: analyse again")
-        return Metadata.model_validate(loaded)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(step) for step in first["loc"])
-        raise DataError(f"{where}: {field}: {first['msg']} (got {first.get('input')!r:.80})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: its metadata is not JSON: {error}") from error
+    schema = loaded.get("schema") if isinstance(loaded, dict) else None
+    if schema != SCHEMA:
+        raise DataError(f"{where}: schema is {schema!r}; this thdprof reads {SCHEMA!r}: analyse again")
+    return validate(Metadata, loaded, where=where)
 
 
 def _cells(content: pa.Table, *, where: str) -> pd.DataFrame:

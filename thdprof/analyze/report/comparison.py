@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -124,36 +125,37 @@ def _name_bucket(bucket: Any) -> str:
 
 def check_to_dict(check: Check) -> dict[str, Any]:
     """The JSON object as a dict."""
-    plan, profile = check.plan, check.profile
-    n_seqs, max_seqlen = profile.n_seqs.percentiles(), profile.max_seqlen.percentiles()
-    return {
-        "schema": CHECK_SCHEMA,
-        "holds": check.holds,
-        "level": check.level,
-        "max_fallback_rate": check.max_fallback_rate,
-        "fallback_rate": {
-            name: {"planned": getattr(plan.predictions.fallback_rate, name), "now": getattr(check.fallback_rate, name)}
-            for name in _LEVELS
-        },
-        "fallback_rate_unpadded": None
-        if check.fallback_rate_unpadded is None
-        else check.fallback_rate_unpadded.model_dump(),
-        "dataset_changed": not check.same_data,
-        "dataset": {
-            "planned": plan.dataset.model_dump(mode="json"),
-            "now": {**asdict(check.dataset), "uris": list(check.dataset.uris)},
-        },
-        "exact": check.table.exact,
-        "microbatches": {"planned": plan.microbatches.count, "now": len(check.table)},
-        "steps": {"planned": plan.microbatches.steps, "now": check.table.num_steps},
-        "n_seqs": {"planned": plan.microbatches.n_seqs.model_dump(), "now": n_seqs.model_dump()},
-        "max_seqlen": {"planned": plan.microbatches.max_seqlen.model_dump(), "now": max_seqlen.model_dump()},
-        "n_tokens_max": {"planned": plan.microbatches.n_tokens_max, "now": int(check.table.n_tokens.max())},
-        "reasons": check.reasons,
-        "buckets": [asdict(b) for b in check.buckets],
-        "worst": None if check.worst is None else asdict(check.worst),
-        "warnings": list(check.notes),
-    }
+    plan, before, profile = check.plan, check.plan.microbatches, check.profile
+    value: dict[str, Any] = to_jsonable_python(
+        {
+            "schema": CHECK_SCHEMA,
+            "holds": check.holds,
+            "level": check.level,
+            "max_fallback_rate": check.max_fallback_rate,
+            "fallback_rate": {
+                name: _pair(getattr(plan.predictions.fallback_rate, name), getattr(check.fallback_rate, name))
+                for name in _LEVELS
+            },
+            "fallback_rate_unpadded": check.fallback_rate_unpadded,
+            "dataset_changed": not check.same_data,
+            "dataset": _pair(plan.dataset, check.dataset),
+            "exact": check.table.exact,
+            "microbatches": _pair(before.count, len(check.table)),
+            "steps": _pair(before.steps, check.table.num_steps),
+            "n_seqs": _pair(before.n_seqs, profile.n_seqs.percentiles()),
+            "max_seqlen": _pair(before.max_seqlen, profile.max_seqlen.percentiles()),
+            "n_tokens_max": _pair(before.n_tokens_max, int(check.table.n_tokens.max())),
+            "reasons": check.reasons,
+            "buckets": check.buckets,
+            "worst": check.worst,
+            "warnings": check.notes,
+        }
+    )
+    return value
+
+
+def _pair(planned: object, now: object) -> dict[str, object]:
+    return {"planned": planned, "now": now}
 
 
 def check_to_json(check: Check) -> str:

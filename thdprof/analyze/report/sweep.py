@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +20,8 @@ from thdprof.words import memory_size, percent, ratio, spanned
 SCHEMA = "thdprof.sweep/1"
 _STEPS = "steps with an\neager micro-batch"
 _COUNTS = ("micro-batches", "steps", "P50", "P99", "max", "caps", _STEPS)
+_PLAN_PARTS = ("training", "microbatches", "graphs", "predictions", "costs")
+"""Parts of a plan that the JSON object has."""
 _COSTS, _PEAK, _GRAPHS = "run costs", "peak memory", "graph memory"
 
 
@@ -192,38 +194,39 @@ def _cap(plan: Plan, bucket: BucketPart) -> str:
 def to_dict(sweep: Sweep) -> dict[str, Any]:
     """The JSON object as a dict: combinations in the order of their values, each with its rank."""
     ranking = sweep.ranking()
-    return {
-        "schema": SCHEMA,
-        "dataset": {**asdict(sweep.dataset), "uris": list(sweep.dataset.uris)},
-        "swept": list(sweep.names),
-        "ranked_by": ranking.measure,
-        "combinations": [_combination(c, place) for c, place in zip(sweep.combinations, ranking.ranks, strict=True)],
-    }
+    value: dict[str, Any] = to_jsonable_python(
+        {
+            "schema": SCHEMA,
+            "dataset": sweep.dataset,
+            "swept": sweep.names,
+            "ranked_by": ranking.measure,
+            "combinations": [
+                _combination(c, place) for c, place in zip(sweep.combinations, ranking.ranks, strict=True)
+            ],
+        }
+    )
+    return value
 
 
 def _combination(c: Combination, place: int | None) -> dict[str, Any]:
-    parts = ("training", "microbatches", "graphs", "predictions", "costs")
-    plan = {} if c.plan is None else c.plan.model_dump(mode="json", by_alias=True)
     return {
         "settings": c.values,
         "problem": c.problem,
         "rank": place,
         "unranked": c.unranked,
-        "tokens_per_second": None if c.rate is None else _rate(c.rate),
-        "tokens_per_second_per_gpu": None if c.rate is None else _rate(c.rate.per_gpu()),
+        "tokens_per_second": _rate(c.rate),
+        "tokens_per_second_per_gpu": _rate(None if c.rate is None else c.rate.per_gpu()),
         "verdict": None if c.verdict is None else c.verdict.ruling,
         "verdict_reason": None if c.verdict is None else c.verdict.reason,
-        "times": None if c.times is None else asdict(c.times),
-        "worth": None if c.worth is None else asdict(c.worth),
-        "memory": None if c.memory is None else asdict(c.memory),
-        **{name: plan.get(name) for name in parts},
-        "assumptions": [asdict(a) for a in c.assumptions],
-        "warnings": list(c.warnings),
+        **{name: getattr(c, name) for name in ("times", "worth", "memory")},
+        **{name: getattr(c.plan, name, None) for name in _PLAN_PARTS},
+        "assumptions": c.assumptions,
+        "warnings": c.warnings,
     }
 
 
-def _rate(rate: Rate) -> dict[str, float]:
-    return {"low": rate.low, "middle": rate.middle, "high": rate.high}
+def _rate(rate: Rate | None) -> dict[str, float] | None:
+    return None if rate is None else {"low": rate.low, "middle": rate.middle, "high": rate.high}
 
 
 def to_json(sweep: Sweep) -> str:
