@@ -294,7 +294,7 @@ def _data(every: _EveryCap) -> str:
         "levels": [(_rounded(v), percent(v)) for v in levels],
         "segments": [[index[v] for v in row] for row in every.segments],
         "parts": [[index[v] for v in row] for row in every.parts],
-        "told": _HOVER,
+        "tip": _HOVER,
     }
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.analyze.report.drawing import BAR, EM, LINE, Canvas, Figure, Panel, Scale, write_whole
 from thdprof.compare.statistics import Comparison
 from thdprof.plan import BucketPart, FallbackRate, Plan
 from thdprof.words import counted, listed, memory_size, percent, percentile_name, ratio
@@ -22,15 +22,13 @@ _NEAR = 0.7
 """The share of the longest step time above which all times count as near to one another."""
 _MOST_BARS = 40
 """Most pipeline ranks that are drawn; of more, every second, third, ... is."""
-_BAR = 18
-"""Height of a bar that lies, in pixels."""
 _NAMED = 4
 """Most graphs whose documents are named in a sentence."""
 _ALIKE = 5e-4
 """Difference of two relative step times that no report shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Alternative:
     """One way to train: eagerly, under a single cap, or by the plan."""
 
@@ -60,10 +58,9 @@ def caps(report: Report, cap: int) -> Figure:
     tips = [f"cap {n:,} — " + "; ".join(f"{k}: {percent(v[i])}" for k, v in rates.items()) for i, n in enumerate(xs)]
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend(0, 0, [(name, i) for i, name in enumerate(rates)])
-        canvas.text(0, top + 14, "Share that runs eagerly", look="b")
+        top = canvas.legend([(name, i) for i, name in enumerate(rates)])
         x = Scale(max(1, min(xs[0], cap)), max(xs[-1], cap, 2), _LEFT, canvas.width - 8, True)
-        panel = Panel(canvas, x, Scale(0, 1, top + 48 + 190, top + 48))
+        panel = canvas.panel("Share that runs eagerly", x, (0, 1), 190, top=top)
         panel.axes(x_label="" if times is not None else "cap, documents", x_ticks=times is None)
         for style, values in enumerate(rates.values()):
             panel.line(xs, values, style)
@@ -102,13 +99,7 @@ def caps(report: Report, cap: int) -> Figure:
 def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times: list[Range], cap: int) -> None:
     """The step time of every cap, as a band where it is a range, beside that of the plan.
 
-    Args:
-        canvas: the canvas, below whose marks the panel lies.
-        report: the report.
-        x: the scale of caps.
-        xs: the caps of the curve, in documents.
-        times: relative step times of `xs`, then of `cap`.
-        cap: the cap that is marked, in documents.
+    `times` are relative step times of the caps `xs` of the curve, then of `cap`, which is marked.
     """
     lows, highs = [low for low, _ in times[:-1]], [high for _, high in times[:-1]]
     entries: list[tuple[str, int | str]] = [("one cap", 0)]
@@ -118,9 +109,13 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
         entries.append((f"the plan's {counted(num_buckets, 'graph')}: {ratio(plan)}{_own_data(report)}", 2))
     top = canvas.bottom + 20
     canvas.text(0, top + 14, "Step time, all eager = 1", look="b")
-    top = canvas.legend(0, top + 20, entries, marked=False) + 8
-    low, high = _time_limits([*itertools.chain(*times), *(of_plan or ())])
-    panel = Panel(canvas, x, Scale(low, high, top + 190, top))
+    top = canvas.legend(entries, top=top + 20, marked=False) + 8
+    every = [*itertools.chain(*times), *(of_plan or ())]
+    low, high = min(every), max(every)
+    spread = max(high - low, 0.01)
+    # From 0, unless the times would then look the same.
+    limits = (0.0, max(1.08, high * 1.05)) if low < _NEAR * high else (low - 0.4 * spread, high + 0.3 * spread)
+    panel = Panel(canvas, x, Scale(*limits, top + 190, top))
     panel.axes(x_label="cap, documents", write_y=lambda value: f"{value:.3g}")
     panel.band(xs, lows, highs, 0)
     panel.line(xs, highs, 0)
@@ -136,15 +131,6 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
     panel.cap(cap, named=False)
     for value, name in zip(times[-1], ("time_low", "time_high"), strict=True):
         panel.dot(cap, value, name)
-
-
-def _time_limits(times: list[float]) -> tuple[float, float]:
-    """Lower and upper end of the axis of step times: from 0, unless the times would then look the same."""
-    low, high = min(times), max(times)
-    if low < _NEAR * high:
-        return 0.0, max(1.08, high * 1.05)
-    spread = max(high - low, 0.01)
-    return low - 0.4 * spread, high + 0.3 * spread
 
 
 def cap_sentences(report: Report, caps: list[int]) -> list[str]:
@@ -198,13 +184,14 @@ def choice(report: Report, cap: int) -> Figure:
     shares = [(_label(b, graphs.buckets), b.share) for b in graphs.buckets]
     shares.append(("eager", rate.microbatch))
 
+    bars = [
+        (n, s, "f1" if n == "eager" else "f2", percent(s), f"{n}: {percent(s)} of micro-batches") for n, s in shares
+    ]
+
     def paint(canvas: Canvas) -> None:
         _paint_alternatives(canvas, every)
         canvas.bottom += 12
         left = min(max(len(name) for name, _ in shares) * EM, canvas.width * 0.5) + 20
-        bars = [
-            (n, s, "f1" if n == "eager" else "f2", percent(s), f"{n}: {percent(s)} of micro-batches") for n, s in shares
-        ]
         x = Scale(0, 1, left, canvas.width - 64)
         _paint_bars(canvas, "Share of micro-batches, by the plan's graphs", x, bars)
 
@@ -238,12 +225,8 @@ def _pair(times: Range | None) -> list[float] | None:
     return None if times is None else list(times)
 
 
-def _sizes(bucket: Any) -> dict[str, int]:
-    return {
-        "max_seqs_documents": bucket.max_seqs,
-        "max_seqlen_tokens": bucket.max_seqlen,
-        "cp_size": bucket.cp_size,
-    }
+def _sizes(b: Any) -> dict[str, int]:
+    return {"max_seqs_documents": b.max_seqs, "max_seqlen_tokens": b.max_seqlen, "cp_size": b.cp_size}
 
 
 def alternatives(report: Report, cap: int) -> list[Alternative]:
@@ -263,29 +246,16 @@ def alternatives(report: Report, cap: int) -> list[Alternative]:
         names.setdefault(cap, []).append("your cap")
     times = report.relative_step_times([*names])
     everything = FallbackRate(microbatch=1.0, rank_step=1.0, step=1.0)
-    found = [Alternative(name="all eager", relative_step_time=None if times is None else (1.0, 1.0), rate=everything)]
-    found += [
-        Alternative(
-            name=f"{', '.join(of_cap)}: {at:,}",
-            relative_step_time=None if times is None else times[index],
-            rate=profile.fallback_rate(at),
-            role="cap" if at == cap else "other",
-            cap=at,
-        )
-        for index, (at, of_cap) in enumerate(names.items())
-    ]
+    found = [Alternative("all eager", None if times is None else (1.0, 1.0), everything)]
+    for index, (at, of_cap) in enumerate(names.items()):
+        time = None if times is None else times[index]
+        role: Literal["cap", "other"] = "cap" if at == cap else "other"
+        found.append(Alternative(f"{', '.join(of_cap)}: {at:,}", time, profile.fallback_rate(at), role, at))
     buckets = plan.graphs.buckets
     if buckets:
-        distinct = len({b.max_seqs for b in buckets}) == len(buckets) <= _NAMED
-        graphs = listed([f"{b.max_seqs:,}" for b in buckets]) if distinct else f"{len(buckets)} graphs"
-        found.append(
-            Alternative(
-                name=f"plan{_own_data(report)}: {graphs}",
-                relative_step_time=None if times is None else report.times.relative_step_time,
-                rate=plan.predictions.fallback_rate,
-                role="plan",
-            )
-        )
+        graphs = listed([f"{b.max_seqs:,}" for b in buckets]) if has_short_names(buckets) else f"{len(buckets)} graphs"
+        time = None if times is None else report.times.relative_step_time
+        found.append(Alternative(f"plan{_own_data(report)}: {graphs}", time, plan.predictions.fallback_rate, "plan"))
     return sorted(found, key=lambda a: (sum(a.relative_step_time or ()), a.rate.microbatch, a.name), reverse=True)
 
 
@@ -301,6 +271,11 @@ def _label(bucket: BucketPart, buckets: list[BucketPart]) -> str:
     elif len({b.max_seqlen for b in buckets}) > 1:
         tail = f" of {counted(bucket.max_seqlen, 'token')}"
     return f"{counted(bucket.max_seqs, 'document')}{tail}"
+
+
+def has_short_names(buckets: list[BucketPart]) -> bool:
+    """Whether the plan's graphs are few and differ in documents, so that these can stand for each of them."""
+    return len({b.max_seqs for b in buckets}) == len(buckets) <= _NAMED
 
 
 def bucket_names(report: Report) -> str:
@@ -365,34 +340,24 @@ def _paint_alternatives(canvas: Canvas, every: list[Alternative]) -> None:
         words = f"{ratio((low, high))}, {percent(rate.step)} of steps wait" if known else percent(rate.step)
         canvas.text(0, at + 13, canvas.shorten(alternative.name), look="b" if alternative.role == "plan" else "")
         at += LINE + 2
-        canvas.rect(0, at, max(1.0, x(high)), _BAR, looks[alternative.role])
+        canvas.bar(x, high, at, looks[alternative.role], words, least=1)
         if known and high > low:
-            canvas.rect(x(low), at, x(high) - x(low), _BAR, "hit range", extra=' style="fill-opacity:.35"')
+            canvas.rect(x(low), at, x(high) - x(low), BAR, "hit range", extra=' style="fill-opacity:.35"')
         tip = f"{alternative.name}: {words}; {percent(rate.microbatch)} of micro-batches run eagerly"
-        canvas.text(x(high) + 8, at + 13, words)
-        canvas.rect(0, at - LINE, canvas.width, LINE + _BAR + 4, "hit", tip=tip)
-        at += _BAR + 8
+        canvas.rect(0, at - LINE, canvas.width, LINE + BAR + 4, "hit", tip=tip)
+        at += BAR + 8
     canvas.bottom = at
 
 
 def _paint_bars(canvas: Canvas, title: str, x: Scale, bars: list[tuple[str, float, str, str, str]]) -> None:
-    """Lying bars below the marks of the canvas, each with its name to the left.
-
-    Args:
-        canvas: the canvas.
-        title: what the bars show.
-        x: the scale of their lengths.
-        bars: name, length, look, words behind the bar, and words on hovering.
-    """
-    at = canvas.bottom
-    canvas.text(0, at + 14, title, look="b")
-    at += 24
+    """Lying bars below the marks of the canvas: name to the left, length, look, words behind, words on hovering."""
+    canvas.text(0, canvas.bottom + 14, title, look="b")
+    at = canvas.bottom + 24
     for name, value, look, words, tip in bars:
         canvas.text(x.start - 8, at + 13, name, anchor="end")
-        canvas.rect(x.start, at, x(value) - x.start, _BAR, look)
-        canvas.text(x(value) + 6, at + 13, words)
-        canvas.rect(0, at - 2, canvas.width, _BAR + 4, "hit", tip=tip)
-        at += _BAR + 6
+        canvas.bar(x, value, at, look, words, gap=6)
+        canvas.rect(0, at - 2, canvas.width, BAR + 4, "hit", tip=tip)
+        at += BAR + 6
     canvas.bottom = at
 
 
@@ -405,11 +370,13 @@ def memory(report: Report, cap: int) -> Figure:
     slots = plan.graphs.slots
     num_buckets = 0 if plan.graphs.impl == "none" else len(plan.graphs.buckets)
     most, num_models = max(sum(rank) for rank in slots), len(slots) * len(slots[0])
-    freed, host = _offloaded(plan) if num_buckets and timed else (0, None)
-    gib = []
+    freed, host, gib = 0, None, []
+    if num_buckets and timed:
+        freed, host_bytes = plan.predictions.offload_freed_bytes or 0, plan.predictions.offload_host_bytes
+        host = None if host_bytes is None else host_bytes / 2**30
     for buckets in range(1, max(3, num_buckets) + 1) if timed else ():
         size = report.profile.costs.graph_memory_bytes(
-            num_slots=most / num_models, num_buckets=buckets, n_tokens=_tokens_per_rank(plan)
+            num_slots=most / num_models, num_buckets=buckets, n_tokens=max(1, plan.graph_tokens)
         )
         if size is not None:
             gib.append(max(0, size - freed) / 2**30)
@@ -445,19 +412,6 @@ def memory(report: Report, cap: int) -> Figure:
             "pinned_host_memory_gib": host,
         },
     )
-
-
-def _offloaded(plan: Plan) -> tuple[int, float | None]:
-    """Bytes of graph memory that offloading frees, and GiB of host memory that it takes; 0 and None without it."""
-    predicted = plan.predictions
-    host = None if predicted.offload_host_bytes is None else predicted.offload_host_bytes / 2**30
-    return predicted.offload_freed_bytes or 0, host
-
-
-def _tokens_per_rank(plan: Plan) -> int:
-    """Tokens of a micro-batch on one context-parallel rank."""
-    fixed = plan.training.max_seqlen_per_dp_cp_rank
-    return fixed or max(1, plan.microbatches.n_tokens_max // plan.training.context_parallel_size)
 
 
 def _busiest_rank(plan: Plan) -> str:
@@ -502,9 +456,8 @@ def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
     ranks, chunks = range(0, len(every), stride), len(every[0])
     most = max(sum(rank) for rank in every)
     label = "Slots" + (f"; the pieces are {chunks} model chunks, chunk 0 below" if chunks > 1 else "")
-    canvas.text(0, 14, canvas.shorten(label), look="b")
     x = Scale(-0.5 * stride, ranks[-1] + 0.5 * stride, _LEFT, canvas.width - 8)
-    panel = Panel(canvas, x, Scale(0, most * 1.05, 190, 28))
+    panel = canvas.panel(canvas.shorten(label), x, (0, most * 1.05), 162, gap=28)
     panel.axes(x_label="pipeline rank" + (f", every {stride}th" if stride > 1 else ""), write_y=write_whole)
     for rank in ranks:
         base, left, width = 0, x(rank - 0.35 * stride), x(rank + 0.35 * stride) - x(rank - 0.35 * stride)
@@ -513,7 +466,7 @@ def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
             base += slots
         tip = f"pipeline rank {rank}: {counted(base, 'slot')}"
         tip += f" ({' + '.join(map(str, every[rank]))})" if chunks > 1 else ""
-        canvas.rect(left, 28, width, panel.y.start - 28, "hit", tip=tip)
+        panel.strip(rank - 0.35 * stride, rank + 0.35 * stride, tip)
 
 
 def observed(report: Report, cap: int) -> Figure:
@@ -591,11 +544,10 @@ def _paint_pairs(canvas: Canvas, pairs: list[tuple[str, float, float]], note: st
         canvas.text(0, at + 13, name)
         at += LINE + 2
         for value, kind, look in ((predicted, "predicted", "f0"), (seen, "observed", "f1")):
-            canvas.rect(0, at, max(1.0, x(value)), _BAR - 4, look)
-            canvas.text(x(value) + 8, at + 11, f"{value:.2%} {kind}")
-            at += _BAR - 2
+            canvas.bar(x, value, at, look, f"{value:.2%} {kind}", height=BAR - 4, least=1)
+            at += BAR - 2
         tip = f"{name}: {predicted:.2%} predicted, {seen:.2%} observed"
-        canvas.rect(0, at - 2 * _BAR - LINE, canvas.width, 2 * _BAR + LINE, "hit", tip=tip)
+        canvas.rect(0, at - 2 * BAR - LINE, canvas.width, 2 * BAR + LINE, "hit", tip=tip)
         at += 8
     for line in textwrap.wrap(note, int(canvas.width / EM)):
         canvas.text(0, at + 13, line, look="q")

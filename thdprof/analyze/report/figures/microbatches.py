@@ -13,7 +13,7 @@ from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
 from thdprof.analyze.profile.file import PartOfRun
 from thdprof.analyze.profile.run_profile import histogram_of, share_over
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.drawing import EM, LINE, MARKERS, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
 from thdprof.words import counted, percent, percentile_name, printable, shortened
 
 NO_PARTS = (
@@ -176,10 +176,9 @@ def _paint_distribution(
 ) -> tuple[Panel, Panel]:
     """The histogram and the cumulative curve of one measure."""
     low, high = float(spread.edges[0]), float(spread.edges[-1])
-    canvas.text(left, top + 14, f"Share of micro-batches, per {unit}", look="b")
     x = Scale(low, high, left + _LEFT, left + width - 6, spread.logarithmic)
-    y = Scale(0, float(spread.densities.max()) * 1.05, top + 180, top + 48)
-    panel = Panel(canvas, x, y)
+    most = float(spread.densities.max()) * 1.05
+    panel = canvas.panel(f"Share of micro-batches, per {unit}", x, (0, most), 132, top=top, left=left)
     panel.axes(x_ticks=False)
     for at, (density, part) in enumerate(zip(spread.densities, spread.shares, strict=True)):
         if part == 0:
@@ -187,13 +186,9 @@ def _paint_distribution(
         begin, end = spread.edges[at : at + 2]
         first, last = int(begin + 0.5), int(end - 0.5)
         numbers = counted(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
-        tip = f"{numbers}: {percent(float(part))} of micro-batches"
-        start, stop = x(begin), x(end)
-        gap = 0.6 if stop - start > 3 else 0
-        canvas.rect(start + gap, y(density), stop - start - 2 * gap, y.start - y(density), "f0")
-        canvas.rect(start, y.end, stop - start, y.start - y.end, "hit", tip=tip)
-    canvas.text(left, top + 210, "Share with at most so many", look="b")
-    below = Panel(canvas, x, Scale(0, 1, top + 352, top + 222))
+        panel.column(begin, end, density, "f0", inset=0.6 if x(end) - x(begin) > 3 else 0)
+        panel.strip(begin, end, f"{numbers}: {percent(float(part))} of micro-batches")
+    below = canvas.panel("Share with at most so many", x, (0, 1), 130, top=top + 196, gap=26, left=left)
     below.axes(x_label=label)
     below.stairs([low, *spread.values], [0.0, *spread.cumulative], 0)
     values = spread.values.tolist()
@@ -232,10 +227,9 @@ def joint(report: Report, cap: int) -> Figure:
     most = max(1, int(cells.max()))
 
     def paint(canvas: Canvas) -> None:
-        canvas.text(0, 14, "Longest document of a micro-batch, tokens", look="b")
-        height = 300 if canvas.narrow else 340
         x = Scale(float(xs[0]), top * (1.1 if logarithmic else 1.03), _LEFT, canvas.width - 8, logarithmic)
-        panel = Panel(canvas, x, Scale(float(ys[0]), float(ys[-1]) * 1.04, 48 + height, 48))
+        limits, height = (float(ys[0]), float(ys[-1]) * 1.04), 300 if canvas.narrow else 340
+        panel = canvas.panel("Longest document of a micro-batch, tokens", x, limits, height)
         panel.axes(x_label="documents of a micro-batch", write_y=write_whole)
         _paint_cells(panel, xs, ys, cells)
         _paint_borders(panel, buckets)
@@ -290,7 +284,7 @@ def _paint_borders(panel: Panel, buckets: Sequence[tuple[int, int]]) -> None:
         right, up = panel.x(seqs + 0.5), panel.y(length + 0.5)
         dash = f"1 {1 + 2 * (number % 4)}"
         path = f"M{panel.x.start:.1f} {up:.1f}H{right:.1f}V{panel.y.start:.1f}"
-        panel.canvas.add(f'<path class="m a" stroke-dasharray="{dash}" d="{path}"/>')
+        panel.canvas.marks.append(f'<path class="m a" stroke-dasharray="{dash}" d="{path}"/>')
         if length < max(longest for other, longest in buckets if other == seqs):
             continue  # a number of documents is named once, at its longest bucket
         if any(abs(right - other) < LINE for other in named):
@@ -355,10 +349,9 @@ def steps(report: Report, cap: int) -> Figure:
         return f"over {counted(documents, 'document')} — {'; '.join(shares)}"
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend(0, 0, [(name, i) for i, name in enumerate(curves)], marked=False)
-        canvas.text(0, top + 14, "Share with more documents", look="b")
+        top = canvas.legend([(name, i) for i, name in enumerate(curves)], marked=False)
         x = Scale(1 if logarithmic else 0, max(largest, cap, 2), _LEFT, canvas.width - 8, logarithmic)
-        panel = Panel(canvas, x, Scale(0, 1, top + 48 + 200, top + 48))
+        panel = canvas.panel("Share with more documents", x, (0, 1), 200, top=top)
         panel.axes(x_label="documents")
         for style, (values, over) in enumerate(curves.values()):
             panel.stairs(values.tolist(), over.tolist(), style)
@@ -433,28 +426,22 @@ def drift(report: Report, cap: int) -> Figure:
 
     def paint(canvas: Canvas) -> None:
         names = [(f"{percentile_name(name)} of micro-batches", i) for i, name in enumerate(order)]
-        top = canvas.legend(0, 0, [*names, ("the cap", "cap")])
-        canvas.text(0, top + 14, "Documents", look="b")
-        x = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8)
-        upper = Panel(canvas, x, Scale(1 if logarithmic else 0, most, top + 220, top + 28, logarithmic))
+        top = canvas.legend([*names, ("the cap", "cap")])
+        x, limits = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8), (1 if logarithmic else 0, most)
+        upper = canvas.panel("Documents", x, limits, 192, top=top, gap=28, logarithmic=logarithmic)
         upper.axes(x_ticks=False, write_y=write_whole)
         at = list(range(1, number + 1))
         for style, name in enumerate(order):
             upper.line(at, percentiles[name], style)
         upper.level(cap)
         upper.strips(at, tips)
-        below = top + 236
-        canvas.text(0, below + 14, "Steps over the cap", look="b")
-        y = Scale(0, 1, below + 150, below + 28)
-        Panel(canvas, x, y).axes(x_label=label)
+        below = canvas.panel("Steps over the cap", x, (0, 1), 122, top=top + 236, gap=28)
+        below.axes(x_label=label)
         for i, value in enumerate(stalled):
-            left, right = x(i + 0.55), x(i + 1.45)
-            data = f' data-bar="segments {i}" data-y="{y.data}"'
-            canvas.rect(left, y(value), right - left, y.start - y(value), "fc", extra=data)
-            canvas.rect(
-                x(i + 0.5), y.end, x(i + 1.5) - x(i + 0.5), y.start - y.end, "hit",
-                tip=f"segment {i + 1:,}: {percent(value)} of steps over the cap", extra=f' data-told="segments {i}"',
-            )  # fmt: skip
+            data = f' data-bar="segments {i}" data-y="{below.y.data}"'
+            below.column(i + 0.55, i + 1.45, value, "fc", extra=data)
+            tip = f"segment {i + 1:,}: {percent(value)} of steps over the cap"
+            below.strip(i + 0.5, i + 1.5, tip, extra=f' data-tip="segments {i}"')
 
     return Figure(
         id="drift",
@@ -571,13 +558,11 @@ def parts(report: Report, cap: int) -> Figure:
     row, largest = 44, max(2, *percentiles["max"], cap)
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend(0, 0, [(percentile_name(name), i) for i, name in enumerate(_ENDS)])
+        top = canvas.legend([(percentile_name(name), i) for i, name in enumerate(_ENDS)])
         split = canvas.width * (0.6 if canvas.narrow else 0.66)
         x, wide = Scale(1, largest, 8, split - 16, True), Scale(0, 1, split, canvas.width - 52)
-        canvas.text(0, top + 14, "Documents", look="b")
+        panel, begin = canvas.panel("Documents", x, (0, 1), row * len(names), top=top, gap=44), top + 44
         canvas.text(wide.start, top + 14, "Steps over the cap", look="b")
-        begin = top + 44
-        panel = Panel(canvas, x, Scale(0, 1, begin + row * len(names), begin))
         panel.axes(x_label="documents of a micro-batch", write_y=lambda value: "")
         for index, (name, share) in enumerate(zip(names, stalled, strict=True)):
             at = begin + row * index
@@ -586,7 +571,7 @@ def parts(report: Report, cap: int) -> Figure:
             values = [percentiles[p][index] for p in _ENDS]
             canvas.line([(x(values[0]), line), (x(values[-1]), line)], "a")
             for style, value in enumerate(values):
-                canvas.marker(x(value), line, MARKERS[style], f"m s{style}")
+                canvas.marker(x(value), line, style)
             tip = f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in zip(_ENDS, values, strict=True))
             canvas.rect(0, at, split - 8, row, "hit", tip=tip)
             data = f' data-row="parts {index}" data-x="{wide.data}"'
