@@ -190,12 +190,9 @@ def read_stats(path: Path) -> Observed:
         raise DataError(f"{path}: is not text: {error}") from error
     if not number:
         raise DataError(f"{path}: is empty: the run wrote no statistics (Stats.append_jsonl)")
-    return _parse(last, where=f"{path}: line {number}")
-
-
-def _parse(line: str, *, where: str) -> Observed:
+    where = f"{path}: line {number}"
     try:
-        loaded = json.loads(line)
+        loaded = json.loads(last)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}; if the run was killed there, delete the line") from error
     if not isinstance(loaded, dict):
@@ -208,13 +205,9 @@ def _parse(line: str, *, where: str) -> Observed:
 
 
 def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "statistics") -> Comparison:
-    """The plan's prediction beside a run's statistics.
+    """The plan's prediction beside a run's statistics, which errors call `where`.
 
-    Args:
-        plan: a plan that `thdprof analyze` wrote.
-        observed: counters of the run.
-        tolerance: largest absolute difference of a share that passes.
-        where: name of the statistics in errors.
+    `tolerance` is the largest absolute difference of a share that passes.
 
     Raises:
         DataError: no micro-batch's shape was looked at, so that there is nothing to compare.
@@ -231,6 +224,7 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(observed.fallbacks.items())) or "none ran"
         raise DataError(f"{where}: no micro-batch was dispatched by its shape ({reasons}): nothing to compare")
     fallbacks = {reason: n for reason, n in sorted(decisions.fallbacks.items()) if reason in by_shape and n}
+    counts = {Bucket(r.max_seqs, r.max_seqlen, plan.graph_tokens, r.cp_size): r.count for r in decisions.replays}
     return Comparison(
         basis="replayed" if decisions is observed else "decided",
         microbatches=observed.microbatches,
@@ -248,7 +242,14 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
         verified=sum(entry.count for entry in observed.verified),
         mismatches=sum(entry.count for entry in observed.mismatches),
         suspicions=sum(entry.count for entry in observed.suspicions),
-        buckets=_shares(plan, decisions, dispatched),
+        buckets=tuple(
+            BucketShares(
+                **{name: getattr(bucket, name) for name in ("max_seqs", "max_seqlen", "cp_size")},
+                predicted_share=plan.shares.get(bucket, 0.0),
+                observed_share=counts.get(bucket, 0) / dispatched,
+            )
+            for bucket in sorted({*plan.shares, *counts})
+        ),
         replay_ms=observed.replay_ms,
         eager_ms=observed.eager_ms,
         plan_step_ms=plan.predictions.step_ms,
@@ -257,20 +258,4 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
         tolerance=tolerance,
         of_this_plan=None if observed.plan is None else observed.plan == plan.identity,
         all_ranks=observed.all_ranks,
-    )
-
-
-def _shares(plan: Plan, decisions: _Decisions, dispatched: int) -> tuple[BucketShares, ...]:
-    """Shares of the plan's buckets, and of any other buckets that the run replayed, in ascending order."""
-    predicted = plan.shares
-    counts = {Bucket(r.max_seqs, r.max_seqlen, plan.graph_tokens, r.cp_size): r.count for r in decisions.replays}
-    return tuple(
-        BucketShares(
-            max_seqs=bucket.max_seqs,
-            max_seqlen=bucket.max_seqlen,
-            cp_size=bucket.cp_size,
-            predicted_share=predicted.get(bucket, 0.0),
-            observed_share=counts.get(bucket, 0) / dispatched,
-        )
-        for bucket in sorted({*predicted, *counts})
     )

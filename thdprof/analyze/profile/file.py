@@ -273,24 +273,18 @@ def _check_sums(cells: pd.DataFrame, parts: Sequence[PartOfRun], *, where: str) 
     if len(set(known)) < len(known):
         raise DataError(f"{where}: parts: two have one name")
     for part in parts:
-        of_part = cells[cells["part"] == part.name]
-        for kind, wanted in (
-            ("microbatch", part.microbatches),
-            ("step_max", part.steps),
-            ("segment_microbatch", part.microbatches),
-            ("segment_step_max", part.steps),
-        ):
-            total = int(of_part.loc[of_part["kind"] == kind, "count"].sum())
-            if total != wanted:
-                raise DataError(f"{where}: part {part.name}: {kind} counts add up to {total}, not {wanted}")
-        in_segments = [
-            set(of_part.loc[of_part["kind"] == kind, "segment"]) for kind in ("segment_microbatch", "segment_step_max")
-        ]
-        if in_segments[0] != in_segments[1]:
-            segment = min(in_segments[0] ^ in_segments[1])
+        of_part = {kind: cells[(cells["part"] == part.name) & (cells["kind"] == kind)] for kind in KINDS}
+        wanted = {"microbatch": part.microbatches, "step_max": part.steps}
+        wanted.update(segment_microbatch=part.microbatches, segment_step_max=part.steps)
+        for kind, number in wanted.items():
+            if (total := int(of_part[kind]["count"].sum())) != number:
+                raise DataError(f"{where}: part {part.name}: {kind} counts add up to {total}, not {number}")
+        alone = {*of_part["segment_microbatch"]["segment"]} ^ {*of_part["segment_step_max"]["segment"]}
+        if alone:
+            segment = min(alone)
             raise DataError(f"{where}: part {part.name}: segment {segment} has either micro-batches or steps, not both")
         caps = [cap.max_seqs for cap in part.caps]
         if sorted(set(caps)) != caps:
             raise DataError(f"{where}: part {part.name}: caps are not ascending")
-        if not (of_part["kind"] == "rank_step_max").any():
+        if of_part["rank_step_max"].empty:
             raise DataError(f"{where}: part {part.name}: has no rank_step_max counts")

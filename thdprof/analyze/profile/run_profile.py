@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _OF_THE_DATA = ("train_samples", "weights")
 """Training settings that may differ between parts: they say how much data a run takes, not how its steps are formed."""
+_IN_METADATA = ("training", "costs", "parts", "analysed_on", "predicted")
+"""Attributes of a profile that its file has in the metadata."""
 
 
 class RunProfile:
@@ -159,14 +161,12 @@ class RunProfile:
                 found.append((1.0, 1.0))
                 continue
             low, high = (float(np.interp(cap, known, ends[:, end])) for end in (0, 1))
-            larger = self._growth(cap, top) if cap > top else 1.0
+            larger = 1.0  # replay time of a graph beyond the grid, divided by that of the grid's last
+            if cap > top:
+                longest = self.training.seq_length
+                larger = self.costs.replay_ms(cap, longest) / self.costs.replay_ms(top, longest)
             found.append((low * larger, high * larger))
         return found
-
-    def _growth(self, cap: int, known: int) -> float:
-        """Replay time of a graph of `cap` documents, divided by that of a graph of `known` documents."""
-        longest = self.training.seq_length
-        return self.costs.replay_ms(cap, longest) / self.costs.replay_ms(known, longest)
 
     def curve(self) -> pd.DataFrame:
         """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`."""
@@ -175,17 +175,9 @@ class RunProfile:
         rows = []
         for cap in self.caps():
             rate = self.fallback_rate(cap.max_seqs)
-            rows.append(
-                {
-                    "max_seqs": cap.max_seqs,
-                    "coverage": 1 - rate.microbatch,
-                    "fallback_rate_microbatch": rate.microbatch,
-                    "fallback_rate_rank_step": rate.rank_step,
-                    "fallback_rate_step": rate.step,
-                    "step_ms": cap.step_ms,
-                    "relative_step_time": cap.step_ms / self.eager_step_ms,
-                }
-            )
+            row = {"max_seqs": cap.max_seqs, "coverage": 1 - rate.microbatch}
+            row.update({f"fallback_rate_{level}": share for level, share in rate})
+            rows.append({**row, "step_ms": cap.step_ms, "relative_step_time": cap.step_ms / self.eager_step_ms})
         return pd.DataFrame(rows)
 
     def percentiles(self) -> pd.DataFrame:
@@ -202,7 +194,6 @@ class RunProfile:
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        """Numbers of micro-batches and steps, and whether they were replayed exactly."""
         how = "replayed exactly" if self.exact else "not all replayed exactly"
         many = counted(self.microbatches, "micro-batch", "micro-batches")
         return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
@@ -217,14 +208,7 @@ class RunProfile:
         Raises:
             DataError: the file exists and `force` is false, or it cannot be written.
         """
-        metadata = Metadata(
-            written_by=__version__,
-            training=self.training,
-            costs=self.costs,
-            parts=self.parts,
-            analysed_on=self.analysed_on,
-            predicted=self.predicted,
-        )
+        metadata = Metadata(written_by=__version__, **{name: getattr(self, name) for name in _IN_METADATA})
         write_profile_file(Path(path), self.cells, metadata, force=force)
 
 
@@ -235,14 +219,7 @@ def load_profile(path: Path | str) -> RunProfile:
         DataError: the file cannot be read, is no profile, or has another version.
     """
     cells, metadata = read_profile_file(Path(path))
-    return RunProfile(
-        cells,
-        training=metadata.training,
-        costs=metadata.costs,
-        parts=metadata.parts,
-        analysed_on=metadata.analysed_on,
-        predicted=metadata.predicted,
-    )
+    return RunProfile(cells, **{name: getattr(metadata, name) for name in _IN_METADATA})
 
 
 def histogram_of(rows: pd.DataFrame, measure: str) -> Histogram:
@@ -346,14 +323,9 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
     keys = [name for name in COLUMNS if name != "count"]
     together = pd.concat([p.cells for p in profiles], ignore_index=True)
     cells = together.groupby(keys, sort=False, as_index=False, observed=True).agg({"count": "sum"})
-    training = first.training
-    if any(p.training.train_samples != training.train_samples for p in profiles):
-        training = replace(training, train_samples=None)
-    if any(p.training.weights != training.weights for p in profiles):
-        training = replace(training, weights=None)
-    parts = [
-        of_name[0] if len(of_name) == 1 else _added(of_name, first.costs, training) for of_name in by_name.values()
-    ]
+    differing = {n for n in _OF_THE_DATA for p in profiles if getattr(p.training, n) != getattr(first.training, n)}
+    training = replace(first.training, **dict.fromkeys(differing))
+    parts = [same[0] if len(same) == 1 else _add(same, first.costs, training) for same in by_name.values()]
     return RunProfile(cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
 
 
@@ -378,7 +350,7 @@ def _check_joinable(one: RunProfile, other: RunProfile, name: str, other_name: s
             )
 
 
-def _added(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
+def _add(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
     """Add up parts that share a name."""
     caps = combine_caps(list(parts), costs, training)
     if not caps:

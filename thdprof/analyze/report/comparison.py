@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.check import Check, Overshoot
+from thdprof.analyze.check import Check
 from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
 from thdprof.compare.plans import PlanComparison
 from thdprof.compare.statistics import Comparison
@@ -45,32 +45,26 @@ def print_check(check: Check, console: Console) -> None:
 
 def _check_parts(check: Check) -> Iterator[str | Table | Text]:
     changed = "as planned" if check.same_data else "other data than planned"
-    yield Text(f"{name_dataset(check.dataset)}: {changed}, {_origin(check)}")
+    origin = "replayed exactly" if check.table.exact else "not replayed exactly"
+    if check.table.size_guessed:
+        origin = "replayed with a pack size that is a guess"
+    yield Text(f"{name_dataset(check.dataset)}: {changed}, {origin}")
     yield ""
     yield _sizes(check)
     yield ""
     yield _shares(check)
     if check.reasons:
         yield Text("eager, by reason: " + ", ".join(f"{reason} {n:,}" for reason, n in check.reasons.items()))
-    if check.worst is not None:
-        yield Text(f"furthest over: {_overshoot(check.worst)}")
+    if (worst := check.worst) is not None:
+        ranks = f" on {worst.cp_size} ranks" if worst.cp_size > 1 else ""
+        yield Text(
+            f"furthest over: {worst.n_seqs:,} documents, the longest {worst.max_seqlen:,} tokens, of "
+            f"{worst.n_tokens:,} in all{ranks} (step {worst.step}, rank {worst.dp_rank}, micro-batch "
+            f"{worst.microbatch}, from 0): {worst.reason}"
+        )
     for note in check.notes:
         yield Text(f"warning: {note}", style="yellow")
     yield Text(verdict(check), style="bold")
-
-
-def _origin(check: Check) -> str:
-    if check.table.size_guessed:
-        return "replayed with a pack size that is a guess"
-    return "replayed exactly" if check.table.exact else "not replayed exactly"
-
-
-def _overshoot(worst: Overshoot) -> str:
-    ranks = f" on {worst.cp_size} ranks" if worst.cp_size > 1 else ""
-    return (
-        f"{worst.n_seqs:,} documents, the longest {worst.max_seqlen:,} tokens, of {worst.n_tokens:,} in all{ranks} "
-        f"(step {worst.step}, rank {worst.dp_rank}, micro-batch {worst.microbatch}, from 0): {worst.reason}"
-    )
 
 
 def verdict(check: Check) -> str:
@@ -181,7 +175,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         lines.append("counters of rank 0 alone: the run ended with an error")
     if comparison.basis == "decided":
         lines.append("nothing was replayed; what the shapes decide is compared")
-    lines += ["", _share_table(comparison)]
+    table = plain_table(["share of micro-batches"], ["predicted", "observed", "difference"])
+    rows = [("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate)]
+    rows += [(_name_bucket(b), b.predicted_share, b.observed_share) for b in comparison.buckets]
+    for label, predicted, observed in rows:
+        table.add_row(label, f"{predicted:.3%}", f"{observed:.3%}", f"{observed - predicted:+.3%}")
+    lines += ["", table]
     for title, reasons in (("by shape", comparison.fallbacks), ("not predicted", comparison.other_fallbacks)):
         if reasons:
             lines.append(f"eager, {title}: " + ", ".join(f"{reason} {n:,}" for reason, n in reasons.items()))
@@ -198,15 +197,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         if ms is not None:
             lines.append(f"run: {title} micro-batch {ms:.2f} ms")
     print_parts(lines, console, markup=False)
-
-
-def _share_table(comparison: Comparison) -> Table:
-    table = plain_table(["share of micro-batches"], ["predicted", "observed", "difference"])
-    rows = [("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate)]
-    rows += [(_name_bucket(b), b.predicted_share, b.observed_share) for b in comparison.buckets]
-    for label, predicted, observed in rows:
-        table.add_row(label, f"{predicted:.3%}", f"{observed:.3%}", f"{observed - predicted:+.3%}")
-    return table
 
 
 def plan_comparison_to_json(comparison: PlanComparison) -> str:
