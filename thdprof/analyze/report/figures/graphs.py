@@ -89,9 +89,9 @@ def caps(report: Report, cap: int) -> Figure:
             "eager_microbatch_share": rate.microbatch,
             "eager_rank_step_share": rate.rank_step,
             "eager_step_share": rate.step,
-            "relative_step_time": None if times is None else list(times[-1]),
+            "relative_step_time": None if times is None else times[-1],
             "recommended_cap_documents": recommended,
-            "recommended_relative_step_time": None if of_recommended is None else list(of_recommended[0]),
+            "recommended_relative_step_time": None if of_recommended is None else of_recommended[0],
         },
     )
 
@@ -180,8 +180,12 @@ def cheaper_graph(report: Report) -> str:
 def choice(report: Report, cap: int) -> Figure:
     """The plan's graphs beside their alternatives: step times, or without times what runs eagerly."""
     graphs, rate = report.plan.graphs, report.plan.predictions.fallback_rate
-    every = alternatives(report, cap)
-    shares = [(_label(b, graphs.buckets), b.share) for b in graphs.buckets]
+    every, shares = alternatives(report, cap), list[tuple[str, float]]()
+    differ = {name: len({getattr(b, name) for b in graphs.buckets}) > 1 for name in ("cp_size", "max_seqlen")}
+    for b in graphs.buckets:
+        tail = f" of {counted(b.max_seqlen, 'token')}" if differ["max_seqlen"] else ""
+        tail = f", {counted(b.cp_size, 'rank')}" if differ["cp_size"] else tail
+        shares.append((f"{counted(b.max_seqs, 'document')}{tail}", b.share))
     shares.append(("eager", rate.microbatch))
 
     bars = [
@@ -210,19 +214,15 @@ def choice(report: Report, cap: int) -> Figure:
             "impl": graphs.impl,
             "graphs": [{**_sizes(b), "share": b.share} for b in graphs.buckets],
             "times_origin": report.times.origin,
-            "relative_step_time": _pair(report.times.relative_step_time),
+            "relative_step_time": report.times.relative_step_time,
             "eager_step_share": rate.step,
             "one_cap_documents": report.recommended_cap,
             "alternatives": [
-                {"name": a.name, "relative_step_time": _pair(a.relative_step_time), "eager_step_share": a.rate.step}
+                {"name": a.name, "relative_step_time": a.relative_step_time, "eager_step_share": a.rate.step}
                 for a in every
             ],
         },
     )
-
-
-def _pair(times: Range | None) -> list[float] | None:
-    return None if times is None else list(times)
 
 
 def _sizes(b: Any) -> dict[str, int]:
@@ -262,15 +262,6 @@ def alternatives(report: Report, cap: int) -> list[Alternative]:
 def _own_data(report: Report) -> str:
     """Words beside the plan's numbers where the profile also counts data that the plan was not made for."""
     return ", on its own data" if report.profile.num_runs > 1 else ""
-
-
-def _label(bucket: BucketPart, buckets: list[BucketPart]) -> str:
-    tail = ""
-    if len({b.cp_size for b in buckets}) > 1:
-        tail = f", {counted(bucket.cp_size, 'rank')}"
-    elif len({b.max_seqlen for b in buckets}) > 1:
-        tail = f" of {counted(bucket.max_seqlen, 'token')}"
-    return f"{counted(bucket.max_seqs, 'document')}{tail}"
 
 
 def has_short_names(buckets: list[BucketPart]) -> bool:
@@ -368,7 +359,7 @@ def memory(report: Report, cap: int) -> Figure:
     """
     plan, timed = report.plan, report.times.origin != "none"
     slots = plan.graphs.slots
-    num_buckets = 0 if plan.graphs.impl == "none" else len(plan.graphs.buckets)
+    num_buckets = len(plan.captured)
     most, num_models = max(sum(rank) for rank in slots), len(slots) * len(slots[0])
     freed, host, gib = 0, None, []
     if num_buckets and timed:
@@ -399,9 +390,7 @@ def memory(report: Report, cap: int) -> Figure:
     alt += "" if host is None else f"; pinned host memory {host:.2f} GiB"
     return Figure(
         id="memory",
-        text=_memory_text(plan, most, gib, num_buckets, host, known=timed)
-        if num_buckets
-        else _nothing_captured(plan, most, gib, cap, known=timed),
+        text=_memory_text(plan, most, gib, cap, host, known=timed),
         alt=f"{alt}.",
         paint=paint if gib or num_models > 1 else None,
         values={
@@ -414,40 +403,30 @@ def memory(report: Report, cap: int) -> Figure:
     )
 
 
-def _busiest_rank(plan: Plan) -> str:
-    ranks = len(plan.graphs.slots)
-    return "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
-
-
-def _nothing_captured(plan: Plan, most: int, gib: list[float], cap: int, *, known: bool) -> str:
-    would = f"with one cap of {counted(cap, 'document')} {_busiest_rank(plan)} would need {counted(most, 'slot')}"
-    size = f" and about {memory_size(gib[0])} of graph memory" if gib else f"; {_unknown('one', known=known)}"
-    return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
-
-
-def _unknown(what: str, *, known: bool) -> str:
-    """Why the memory that `what` takes is not in a sentence."""
-    return f"the cost table does not tell what {what} takes" if known else f"what {what} takes depends on the model"
-
-
-def _memory_text(plan: Plan, most: int, gib: list[float], num_buckets: int, host: float | None, *, known: bool) -> str:
-    rank = _busiest_rank(plan)
+def _memory_text(plan: Plan, most: int, gib: list[float], cap: int, host: float | None, *, known: bool) -> str:
+    """The slots and the graph memory of the busiest rank; of a plan without graphs, what one `cap` would need."""
+    ranks, captured = len(plan.graphs.slots), len(plan.captured)
+    rank = "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
+    unknown = "the cost table does not tell what {} takes" if known else "what {} takes depends on the model"
+    if not captured:
+        would = f"with one cap of {counted(cap, 'document')} {rank} would need {counted(most, 'slot')}"
+        size = f" and about {memory_size(gib[0])} of graph memory" if gib else f"; {unknown.format('one')}"
+        return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
     text = f"{rank[0].upper()}{rank[1:]} needs {counted(most, 'slot')}"
     pinned = "" if host is None else f" and {memory_size(host)} of pinned host memory"
     after = "" if host is None else " after offloading"
     if not gib:
-        return f"{text}{pinned if known else ''}; {_unknown('a slot', known=known)}."
-    text += f"{',' if pinned else ' and'} about {memory_size(gib[num_buckets - 1])}"
-    if num_buckets == 1:
+        return f"{text}{pinned if known else ''}; {unknown.format('a slot')}."
+    text += f"{',' if pinned else ' and'} about {memory_size(gib[captured - 1])}"
+    if captured == 1:
         return f"{text} of graph memory{after}{pinned}."
-    times = gib[num_buckets - 1] / gib[0] if gib[0] else 1.0
-    shared = f"{num_buckets} graphs a slot"
+    times = gib[captured - 1] / gib[0] if gib[0] else 1.0
+    shared = f"{captured} graphs a slot"
+    because = "because all graphs of a slot share its memory."
     if host is not None:
-        return (
-            f"{text} of graph memory for {shared}{after}{pinned}: {times:.2f} times the graph memory of one graph, "
-            "because all graphs of a slot share its memory."
-        )
-    return f"{text} for {shared}, {times:.2f} times that of one, because all graphs of a slot share its memory."
+        shared += f"{after}{pinned}: {times:.2f} times the graph memory of one graph"
+        return f"{text} of graph memory for {shared}, {because}"
+    return f"{text} for {shared}, {times:.2f} times that of one, {because}"
 
 
 def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:

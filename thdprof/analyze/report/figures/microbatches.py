@@ -66,15 +66,14 @@ def distribution(histogram: Histogram) -> Distribution:
     """The distribution that `histogram` counts."""
     logarithmic = _is_skewed(histogram)
     edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=logarithmic)
-    cumulative = np.concatenate(([0], np.cumsum(histogram.counts)))
-    below = cumulative[np.clip(np.ceil(edges).astype(np.int64), 0, len(histogram.counts))]
+    shares = np.histogram(np.arange(len(histogram.counts)), edges, weights=histogram.counts)[0] / histogram.total
     values = _thin(np.flatnonzero(histogram.counts))
     return Distribution(
         edges=edges,
-        shares=np.diff(below) / histogram.total,
-        densities=np.diff(below) / histogram.total / np.diff(edges),
+        shares=shares,
+        densities=shares / np.diff(edges),
         values=values,
-        cumulative=cumulative[values + 1] / histogram.total,
+        cumulative=np.cumsum(histogram.counts)[values] / histogram.total,
         percentiles={name: histogram.percentile(p) for name, p in PERCENTILES.items()},
         logarithmic=logarithmic,
     )
@@ -114,10 +113,8 @@ def shapes(report: Report, cap: int) -> Figure:
     """Histograms and cumulative curves of a micro-batch's documents and of the tokens of its longest document."""
     documents, tokens = report.profile.histogram(), report.profile.histogram(measure="max_seqlen")
     n_seqs, longest = distribution(documents), distribution(tokens)
-    measures = (
-        ("documents of a micro-batch", "document", n_seqs),
-        ("tokens of its longest document", "token", longest),
-    )
+    labels = "documents of a micro-batch", "tokens of its longest document"
+    measures = tuple(zip(labels, ("document", "token"), (n_seqs, longest), strict=True))
 
     def paint(canvas: Canvas) -> None:
         columns = 1 if canvas.narrow else 2
@@ -131,7 +128,11 @@ def shapes(report: Report, cap: int) -> Figure:
             if index == 0:
                 for panel in panels:
                     panel.cap(cap, named=panel is panels[0])
-            _paint_percentiles(canvas, left + _LEFT, top + 352, spread)
+            names = [f"{percentile_name(name)} {value:,}" for name, value in spread.percentiles.items()]
+            for row, words in enumerate((names[:3], names[3:])):
+                y = top + 352 + (3 + row) * LINE + 4
+                canvas.text(left + _LEFT, y, "   ".join(words), look="q", extra=' xml:space="preserve"')
+            canvas.bottom = max(canvas.bottom, top + 352 + 4 * LINE + 8)
 
     alt = (
         "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
@@ -154,12 +155,7 @@ def shapes(report: Report, cap: int) -> Figure:
 
 
 def _spread(documents: Histogram, p: dict[str, int]) -> str:
-    """The documents of a micro-batch in words.
-
-    Args:
-        documents: micro-batches by their number of documents.
-        p: percentiles of that number, by name.
-    """
+    """The documents of a micro-batch in words; `p` are their percentiles by name."""
     most = percent(share_over(documents, p["max"] - 1))
     if p["p50"] == p["max"]:
         if documents.counts[-1] == documents.total:
@@ -199,15 +195,6 @@ def _paint_distribution(
     return panel, below
 
 
-def _paint_percentiles(canvas: Canvas, left: float, top: float, spread: Distribution) -> None:
-    """The percentiles below a cumulative curve, in two lines."""
-    names = [f"{percentile_name(name)} {value:,}" for name, value in spread.percentiles.items()]
-    half = -(-len(names) // 2)
-    for row, words in enumerate((names[:half], names[half:])):
-        canvas.text(left, top + (3 + row) * LINE + 4, "   ".join(words), look="q", extra=' xml:space="preserve"')
-    canvas.bottom = max(canvas.bottom, top + 4 * LINE + 8)
-
-
 def joint(report: Report, cap: int) -> Figure:
     """A map of micro-batches by documents and by tokens of the longest document."""
     rows = report.profile.rows("microbatch")
@@ -216,11 +203,8 @@ def joint(report: Report, cap: int) -> Figure:
     logarithmic = _is_skewed(documents)
     xs = bin_edges(documents.percentile(100.0), _BINS, logarithmic=logarithmic)
     ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
-    column = np.clip(np.searchsorted(xs, n_seqs) - 1, 0, len(xs) - 2)
-    row = np.clip(np.searchsorted(ys, max_seqlen) - 1, 0, len(ys) - 2)
-    shape = (len(ys) - 1, len(xs) - 1)
-    counts = np.bincount(row * shape[1] + column, weights=count, minlength=shape[0] * shape[1])
-    cells = counts.astype(np.int64).reshape(shape)
+    placed = np.maximum(max_seqlen, 1), np.maximum(n_seqs, 1)
+    cells = np.histogram2d(*placed, bins=(ys, xs), weights=count)[0].astype(np.int64)
     border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
     buckets = [(b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets]
     top = float(max([xs[-1], *(s + 0.5 for s, _ in buckets), cap]))
@@ -300,12 +284,12 @@ def _apart(
     """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
     border = documents.percentile(90.0)
     many = n_seqs > border
-    few = _median(max_seqlen[~many], count[~many])
-    return border, _median(max_seqlen[many], count[many]) if many.any() else None, few
-
-
-def _median(values: NDArray[np.int64], count: NDArray[np.int64]) -> int:
-    return Histogram(np.bincount(values, weights=count).astype(np.int64)).percentile(50.0)
+    medians = [
+        Histogram(np.bincount(max_seqlen[group], weights=count[group]).astype(np.int64)).percentile(50.0)
+        for group in (~many, many)
+        if group.any()
+    ]
+    return border, medians[1] if len(medians) > 1 else None, medians[0]
 
 
 def joint_text(
@@ -313,11 +297,8 @@ def joint_text(
 ) -> str:
     """A sentence that says whether micro-batches of many documents have longer or shorter documents than the others.
 
-    Args:
-        n_seqs: documents of each distinct shape of a micro-batch, of shape (shapes,).
-        max_seqlen: tokens of the longest document of each shape.
-        count: micro-batches of each shape.
-        documents: micro-batches by their number of documents, whose P90 parts the many from the others.
+    The arrays have shape [shapes]: documents, tokens of the longest one and number of the micro-batches of each shape.
+    The P90 of `documents` parts the many from the others.
     """
     border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
     if long_many is None:
@@ -341,7 +322,7 @@ def steps(report: Report, cap: int) -> Figure:
     largest = max(int(values[-1]) for values, _ in curves.values())
     logarithmic = largest > 40
 
-    def tell(documents: int) -> str:
+    def describe(documents: int) -> str:
         shares = []
         for name, (values, over) in curves.items():
             index = int(np.searchsorted(values, documents, side="right")) - 1
@@ -356,7 +337,7 @@ def steps(report: Report, cap: int) -> Figure:
         for style, (values, over) in enumerate(curves.values()):
             panel.stairs(values.tolist(), over.tolist(), style)
         every = sorted({int(v) for values, _ in curves.values() for v in values if v >= x.low})
-        panel.strips(every, [tell(at) for at in every])
+        panel.strips(every, [describe(at) for at in every])
         panel.cap(cap)
         for name, value in zip(("microbatch", "rank_step", "step"), at_cap, strict=True):
             panel.dot(cap, value, name)
@@ -509,11 +490,7 @@ def drift_over(largest: Sequence[Histogram], cap: int, *, several: bool) -> str:
     """The end of the sentence of `drift`: the steps over `cap` at the begin and at the end of the run.
 
     The shares of single segments are left out: a segment has few steps, so that its share jumps where nothing drifts.
-
-    Args:
-        largest: steps of each stretch by the documents of their fullest micro-batch.
-        cap: documents.
-        several: whether several runs were joined.
+    `largest` are the steps of each stretch by their fullest micro-batch; `several` runs may have been joined.
     """
     over = f"over a cap of {cap:,} are "
     if len(largest) == 1:
@@ -584,9 +561,18 @@ def parts(report: Report, cap: int) -> Figure:
             canvas.bottom += LINE
 
     of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
+    p99 = percentiles["p99"]
+    if min(p99) == max(p99):
+        text = f"P99 of documents is {p99[0]:,} in all {counted(len(shown), 'part')} that are shown."
+    else:
+        most, least = (shortened(shown[p99.index(n)].name, LONGEST_NAME) for n in (max(p99), min(p99)))
+        text = (
+            f"P99 of documents is {max(p99):,} in {most} and {min(p99):,} in {least}: "
+            "a cap at the P99 of all is not that of each."
+        )
     return Figure(
         id="parts",
-        text=_parts_text([p.name for p in shown], percentiles["p99"]),
+        text=text,
         alt="Percentiles of each part: "
         + "; ".join(
             f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in values.items())
@@ -601,15 +587,4 @@ def parts(report: Report, cap: int) -> Figure:
             ],
             "left_out_parts": left_out,
         },
-    )
-
-
-def _parts_text(names: Sequence[str], p99: Sequence[int]) -> str:
-    low, high = int(np.argmin(p99)), int(np.argmax(p99))
-    if p99[low] == p99[high]:
-        return f"P99 of documents is {p99[low]:,} in all {counted(len(names), 'part')} that are shown."
-    most, least = (shortened(names[index], LONGEST_NAME) for index in (high, low))
-    return (
-        f"P99 of documents is {p99[high]:,} in {most} and {p99[low]:,} in {least}: "
-        "a cap at the P99 of all is not that of each."
     )
