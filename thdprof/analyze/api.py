@@ -112,9 +112,9 @@ def profile_dataset(
 ) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
-    In the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()`
-    has a row for every cap with its coverage, fallback rates and step time, and `percentiles()` has a row for each
-    measure. `save(path)` writes the profile to a file. A notebook shows the profile as a table.
+    In the result, `cells` has a row for every count, in the columns that `thdprof.analyze.profile.run_profile`
+    describes. `curve()` has a row for every cap with its coverage, fallback rates and step time, `percentiles()` has
+    a row for each measure. `save(path)` writes the profile to a file. A notebook shows the profile as a table.
 
     Args:
         locations: as for `analyze_dataset`.

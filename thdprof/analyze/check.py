@@ -252,8 +252,8 @@ def _worst(table: MicrobatchTable, plan: Plan, decisions: Decisions) -> Overshoo
         )
         excess[of_size] = np.maximum.reduce(factors)
     index = int(eager[excess.argmax()])
-    sizes = (int(a[index]) for a in (table.n_seqs, table.max_seqlen, table.n_tokens, cp_size))
-    return Overshoot(*table.position(index), *sizes, reason=decisions.reason_of(index))
+    sizes = {name: int(getattr(table, name)[index]) for name in ("n_seqs", "max_seqlen", "n_tokens")}
+    return Overshoot(*table.position(index), **sizes, cp_size=int(cp_size[index]), reason=decisions.reason_of(index))
 
 
 def _notes(plan: Plan, table: MicrobatchTable, unpadded: FallbackRate | None, needed: list[list[int]]) -> Iterator[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from thdprof.plan import Origin as Origin
+from thdprof.plan import Ruling as Ruling
 from thdprof.plan import TimesPart
-from thdprof.plan.file import Origin as Origin
-from thdprof.plan.file import Ruling as Ruling
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
 from thdprof.errors import DataError
-from thdprof.plan import Plan
-from thdprof.plan.file import validate
+from thdprof.plan import Plan, validate
 
 _ROUNDING = 1e-12
 

@@ -15,8 +15,7 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted
-from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.profile.run_profile import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted, RunProfile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.errors import UsageError
 from thdprof.words import counted, shortened
@@ -147,19 +146,19 @@ def _grid(analysis: Analysis) -> list[int]:
 
 def _whole_run(table: MicrobatchTable) -> list[pd.DataFrame]:
     """Counts of micro-batches, of pairs of rank and step, and of steps, by documents and longest document."""
-    own = table.n_seqs, table.max_seqlen
-    n_seqs, max_seqlen = (_largest_by_rank(table, values) for values in own)
+    n_seqs, max_seqlen = (_largest_by_rank(table, values) for values in (table.n_seqs, table.max_seqlen))
     if table.groups is None:
-        counts = [_joint("microbatch", *own)]
+        counts = [_joint("microbatch", table.n_seqs, table.max_seqlen)]
     else:
         by_size = {int(size): table.groups.cp_size == size for size in np.unique(table.groups.cp_size)}
-        counts = [_joint("microbatch", *(values[of] for values in own), size) for size, of in by_size.items()]
+        counts = [_joint("microbatch", table.n_seqs[at], table.max_seqlen[at], n) for n, at in by_size.items()]
     counts.append(_joint("rank_step_max", n_seqs.reshape(-1), max_seqlen.reshape(-1)))
     counts.append(_joint("step_max", n_seqs.max(axis=1), max_seqlen.max(axis=1)))
     if table.shared_capture_ranks > 1:
         of_group = table.joint(table.n_seqs), table.joint(table.max_seqlen)
         counts.append(_joint("joint_microbatch", *of_group))
-        counts.append(_joint("joint_rank_step_max", *(_largest_by_rank(table, v).reshape(-1) for v in of_group)))
+        n_seqs, max_seqlen = (_largest_by_rank(table, values).reshape(-1) for values in of_group)
+        counts.append(_joint("joint_rank_step_max", n_seqs, max_seqlen))
     return counts
 
 

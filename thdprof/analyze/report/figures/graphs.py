@@ -114,8 +114,11 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
     low, high = min(every), max(every)
     spread = max(high - low, 0.01)
     # From 0, unless the times would then look the same.
-    limits = (0.0, max(1.08, high * 1.05)) if low < _NEAR * high else (low - 0.4 * spread, high + 0.3 * spread)
-    panel = Panel(canvas, x, Scale(*limits, top + 190, top))
+    if low < _NEAR * high:
+        low, high = 0.0, max(1.08, high * 1.05)
+    else:
+        low, high = low - 0.4 * spread, high + 0.3 * spread
+    panel = Panel(canvas, x, Scale(low, high, top + 190, top))
     panel.axes(x_label="cap, documents", write_y=lambda value: f"{value:.3g}")
     panel.band(xs, lows, highs, 0)
     panel.line(xs, highs, 0)

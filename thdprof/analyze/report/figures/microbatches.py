@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.profile.file import PartOfRun
-from thdprof.analyze.profile.run_profile import histogram_of, share_over
+from thdprof.analyze.profile.run_profile import PartOfRun, histogram_of, share_over
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
 from thdprof.words import counted, percent, percentile_name, printable, shortened
