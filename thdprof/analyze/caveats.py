@@ -59,17 +59,10 @@ def caveats(
     full_size: int,
     limits: Limits,
 ) -> Iterator[str]:
-    """The conditions under which the figures hold, a sentence each.
+    """The conditions under which the figures of a run hold, a sentence each.
 
-    Args:
-        run: the run.
-        costs: the cost table that the step times come from.
-        recommendation: the buckets that were chosen.
-        predicted: what is predicted of the run.
-        kind: the kind of data that the dataset holds.
-        gpu: name of the GPU that times are of, such as h100; None: no times are modelled.
-        full_size: micro-batches that have the number of tokens that graphs are captured for.
-        limits: limits of the user.
+    `kind` is that of the dataset, `gpu` the GPU of modelled times, such as h100. `full_size` micro-batches have the
+    number of tokens that graphs are captured for.
     """
     yield from _on_memory(predicted.memory, gpu)
     recomputes = run.model is not None and run.model.recompute_granularity is not None
@@ -109,13 +102,9 @@ def _on_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
 
 
 def on_the_model(model: Model, settings: TrainingSettings, gpu: str | None, *, graphs: bool) -> Iterator[str]:
-    """What modelled times rest on, and what of the model keeps `install` from capturing it, a sentence each.
+    """What times that are modelled for `gpu` rest on, and what of the model `install` refuses; a sentence each.
 
-    Args:
-        model: the model.
-        settings: the run's settings.
-        gpu: the GPU that times are modelled for, by its name for `--gpu`; None: no times are modelled.
-        graphs: whether the plan captures any.
+    `gpu` is None where no times are modelled; `graphs` says whether the plan captures any.
     """
     if gpu is not None:
         from thdprof.analyze.times.gpus import find_gpu

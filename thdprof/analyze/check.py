@@ -125,13 +125,9 @@ def check(
     """Replay a dataset with the plan's own training settings and dispatch its micro-batches to the plan's buckets.
 
     Args:
-        plan: a plan that `thdprof analyze` wrote.
         locations: files, globs, directories or Megatron prefixes; empty: the files that the plan names.
         max_fallback_rate: largest rate at `level` with which the plan holds; None: the rate that the plan predicts.
-        level: the rate that is limited: that of eager micro-batches, of (rank, step) pairs with one, or of steps with
-            one on any rank.
         where: name of the plan in errors.
-        progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.

@@ -113,7 +113,6 @@ def sweep(
         axes: the swept options with their values.
         request_of: makes the request from values of the swept options, by name; all requests must name one dataset.
         impl: the kind of graphs that the plans capture; None: the default of `make_plan`.
-        progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset or a cost table cannot be read.

@@ -367,13 +367,7 @@ def larger_cap_step_ms(costs: CostTable, top: CapTime, cap: int, max_seqlen: int
 
     Every replay takes longer by as much. Where their number is not known, or nothing but replays takes time, the time
     of replays and of what lies outside of the decoder grows in proportion.
-
-    Args:
-        costs: the cost table.
-        top: the smaller cap, and the time under it.
-        cap: the larger cap.
-        max_seqlen: tokens of the longest document that both caps are captured for.
-        replays: replays that a step lasts; None: not known.
+    `max_seqlen` are tokens of the longest document that both are captured for, `replays` the replays that a step lasts.
     """
     before, after = costs.replay_ms(top.max_seqs, max_seqlen), costs.replay_ms(cap, max_seqlen)
     outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
@@ -415,8 +409,7 @@ def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSett
 def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:
     """Join profiles into one that has the parts of all; the counts of parts that share a name are added up.
 
-    Args:
-        names: name of each profile in error messages.
+    `names` are those of the profiles in error messages.
 
     Raises:
         UsageError: fewer than two profiles are given.

@@ -39,14 +39,9 @@ _END_SECONDS = 10.0
 
 
 def build_notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, beside: Path) -> NotebookNode:
-    """The filled notebook before its execution.
+    """The notebook of the files of a report, not executed yet; it opens with a cap in documents.
 
-    Args:
-        plan: plan file of the report.
-        profile: profile file of the report.
-        stats: file of a run's statistics to compare with; None: no comparison.
-        cap: documents of the cap with which the notebook opens.
-        beside: directory of the notebook; files in this directory are named relative to it.
+    Files in the directory `beside`, that of the notebook, are named relative to it.
 
     Raises:
         UsageError: nbformat is not installed.
@@ -85,8 +80,17 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
         )
         before = os.environ.get("JUPYTER_RUNTIME_DIR")
         os.environ["JUPYTER_RUNTIME_DIR"] = runtime
+        run = _Run(client, _environment(runtime))
         try:
-            _run_apart(client, env=_environment(runtime))
+            run.start()
+            try:
+                run.ended.wait()
+            except BaseException:
+                run.end()
+                raise
+            run.join()
+            if run.error is not None:
+                raise run.error
         except nbclient.exceptions.CellExecutionError as error:
             raise DataError(f"the report's notebook failed: {error.ename}: {error.evalue}") from error
         except (nbclient.exceptions.CellTimeoutError, nbclient.exceptions.DeadKernelError) as error:
@@ -151,22 +155,8 @@ def _environment(scratch: str) -> dict[str, str]:
     }
 
 
-def _run_apart(client: NotebookClient, *, env: dict[str, str]) -> None:
-    """Execute the notebook of `client`; `env` is the environment of the kernel. Errors of nbclient are raised here."""
-    run = _Run(client, env)
-    run.start()
-    try:
-        run.ended.wait()
-    except BaseException:
-        run.end()
-        raise
-    run.join()
-    if run.error is not None:
-        raise run.error
-
-
 class _Run(threading.Thread):
-    """The thread that executes a notebook."""
+    """The thread that executes the notebook of `client`; `env` is the environment of its kernel."""
 
     def __init__(self, client: NotebookClient, env: dict[str, str]) -> None:
         super().__init__(name="thdprof-notebook", daemon=True)
@@ -181,7 +171,7 @@ class _Run(threading.Thread):
         """Execute the notebook, and keep the error if there is one."""
         try:
             asyncio.run(self._execute())
-        except BaseException as error:  # `run_apart` raises it in the main thread
+        except BaseException as error:  # `execute` raises it in the main thread
             self.error = error
         finally:
             self.ended.set()
