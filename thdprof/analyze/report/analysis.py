@@ -75,15 +75,11 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
     yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
-    origin = (
-        "replayed exactly"
-        if table.exact
-        else "drawn, not replayed"
-        if analysis.drawn
-        else "replayed with a pack size that is a guess"
-        if table.size_guessed
-        else "replayed up to a step that Megatron stops on"
-    )
+    if table.exact or analysis.drawn:
+        origin = "replayed exactly" if table.exact else "drawn, not replayed"
+    else:
+        guessed = "replayed with a pack size that is a guess"
+        origin = guessed if table.size_guessed else "replayed up to a step that Megatron stops on"
     count = counted(len(table), "micro-batch", "micro-batches")
     yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
     if analysis.model is not None:
@@ -92,8 +88,12 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
     for note in analysis.notes:
         yield Text(f"  note: {note}", style="yellow")
-    if analysis.packing_efficiency is not None:
-        yield Text(_packing(analysis))
+    if (used := analysis.packing_efficiency) is not None:
+        text = f"packed by {analysis.settings.packer}: {used:.2%} of the tokens hold documents"
+        if (without_cap := analysis.packing_efficiency_without_cap) is not None:
+            cap = shown("max_docs_per_pack", analysis.settings.max_docs_per_pack)
+            text += f"; {cap} loses {(without_cap - used) * 100:.2f} points"
+        yield Text(text)
     yield ""
     yield _percentiles(analysis)
     yield ""
@@ -118,14 +118,6 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield Text(capture_sentence(analysis.capture))
     if analysis.overlap is not None:
         yield Text(overlap_sentence(analysis.overlap))
-
-
-def _packing(analysis: Analysis) -> str:
-    text = f"packed by {analysis.settings.packer}: {analysis.packing_efficiency:.2%} of the tokens hold documents"
-    if analysis.packing_efficiency_without_cap is not None and analysis.packing_efficiency is not None:
-        lost = analysis.packing_efficiency_without_cap - analysis.packing_efficiency
-        text += f"; {shown('max_docs_per_pack', analysis.settings.max_docs_per_pack)} loses {lost * 100:.2f} points"
-    return text
 
 
 def _percentiles(analysis: Analysis) -> Table:
@@ -196,7 +188,7 @@ def sentence(analysis: Analysis) -> str:
         gain = f"{analysis.costs.least_gain:.0%}"
         return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
     caps = [
-        f"{b.max_seqs} ({f'{_ranks(b.cp_size)}, ' if analysis.cp_sizes else ''}{percent(share)})"
+        f"{b.max_seqs} ({f'{counted(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
     documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
@@ -245,10 +237,6 @@ def times_lines(analysis: Analysis) -> list[str]:
     return lines
 
 
-def _ranks(cp_size: int) -> str:
-    return "1 rank" if cp_size == 1 else f"{cp_size} ranks"
-
-
 def reasons(analysis: Analysis) -> list[str]:
     """The reasons for the recommendation, a sentence each; graph memory is counted after offloading."""
     chosen, offload = analysis.recommendation, analysis.offload
@@ -261,10 +249,9 @@ def reasons(analysis: Analysis) -> list[str]:
                 f"{percent(rate.microbatch)} of micro-batches eagerly, and so stalls {percent(rate.step)} of steps"
             )
     one, timed = chosen.one_cap, analysis.timed
-    if one is None:
-        if timed:
-            sentences.append(f"no single cap saves {analysis.costs.least_gain:.0%} of the eager step time")
-    elif len(chosen.buckets) > 1:
+    if one is None and timed:
+        sentences.append(f"no single cap saves {analysis.costs.least_gain:.0%} of the eager step time")
+    elif one is not None and len(chosen.buckets) > 1:
         time = f"{one.relative_step_time:.3f} of the eager step time, " if timed else ""
         best = " is best" if timed else ""
         sentences.append(
@@ -278,13 +265,10 @@ def reasons(analysis: Analysis) -> list[str]:
             "unseen data: with 95% confidence fewer than "
             f"{chosen.fallback_rate_upper_bound:.2g} of micro-batches will fall back; " + _coverage_of_run(analysis)
         )
-        most = max(sum(rank) for rank in analysis.slots)
-        memory = ""
         size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
-        if size is not None and timed:
-            after = "" if offload is None else " after offloading"
-            memory = f", about {size / 2**30:.1f} GiB of graph memory{after}"
-        sentences.append(f"slots: at most {most} on a pipeline rank{memory}")
+        after = "" if offload is None else " after offloading"
+        memory = f", about {size / 2**30:.1f} GiB of graph memory{after}" if size is not None and timed else ""
+        sentences.append(f"slots: at most {max(map(sum, analysis.slots))} on a pipeline rank{memory}")
     return sentences
 
 

@@ -93,10 +93,8 @@ def make_answer(report: Report) -> Answer:
 
 
 def _warnings(report: Report) -> tuple[str, ...]:
-    every = dict.fromkeys(w for part in report.profile.parts for w in part.warnings)
-    if report.times.origin != "none":
-        return tuple(every)
-    return tuple(w for w in every if not w.startswith(_OF_A_STAND_IN))
+    timed = report.times.origin != "none"
+    return tuple(text for text in report.warnings if timed or not text.startswith(_OF_A_STAND_IN))
 
 
 def _verdict(report: Report) -> str:
