@@ -27,40 +27,31 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketUse:
-    """The planned and the present share of one bucket, among all micro-batches."""
+    """One bucket, with the shares of micro-batches that replay it: by the plan's prediction, and now."""
 
     max_seqs: int
-    """Documents of the bucket."""
     max_seqlen: int
-    """Tokens of the bucket's longest document."""
     cp_size: int
-    """Context-parallel size of the bucket."""
     planned_share: float
-    """Share of micro-batches that the plan predicts to replay the bucket."""
     share: float
-    """Share of micro-batches that would replay the bucket now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overshoot:
-    """The eager micro-batch that is over the largest bucket by the largest factor; the first of equals."""
+    """The eager micro-batch that is over the largest bucket by the largest factor; the first of equals.
+
+    Its step, its data-parallel rank and its position among the micro-batches of that rank and step count from 0. Its
+    tokens are those of all `cp_size` context-parallel ranks that share it.
+    """
 
     step: int
-    """Step in which it is trained on, from 0."""
     dp_rank: int
-    """Data-parallel rank that trains on it, from 0."""
     microbatch: int
-    """Position among the micro-batches of the rank in the step, from 0."""
     n_seqs: int
-    """Documents of the micro-batch."""
     max_seqlen: int
-    """Tokens of the longest document."""
     n_tokens: int
-    """Tokens of the micro-batch over all context-parallel ranks."""
     cp_size: int
-    """Context-parallel ranks that share the micro-batch."""
     reason: FallbackReason
-    """The reason why it runs eagerly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

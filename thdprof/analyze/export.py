@@ -53,7 +53,6 @@ class Target:
     """A system that a plan can be exported to."""
 
     name: str
-    """Name that `thdprof export --to` takes."""
     main_file: str
     """File name under which the export's text is written."""
     render: Callable[[Plan, int | None], Exported]

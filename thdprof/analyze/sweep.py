@@ -44,21 +44,17 @@ class Combination:
     problem: str | None
     """The error of the analysis; None where there is a plan."""
     assumptions: tuple[Assumption, ...] = ()
-    """Settings that the user did not give, with the values that were assumed."""
     warnings: tuple[str, ...] = ()
-    """Sentences that the user should know before trusting the plan's numbers."""
     times: Times | None = None
-    """Times under the plan, and where they come from; None where the analysis failed."""
     verdict: Verdict | None = None
-    """Whether graphs pay; None where the analysis failed."""
+    memory: Memory | None = None
+    """These five are the analysis's own; None or empty where it failed."""
     worth: Worth | None = None
     """What the plan is worth over the run; None where tokens per second are not known."""
     rate: Rate | None = None
     """Tokens per second under the plan; None where they are not known."""
     unranked: str | None = None
     """Why they are not known; None where they are, or the analysis failed."""
-    memory: Memory | None = None
-    """Predicted peak memory; None where the model or its memory is not known."""
 
     @property
     def file_name(self) -> str:
@@ -201,14 +197,10 @@ def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Com
         values=values,
         plan=plan,
         problem=None,
-        assumptions=result.assumptions,
-        warnings=result.warnings,
-        times=result.times,
-        verdict=result.verdict,
+        **{name: getattr(result, name) for name in ("assumptions", "warnings", "times", "verdict", "memory")},
         worth=None if unranked else result.worth,
         rate=None if unranked else Rate.of(result.worth, result.times, step_ms=step_ms),
         unranked=unranked,
-        memory=result.memory,
     )
 
 

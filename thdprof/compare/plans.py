@@ -36,9 +36,8 @@ class Difference:
     field: str
     """The field's path in the plan file; for a bucket, its shape."""
     before: Any
-    """The value in the first plan; None if it has none."""
     after: Any
-    """The value in the second plan; None if it has none."""
+    """The values in the first and in the second plan; None if it has none."""
     measure: Literal["absolute", "relative"] | None
     """The unit of `change`: the difference of both values, or that difference divided by the larger value. None: the
     field is listed, but is not compared with the tolerance.

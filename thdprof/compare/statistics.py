@@ -26,16 +26,12 @@ class _Part(BaseModel):
 
 
 class _Replays(_Part):
-    """Micro-batches that replayed one bucket, or whose shape alone would have."""
+    """One bucket, and the number of micro-batches that replayed it, or whose shape alone would have."""
 
     max_seqs: Count
-    """Documents of the bucket."""
     max_seqlen: Count
-    """Tokens of the bucket's longest document."""
     cp_size: Count = 1
-    """Context-parallel size of the bucket."""
     count: Count
-    """Number of micro-batches."""
 
 
 class _Decisions(_Part):
@@ -79,18 +75,16 @@ class Observed(_Decisions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketShares:
-    """The predicted and the observed share of one bucket, among all micro-batches whose shape was looked at."""
+    """One bucket, with its predicted and its observed share of all micro-batches whose shape was looked at.
+
+    The predicted share is 0 if the plan has no such bucket.
+    """
 
     max_seqs: int
-    """Documents of the bucket."""
     max_seqlen: int
-    """Tokens of the bucket's longest document."""
     cp_size: int
-    """Context-parallel size of the bucket."""
     predicted_share: float
-    """The plan's share; 0 if the plan has no such bucket."""
     observed_share: float
-    """The run's share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,14 +33,11 @@ _OF_A_STAND_IN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One of the numbers that matter."""
+    """One of the numbers that matter, with its unit; what it counts; and what it rests on or compares with, if any."""
 
     value: str
-    """The number with its unit."""
     label: str
-    """What it counts."""
     note: str
-    """What it rests on, or compares with; may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 EM = 7.0
 """Pixels that a character of a label takes at most on average."""
@@ -61,18 +61,13 @@ _MARKED = 14
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A map from values to pixels, linear or logarithmic."""
+    """A map from the values `low` to `high` to the pixels `start` to `end`, linear or logarithmic."""
 
     low: float
-    """Value at `start`."""
     high: float
-    """Value at `end`."""
     start: float
-    """Pixel of `low`."""
     end: float
-    """Pixel of `high`."""
     logarithmic: bool = False
-    """Whether equal ratios are equally long."""
 
     def __call__(self, value: float) -> float:
         """The pixel of `value`, no further out than the scale's ends."""
@@ -125,12 +120,29 @@ def px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
+class Bar(NamedTuple):
+    """A bar that lies, with words behind it; a range from `low` on is paler."""
+
+    value: float
+    look: str
+    words: str
+    low: float | None = None
+
+
+class Row(NamedTuple):
+    """Bars below one name, which has a look, and words on hovering."""
+
+    name: str
+    bars: tuple[Bar, ...]
+    tip: str
+    look: str = ""
+
+
 @dataclass(slots=True)
 class Canvas:
-    """An empty drawing of a given width, to which marks are added; it grows downwards."""
+    """An empty drawing of a width in CSS pixels, to which SVG elements are added; it grows downwards."""
 
     width: int
-    """Width in CSS pixels."""
     marks: list[str] = field(default_factory=list)
     """SVG elements in painting order."""
     bottom: float = 0
@@ -204,23 +216,28 @@ class Canvas:
         self.bottom = max(self.bottom, top + 6)
         return top + 8
 
-    def bar(
-        self,
-        x: Scale,
-        value: float,
-        at: float,
-        look: str,
-        words: str,
-        *,
-        height: float = BAR,
-        least: float = 0,
-        gap: float = 8,
-        extra: str = "",
-    ) -> None:
-        """Add a bar that lies from `x.start` to `value`, its upper edge at `at`, and words `gap` pixels behind it."""
-        self.rect(x.start, at, max(least, x(value) - x.start), height, look, extra=extra)
-        if words:
-            self.text(x(value) + gap, at + height / 2 + 4, words)
+    def rows(self, title: str, x: Scale, rows: Sequence[Row], *, height: float = BAR, beside: bool = False) -> None:
+        """Add rows of bars that lie, below all marks; names stand above them, or `beside` them to the left."""
+        self.text(0, self.bottom + 14, title, look="b")
+        at = self.bottom + 24
+        for row in rows:
+            top = at - 2
+            if beside:
+                self.text(x.start - 8, at + 13, row.name, anchor="end")
+            else:
+                self.text(0, at + 13, self.shorten(row.name), look=row.look)
+                at += LINE + 2
+            for bar in row.bars:
+                end = x(bar.value)
+                self.rect(x.start, at, max(0 if beside else 1, end - x.start), height, bar.look)
+                if bar.low is not None and bar.low < bar.value:
+                    left, pale = x(bar.low), ' style="fill-opacity:.35"'
+                    self.rect(left, at, end - left, height, "hit range", extra=pale)
+                self.text(end + (6 if beside else 8), at + height / 2 + 4, bar.words)
+                at += height + 2
+            self.rect(0, top, self.width, at - top, "hit", tip=row.tip)
+            at += 4 if beside else 4 + 2 * len(row.bars)
+        self.bottom = at
 
     def panel(
         self,
@@ -263,14 +280,11 @@ def write_share(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A rectangle of a canvas with two axes."""
+    """A rectangle of a canvas with two axes: `x` goes to the right, `y` upwards."""
 
     canvas: Canvas
-    """The canvas that is drawn on."""
     x: Scale
-    """Scale to the right."""
     y: Scale
-    """Scale upwards."""
 
     def axes(self, *, x_label: str = "", write_y: Callable[[float], str] = write_share, x_ticks: bool = True) -> None:
         """Draw the grid, both axes and their labels; `write_whole` labels whole numbers alone."""

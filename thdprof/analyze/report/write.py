@@ -29,9 +29,8 @@ class Written:
     cap: int
     """Documents of the single cap that the figures are about."""
     findings: tuple[Figure, ...]
-    """The figures of the report."""
     files: tuple[Path, ...]
-    """The written files; empty where only the sentences were asked for."""
+    """The written files; empty where only the sentences were made."""
 
     def to_json(self) -> str:
         """One JSON object, schema `thdprof.report/1`."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.drawing import BAR, EM, LINE, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.analyze.report.drawing import BAR, EM, LINE, Bar, Canvas, Figure, Panel, Row, Scale, write_whole
 from thdprof.compare.statistics import Comparison
 from thdprof.plan import BucketPart, FallbackRate, Plan
 from thdprof.words import counted, listed, memory_size, percent, percentile_name, ratio
@@ -30,16 +30,14 @@ _ALIKE = 5e-4
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One way to train: eagerly, under a single cap, or by the plan."""
+    """One way to train: by the plan, under the cap that the report is about, or another."""
 
     name: str
-    """The alternative in words."""
     relative_step_time: Range | None
     """Mean step time divided by that of running all micro-batches eagerly; None without times."""
     rate: FallbackRate
     """The three shares that run eagerly."""
     role: Literal["plan", "cap", "other"] = "other"
-    """Whether it is the plan, the cap that the report is asked about, or another alternative."""
     cap: int | None = None
     """The single cap, in documents; None for the plan and for running eagerly."""
 
@@ -191,8 +189,9 @@ def choice(report: Report, cap: int) -> Figure:
         shares.append((f"{counted(b.max_seqs, 'document')}{tail}", b.share))
     shares.append(("eager", rate.microbatch))
 
-    bars = [
-        (n, s, "f1" if n == "eager" else "f2", percent(s), f"{n}: {percent(s)} of micro-batches") for n, s in shares
+    rows = [
+        Row(n, (Bar(s, "f1" if n == "eager" else "f2", percent(s)),), f"{n}: {percent(s)} of micro-batches")
+        for n, s in shares
     ]
 
     def paint(canvas: Canvas) -> None:
@@ -200,7 +199,7 @@ def choice(report: Report, cap: int) -> Figure:
         canvas.bottom += 12
         left = min(max(len(name) for name, _ in shares) * EM, canvas.width * 0.5) + 20
         x = Scale(0, 1, left, canvas.width - 64)
-        _paint_bars(canvas, "Share of micro-batches, by the plan's graphs", x, bars)
+        canvas.rows("Share of micro-batches, by the plan's graphs", x, rows, beside=True)
 
     alt = "Bars of " + "; ".join(
         f"{a.name}: "
@@ -324,35 +323,16 @@ def _paint_alternatives(canvas: Canvas, every: list[Alternative]) -> None:
     """A lying bar for the step time of each alternative; without times, for its steps that wait."""
     known = all(a.relative_step_time is not None for a in every)
     looks = {"other": "f0", "cap": "fc", "plan": "f2"}
-    canvas.text(0, 14, "Step time, all eager = 1" if known else "Steps with an eager micro-batch", look="b")
     longest = max([1.0, *(max(a.relative_step_time) if a.relative_step_time else a.rate.step for a in every)])
+    rows = []
+    for a in every:
+        low, high = a.relative_step_time or (0.0, a.rate.step)
+        words = f"{ratio((low, high))}, {percent(a.rate.step)} of steps wait" if known else percent(a.rate.step)
+        tip = f"{a.name}: {words}; {percent(a.rate.microbatch)} of micro-batches run eagerly"
+        bar = Bar(high, looks[a.role], words, low if known else high)
+        rows.append(Row(a.name, (bar,), tip, "b" if a.role == "plan" else ""))
     x = Scale(0, longest, 0, canvas.width * (0.42 if canvas.narrow else 0.6))
-    at = 24.0
-    for alternative in every:
-        rate = alternative.rate
-        low, high = alternative.relative_step_time or (0.0, rate.step)
-        words = f"{ratio((low, high))}, {percent(rate.step)} of steps wait" if known else percent(rate.step)
-        canvas.text(0, at + 13, canvas.shorten(alternative.name), look="b" if alternative.role == "plan" else "")
-        at += LINE + 2
-        canvas.bar(x, high, at, looks[alternative.role], words, least=1)
-        if known and high > low:
-            canvas.rect(x(low), at, x(high) - x(low), BAR, "hit range", extra=' style="fill-opacity:.35"')
-        tip = f"{alternative.name}: {words}; {percent(rate.microbatch)} of micro-batches run eagerly"
-        canvas.rect(0, at - LINE, canvas.width, LINE + BAR + 4, "hit", tip=tip)
-        at += BAR + 8
-    canvas.bottom = at
-
-
-def _paint_bars(canvas: Canvas, title: str, x: Scale, bars: list[tuple[str, float, str, str, str]]) -> None:
-    """Lying bars below the marks of the canvas: name to the left, length, look, words behind, words on hovering."""
-    canvas.text(0, canvas.bottom + 14, title, look="b")
-    at = canvas.bottom + 24
-    for name, value, look, words, tip in bars:
-        canvas.text(x.start - 8, at + 13, name, anchor="end")
-        canvas.bar(x, value, at, look, words, gap=6)
-        canvas.rect(0, at - 2, canvas.width, BAR + 4, "hit", tip=tip)
-        at += BAR + 6
-    canvas.bottom = at
+    canvas.rows("Step time, all eager = 1" if known else "Steps with an eager micro-batch", x, rows)
 
 
 def memory(report: Report, cap: int) -> Figure:
@@ -381,12 +361,12 @@ def memory(report: Report, cap: int) -> Figure:
         if gib:
             canvas.bottom += 16 if canvas.bottom else 0
             title = f"Graph memory of the busiest rank{'' if host is None else ', after offloading'}"
-            bars = []
+            rows = []
             for number, size in enumerate(gib, start=1):
                 name, chosen = counted(number, "graph"), number == num_buckets
-                words = f"{size:.2f} GiB{', the plan' if chosen else ''}"
-                bars.append((name, size, "f2" if chosen else "f0", words, f"{name} a slot: {size:.2f} GiB"))
-            _paint_bars(canvas, title, Scale(0, max(gib) or 1, 100, canvas.width - 130), bars)
+                bar = Bar(size, "f2" if chosen else "f0", f"{size:.2f} GiB{', the plan' if chosen else ''}")
+                rows.append(Row(name, (bar,), f"{name} a slot: {size:.2f} GiB"))
+            canvas.rows(title, Scale(0, max(gib) or 1, 100, canvas.width - 130), rows, beside=True)
 
     alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS])
     alt += "".join(f"; {counted(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(gib, start=1))
@@ -467,11 +447,27 @@ def observed(report: Report, cap: int) -> Figure:
         for b in comparison.buckets
     ]
     pairs.append(("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate))
+    rows = [
+        Row(
+            name,
+            (Bar(predicted, "f0", f"{predicted:.2%} predicted"), Bar(seen, "f1", f"{seen:.2%} observed")),
+            f"{name}: {predicted:.2%} predicted, {seen:.2%} observed",
+        )
+        for name, predicted, seen in pairs
+    ]
+
+    def paint(canvas: Canvas) -> None:
+        x = Scale(0, max(max(p, o) for _, p, o in pairs) or 1, 0, canvas.width - 150)
+        canvas.rows("Share of dispatched micro-batches", x, rows, height=BAR - 4)
+        for line in textwrap.wrap(_observed_note(comparison), int(canvas.width / EM)):
+            canvas.text(0, canvas.bottom + 13, line, look="q")
+            canvas.bottom += LINE
+
     return Figure(
         id="observed",
         text=_observed_text(comparison),
         alt=f"Predicted and observed shares: {'; '.join(f'{n} {p:.2%} and {o:.2%}' for n, p, o in pairs)}.",
-        paint=lambda canvas: _paint_pairs(canvas, pairs, _observed_note(comparison)),
+        paint=paint,
         values={
             "dispatched_microbatches": comparison.dispatched,
             "predicted_fallback_share": comparison.predicted_fallback_rate,
@@ -515,23 +511,3 @@ def _observed_note(comparison: Comparison) -> str:
         if ms is not None:
             notes.append(f"{way} micro-batch took {ms:.2f} ms.")
     return " ".join(notes)
-
-
-def _paint_pairs(canvas: Canvas, pairs: list[tuple[str, float, float]], note: str) -> None:
-    """A predicted and an observed bar for each name, and the note below."""
-    canvas.text(0, 14, "Share of dispatched micro-batches", look="b")
-    x = Scale(0, max(max(p, o) for _, p, o in pairs) or 1, 0, canvas.width - 150)
-    at = 24.0
-    for name, predicted, seen in pairs:
-        canvas.text(0, at + 13, name)
-        at += LINE + 2
-        for value, kind, look in ((predicted, "predicted", "f0"), (seen, "observed", "f1")):
-            canvas.bar(x, value, at, look, f"{value:.2%} {kind}", height=BAR - 4, least=1)
-            at += BAR - 2
-        tip = f"{name}: {predicted:.2%} predicted, {seen:.2%} observed"
-        canvas.rect(0, at - 2 * BAR - LINE, canvas.width, 2 * BAR + LINE, "hit", tip=tip)
-        at += 8
-    for line in textwrap.wrap(note, int(canvas.width / EM)):
-        canvas.text(0, at + 13, line, look="q")
-        at += LINE
-    canvas.bottom = at
