@@ -117,10 +117,10 @@ class Shapes:
 
 
 _RULE: tuple[tuple[FallbackReason, Callable[[Bucket, Any], Any]], ...] = (
-    (FallbackReason.cp_size_not_captured, lambda bucket, asked: asked.cp_size == bucket.cp_size),
-    (FallbackReason.token_count_differs, lambda bucket, asked: asked.n_tokens == bucket.n_tokens),
-    (FallbackReason.too_many_seqs, lambda bucket, asked: asked.n_seqs <= bucket.max_seqs),
-    (FallbackReason.document_too_long, lambda bucket, asked: asked.max_seqlen <= bucket.max_seqlen),
+    (FallbackReason.cp_size_not_captured, lambda bucket, shape: shape.cp_size == bucket.cp_size),
+    (FallbackReason.token_count_differs, lambda bucket, shape: shape.n_tokens == bucket.n_tokens),
+    (FallbackReason.too_many_seqs, lambda bucket, shape: shape.n_seqs <= bucket.max_seqs),
+    (FallbackReason.document_too_long, lambda bucket, shape: shape.max_seqlen <= bucket.max_seqlen),
 )
 """A bucket holds a `Shape`, or each of some `Shapes`, where all conditions are true. A micro-batch that no bucket holds
 runs eagerly for the first reason at which no bucket is left."""
@@ -129,7 +129,7 @@ _REASONS = (*(reason for reason, _ in _RULE), FallbackReason.disabled_by_user)
 
 
 class Dispatcher:
-    """Chooses among fixed buckets. Every rank that sees the same integers chooses alike."""
+    """Chooses among fixed buckets. Every rank that sees the same integers makes the same choice."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self.buckets: Sequence[Bucket] = tuple(sorted(set(buckets)))
@@ -195,7 +195,7 @@ def decide_all(buckets: Iterable[Bucket], shapes: Shapes) -> Decisions:
     for index in reversed(range(len(ordered))):  # the smallest bucket that fits is written last
         choice[holds(ordered[index], shapes)] = index
     eager = np.flatnonzero(choice < 0)
-    asked = Shapes(
+    eager_shapes = Shapes(
         n_seqs=shapes.n_seqs[eager],
         max_seqlen=shapes.max_seqlen[eager],
         n_tokens=np.broadcast_to(shapes.n_tokens, len(choice))[eager],
@@ -208,7 +208,7 @@ def decide_all(buckets: Iterable[Bucket], shapes: Shapes) -> Decisions:
     reason = np.zeros(len(eager), dtype=np.int8)
     for _, fits in _RULE:
         for row, bucket in zip(left, ordered, strict=True):
-            row &= fits(bucket, asked)
+            row &= fits(bucket, eager_shapes)
         reason += left.any(axis=0)  # once no bucket is left, none comes back
     return Decisions(buckets=ordered, choice=choice, eager=eager, reason=reason)
 

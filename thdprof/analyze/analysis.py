@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
-from thdprof.analyze.caveats import caveats, on_the_order
+from thdprof.analyze.caveats import caveats, note_order
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import DatasetSummary, Replay, replay
@@ -210,7 +210,7 @@ class Study:
         if request.model is not None or self.measured is not None:
             predicted = self._predict(run, costs, chosen, moved, replayed, modelled, unknown)
         full_size = len(table) - _count_other_sizes(table, settings)
-        notes = (*gpu_note, *dataset.notes, *schedule.notes, *on_the_order(settings, table))
+        notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
         profiles = {settings.context_parallel_size: run.profile}
         if table.groups is not None:
             profiles = Profile.by_cp_size(table, settings.context_parallel_size)

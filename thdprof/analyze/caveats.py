@@ -38,7 +38,7 @@ _OTHER_TOKENS = 0.05
 """Share by which a table's micro-batches may have other tokens than the run's before a warning."""
 
 
-def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
+def note_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if not table.drawn:
         return []
@@ -64,7 +64,7 @@ def caveats(
     `kind` is that of the dataset, `gpu` the GPU of modelled times, such as h100. `full_size` micro-batches have the
     number of tokens that graphs are captured for.
     """
-    yield from _on_memory(predicted.memory, gpu)
+    yield from _warn_of_memory(predicted.memory, gpu)
     recomputes = run.model is not None and run.model.recompute_granularity is not None
     if recomputes and (run.layer_graphs or run.settings.experts == "dropless"):
         yield (
@@ -73,13 +73,15 @@ def caveats(
         )
     if run.model is not None:
         modelled = predicted.times.origin == "modelled"
-        yield from on_the_model(run.model, run.settings, gpu if modelled else None, graphs=bool(recommendation.buckets))
-    yield from _on_the_microbatches(run, costs, kind, full_size)
+        yield from warn_of_model(
+            run.model, run.settings, gpu if modelled else None, graphs=bool(recommendation.buckets)
+        )
+    yield from _warn_of_counts(run, costs, kind, full_size)
     if costs.origin == "none":
         if limits.graph_memory_bytes is not None and costs.slot_bytes is not None:
             yield f"--graph-memory-gib was held against graphs of {costs.name}, since those of your model are not known"
     else:
-        yield from _on_times(run, costs, recommendation, limits)
+        yield from _warn_of_choice(run, costs, recommendation, limits)
     if recommendation.steps_searched != run.table.num_steps:
         yield (
             f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
@@ -87,7 +89,7 @@ def caveats(
         )
 
 
-def _on_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
+def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
     """A warning where the predicted peak is more than the GPU has."""
     if memory is None or gpu is None:
         return
@@ -101,7 +103,7 @@ def _on_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
         )
 
 
-def on_the_model(model: Model, settings: TrainingSettings, gpu: str | None, *, graphs: bool) -> Iterator[str]:
+def warn_of_model(model: Model, settings: TrainingSettings, gpu: str | None, *, graphs: bool) -> Iterator[str]:
     """What times that are modelled for `gpu` rest on, and what of the model `install` refuses; a sentence each.
 
     `gpu` is None where no times are modelled; `graphs` says whether the plan captures any.
@@ -109,9 +111,9 @@ def on_the_model(model: Model, settings: TrainingSettings, gpu: str | None, *, g
     if gpu is not None:
         from thdprof.analyze.times.gpus import find_gpu
 
-        unlike = _unlike(model, settings, find_gpu(gpu))
+        unlike = _list_unmeasured(model, settings, find_gpu(gpu))
         if unlike or not settings.is_of_trainer:
-            yield f"times are modelled, not measured: {_compared(unlike)}"
+            yield f"times are modelled, not measured: {_describe_accuracy(unlike)}"
         if settings.is_of_trainer:
             yield (
                 "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes, to "
@@ -142,7 +144,7 @@ def on_the_model(model: Model, settings: TrainingSettings, gpu: str | None, *, g
         )
 
 
-def _on_the_microbatches(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: int) -> Iterator[str]:
+def _warn_of_counts(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: int) -> Iterator[str]:
     """What the counts of micro-batches rest on."""
     table, settings = run.table, run.settings
     if other_sizes := len(table) - full_size:
@@ -173,7 +175,9 @@ def _on_the_microbatches(run: AnalyzedRun, costs: CostTable, kind: Kind, full_si
         )
 
 
-def _on_times(run: AnalyzedRun, costs: CostTable, recommendation: Recommendation, limits: Limits) -> Iterator[str]:
+def _warn_of_choice(
+    run: AnalyzedRun, costs: CostTable, recommendation: Recommendation, limits: Limits
+) -> Iterator[str]:
     """What the choice by times of the user's own model rests on."""
     if run.settings.experts == "dropless" and not costs.modelled:
         yield "times are of layers that are captured whole; with experts run eagerly a replay saves less"
@@ -193,7 +197,7 @@ def _on_times(run: AnalyzedRun, costs: CostTable, recommendation: Recommendation
         yield f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}"
 
 
-def _unlike(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
+def _list_unmeasured(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
     """What of a run was in none of the measured ones that modelled times were compared with."""
     unlike = [] if gpu.compared else [f"the {gpu.label}"]
     if model.fp8_recipe not in (None, "tensorwise"):
@@ -206,7 +210,7 @@ def _unlike(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
     return unlike
 
 
-def _compared(unlike: Sequence[str]) -> str:
+def _describe_accuracy(unlike: Sequence[str]) -> str:
     """How far modelled times were compared with measured ones; `unlike` is what was in none of these."""
     if unlike:
         return f"of {', '.join(unlike)} no measured replays were compared; thdprof calibrate measures yours"

@@ -26,7 +26,7 @@ from thdprof.plan import Plan
 from thdprof.training import STEP_PACKERS
 
 FALSE_ALARMS_PER_RUN = 1e-3
-"""Largest chance that a run whose data is the plan's is ever said to have moved on."""
+"""Largest chance that a run whose data is the plan's ever raises an alarm."""
 
 _NEGLIGIBLE = 1e-17
 _ROUNDING = 1e-6

@@ -42,7 +42,7 @@ class _Decisions(_Part):
     fallbacks: dict[FallbackReason, Count]
     """Number of eager micro-batches, by reason."""
 
-    def asked(self) -> int:
+    def num_dispatched(self) -> int:
         """Number of micro-batches whose shape was looked at."""
         fallbacks = sum(n for reason, n in self.fallbacks.items() if reason not in SHAPE_NOT_ASKED)
         return fallbacks + sum(r.count for r in self.replays)
@@ -207,12 +207,12 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
     """
     captures = bool(plan.graphs.buckets)
     decisions: _Decisions = observed
-    if captures and not observed.asked() and observed.decided is not None:
+    if captures and not observed.num_dispatched() and observed.decided is not None:
         decisions = observed.decided
     evaluated = observed.fallbacks.get(FallbackReason.not_training, 0)
     # a plan without buckets predicts that all run eagerly, for whatever reason
     by_shape = BY_SHAPE if captures else frozenset(FallbackReason) - {FallbackReason.not_training}
-    dispatched = decisions.asked() if captures else observed.microbatches - evaluated
+    dispatched = decisions.num_dispatched() if captures else observed.microbatches - evaluated
     if not dispatched:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(observed.fallbacks.items())) or "none ran"
         raise DataError(f"{where}: no micro-batch was dispatched by its shape ({reasons}): nothing to compare")

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,7 +38,7 @@ from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, 
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing
 from thdprof.plan import FallbackRate, Training, validate
-from thdprof.training import DYNAMIC_CP, TrainingSettings
+from thdprof.training import DYNAMIC_CP, TrainingSettings, definitions_of
 from thdprof.words import counted, html_table, printable
 
 if TYPE_CHECKING:
@@ -162,32 +162,24 @@ class Metadata(_Part):
     files of earlier versions."""
 
 
+@dataclass(repr=False, eq=False)
 class RunProfile:
     """Counts of a run's micro-batches, pairs of rank and step, and steps; and expected step times under single caps."""
 
-    def __init__(
-        self,
-        cells: pd.DataFrame,
-        *,
-        training: TrainingSettings,
-        costs: CostTable,
-        parts: list[PartOfRun],
-        analysed_on: str | None = None,
-        predicted: Predicted | None = None,
-    ) -> None:
-        self.cells = cells
-        """The counts, in the columns of `COLUMNS`."""
-        self.training = training
-        """Training settings, which all parts share."""
-        self.costs = costs
-        """The table from which the step times were computed."""
-        self.parts = parts
-        """The datasets or shards that were counted."""
-        self.analysed_on = analysed_on
-        """Day of the analysis, as YYYY-MM-DD; None where it is not known, or profiles were joined."""
-        self.predicted = predicted
-        """What the analysis predicted for the user's own model; None where it is not known, or profiles were joined."""
-        self._histograms: dict[tuple[str, str, str | None], Histogram] = {}
+    cells: pd.DataFrame
+    """The counts, in the columns of `COLUMNS`."""
+    _: KW_ONLY
+    training: TrainingSettings
+    """Training settings, which all parts share."""
+    costs: CostTable
+    """The table from which the step times were computed."""
+    parts: list[PartOfRun]
+    """The datasets or shards that were counted."""
+    analysed_on: str | None = None
+    """Day of the analysis, as YYYY-MM-DD; None where it is not known, or profiles were joined."""
+    predicted: Predicted | None = None
+    """What the analysis predicted for the user's own model; None where it is not known, or profiles were joined."""
+    _histograms: dict[tuple[str, str, str | None], Histogram] = field(default_factory=dict, init=False)
 
     @property
     def microbatches(self) -> int:
@@ -382,8 +374,7 @@ def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSet
     A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs do
     not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
     """
-    total = sum(part.steps for part in parts)
-    combined = []
+    total, combined = sum(part.steps for part in parts), []
     for cap in sorted({c.max_seqs for part in parts for c in part.caps}):
         times = [_step_ms(part, cap, costs, training) for part in parts]
         known = [ms for ms in times if ms is not None]
@@ -444,7 +435,7 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
 
 def same_settings(one: TrainingSettings, other: TrainingSettings) -> tuple[str, Any, Any] | None:
     """The first setting that would form steps in another way, with both values; None where all are equal."""
-    for name in (field.name for field in fields(TrainingSettings)):
+    for name in definitions_of(TrainingSettings):
         if name not in _OF_THE_DATA and getattr(one, name) != getattr(other, name):
             return name, getattr(one, name), getattr(other, name)
     return None
@@ -455,10 +446,10 @@ def _check_joinable(one: RunProfile, other: RunProfile, name: str, other_name: s
     if differs is not None:
         setting, here, there = differs
         raise DataError(f"{other_name}: {setting} is {there}, but {here} in {name}: profile both with the same")
-    for field in CostTable.model_fields:
-        if getattr(one.costs, field) != getattr(other.costs, field):
+    for part in CostTable.model_fields:
+        if getattr(one.costs, part) != getattr(other.costs, part):
             raise DataError(
-                f"{other_name}: another cost table than that of {name} ({field} differs: {other.costs.name} on "
+                f"{other_name}: another cost table than that of {name} ({part} differs: {other.costs.name} on "
                 f"{other.costs.hardware}, {one.costs.name} on {one.costs.hardware}): profile both with the same"
             )
 

@@ -36,7 +36,7 @@ _MOST_URIS = 5
 _SETTINGS_FILE = "settings.yaml"
 """The name that a suggested command gives to a settings file."""
 _MOST_EXTRAPOLATION = 2
-"""Largest cap that may be asked about, as a multiple of the largest known one: step times beyond are extrapolated."""
+"""Largest cap of a report, as a multiple of the largest known one: step times beyond are extrapolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

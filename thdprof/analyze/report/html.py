@@ -86,7 +86,7 @@ def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
 
 
 def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
-    """What every cap does that the page can be asked about, as the page's script reads it.
+    """What every cap of the slider does, as the page's script reads it.
 
     The shares follow exactly from the profile's counts for any cap. Step times are those of the profile's grid of caps,
     and linear between them. `caps` are ascending documents, and the page opens with the one at index `start`. `series`

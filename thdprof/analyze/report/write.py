@@ -78,7 +78,7 @@ def write_report(
 
     Raises:
         DataError: `open_report` refuses a file.
-        UsageError: `output` cannot be written, or exists and `force` is false; or a notebook is asked for and
+        UsageError: `output` cannot be written, or exists and `force` is false; or a notebook is to be written and
             nbclient or ipykernel is missing.
     """
     form = None if output is None else form_of(output)

@@ -45,13 +45,10 @@ class Alternative:
 def caps(report: Report, cap: int) -> Figure:
     """The fallbacks and the step time under every single cap."""
     profile, recommended = report.profile, report.recommended_cap
-    frame = profile.curve()
-    xs = frame["max_seqs"].tolist()
-    rates = {
-        "eager micro-batches": frame["fallback_rate_microbatch"].tolist(),
-        "(rank, step) with an eager one": frame["fallback_rate_rank_step"].tolist(),
-        "steps with an eager one": frame["fallback_rate_step"].tolist(),
-    }
+    curve = profile.curve().to_dict("list")
+    xs, levels = curve["max_seqs"], ("microbatch", "rank_step", "step")
+    names = "eager micro-batches", "(rank, step) with an eager one", "steps with an eager one"
+    rates = {name: curve[f"fallback_rate_{level}"] for name, level in zip(names, levels, strict=True)}
     times, rate = report.relative_step_times([*xs, cap]), profile.fallback_rate(cap)
     tips = [f"cap {n:,} — " + "; ".join(f"{k}: {percent(v[i])}" for k, v in rates.items()) for i, n in enumerate(xs)]
 
@@ -64,8 +61,8 @@ def caps(report: Report, cap: int) -> Figure:
             panel.line(xs, values, style)
         panel.strips(xs, tips)
         panel.cap(cap)
-        for name in ("microbatch", "rank_step", "step"):
-            panel.dot(cap, getattr(rate, name), name)
+        for level, share in rate:
+            panel.dot(cap, share, level)
         if times is not None:
             _paint_times(canvas, report, x, xs, times, cap)
 
@@ -84,9 +81,7 @@ def caps(report: Report, cap: int) -> Figure:
         values={
             "cap_documents": cap,
             "replayed_share": 1 - rate.microbatch,
-            "eager_microbatch_share": rate.microbatch,
-            "eager_rank_step_share": rate.rank_step,
-            "eager_step_share": rate.step,
+            **{f"eager_{level}_share": share for level, share in rate},
             "relative_step_time": None if times is None else times[-1],
             "recommended_cap_documents": recommended,
             "recommended_relative_step_time": None if of_recommended is None else of_recommended[0],

@@ -66,7 +66,7 @@ def distribution(histogram: Histogram) -> Distribution:
     logarithmic = _is_skewed(histogram)
     edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=logarithmic)
     shares = np.histogram(np.arange(len(histogram.counts)), edges, weights=histogram.counts)[0] / histogram.total
-    values = _thin(np.flatnonzero(histogram.counts))
+    values = _thin_out(np.flatnonzero(histogram.counts))
     return Distribution(
         edges=edges,
         shares=shares,
@@ -78,11 +78,16 @@ def distribution(histogram: Histogram) -> Distribution:
     )
 
 
+def _list_percentiles(percentiles: dict[str, int]) -> str:
+    """The percentiles in a list of words."""
+    return ", ".join(f"{percentile_name(name)} {value:,}" for name, value in percentiles.items())
+
+
 def _is_skewed(histogram: Histogram) -> bool:
     return histogram.percentile(100.0) > _SKEWED * max(1, histogram.percentile(50.0))
 
 
-def _thin(values: NDArray[np.int64]) -> NDArray[np.int64]:
+def _thin_out(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """At most `_POINTS` of the values, evenly spaced."""
     if len(values) <= _POINTS:
         return values
@@ -133,13 +138,8 @@ def shapes(report: Report, cap: int) -> Figure:
                 canvas.text(left + _LEFT, y, "   ".join(words), look="q", extra=' xml:space="preserve"')
             canvas.bottom = max(canvas.bottom, top + 352 + 4 * LINE + 8)
 
-    alt = (
-        "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
-        + "; ".join(
-            f"{label}: " + ", ".join(f"{percentile_name(n)} {v:,}" for n, v in spread.percentiles.items())
-            for label, _, spread in measures
-        )
-    )
+    alt = "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
+    alt += "; ".join(f"{label}: {_list_percentiles(spread.percentiles)}" for label, _, spread in measures)
     return Figure(
         id="shapes",
         text=f"{_spread(documents, n_seqs.percentiles)}; the longest document has "
@@ -204,7 +204,7 @@ def joint(report: Report, cap: int) -> Figure:
     ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
     placed = np.maximum(max_seqlen, 1), np.maximum(n_seqs, 1)
     cells = np.histogram2d(*placed, bins=(ys, xs), weights=count)[0].astype(np.int64)
-    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
     buckets = [(b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets]
     top = float(max([xs[-1], *(s + 0.5 for s, _ in buckets), cap]))
     most = max(1, int(cells.max()))
@@ -277,7 +277,7 @@ def _paint_borders(panel: Panel, buckets: Sequence[tuple[int, int]]) -> None:
         panel.canvas.text(right - 5, up + 6, f"graph {seqs:,}", anchor="end", extra=turned)
 
 
-def _apart(
+def _split_at_p90(
     n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
 ) -> tuple[int, int | None, int]:
     """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
@@ -299,7 +299,7 @@ def joint_text(
     The arrays have shape [shapes]: documents, tokens of the longest one and number of the micro-batches of each shape.
     The P90 of `documents` parts the many from the others.
     """
-    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
     if long_many is None:
         most = percent(float(count[n_seqs == border].sum() / count.sum()))
         return f"{most} of micro-batches hold the most documents there are, {border:,}."
@@ -316,10 +316,10 @@ def steps(report: Report, cap: int) -> Figure:
     """Documents of a micro-batch beside those of the fullest micro-batch of a rank and of a step."""
     units = ("a micro-batch", "fullest of a rank's step", "fullest of a step")
     histograms = [report.profile.histogram(kind) for kind in ("microbatch", "rank_step_max", "step_max")]
-    curves = {name: _exceeding(h) for name, h in zip(units, histograms, strict=True)}
+    curves = {name: _count_larger(h) for name, h in zip(units, histograms, strict=True)}
     at_cap = [share_over(h, cap) for h in histograms]
     largest = max(int(values[-1]) for values, _ in curves.values())
-    logarithmic = largest > 40
+    logarithmic, rate = largest > 40, report.profile.fallback_rate(cap)
 
     def describe(documents: int) -> str:
         shares = []
@@ -338,10 +338,9 @@ def steps(report: Report, cap: int) -> Figure:
         every = sorted({int(v) for values, _ in curves.values() for v in values if v >= x.low})
         panel.strips(every, [describe(at) for at in every])
         panel.cap(cap)
-        for name, value in zip(("microbatch", "rank_step", "step"), at_cap, strict=True):
-            panel.dot(cap, value, name)
+        for (level, _), value in zip(rate, at_cap, strict=True):
+            panel.dot(cap, value, level)
 
-    rate = report.profile.fallback_rate(cap)
     return Figure(
         id="steps",
         text=steps_head(report) + steps_over(report, cap),
@@ -352,9 +351,7 @@ def steps(report: Report, cap: int) -> Figure:
             "cap_documents": cap,
             "microbatch_p50_documents": histograms[0].percentile(50.0),
             "step_max_p50_documents": histograms[2].percentile(50.0),
-            "over_cap_microbatch_share": rate.microbatch,
-            "over_cap_rank_step_share": rate.rank_step,
-            "over_cap_step_share": rate.step,
+            **{f"over_cap_{level}_share": share for level, share in rate},
         },
     )
 
@@ -377,10 +374,10 @@ def steps_over(report: Report, cap: int) -> str:
     )
 
 
-def _exceeding(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _count_larger(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Values of the histogram, at most `_POINTS`, and the share of larger values than each."""
     present = np.flatnonzero(histogram.counts)
-    values = _thin(np.concatenate(([max(0, int(present[0]) - 1)], present)))
+    values = _thin_out(np.concatenate(([max(0, int(present[0]) - 1)], present)))
     over = histogram.total - np.cumsum(histogram.counts)
     return values, over[values] / histogram.total
 
@@ -398,10 +395,9 @@ def drift(report: Report, cap: int) -> Figure:
     label = f"segment of {'the run' if num_runs == 1 else 'each run'}, about {counted(each, 'step')} each"
     order = _ENDS[::-1]
     tips = [
-        f"segment {i + 1:,}: "
-        + ", ".join(f"{percentile_name(n)} {percentiles[n][i]:,}" for n in order)
-        + f"; fullest of a step at the median {step_median[i]:,}"
-        for i in range(number)
+        f"segment {i + 1:,}: {_list_percentiles({n: percentiles[n][i] for n in order})}; "
+        f"fullest of a step at the median {median:,}"
+        for i, median in enumerate(step_median)
     ]
 
     def paint(canvas: Canvas) -> None:
@@ -458,7 +454,7 @@ def cut_run(report: Report, kind: str) -> list[Histogram]:
     return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
 
 
-def _compared(stretches: Sequence[Histogram]) -> tuple[Histogram, Histogram, str]:
+def _cut_ends(stretches: Sequence[Histogram]) -> tuple[Histogram, Histogram, str]:
     """The first and the last third of the run, or halves of two stretches, and the name of what they are."""
     length, share = (1, "half") if len(stretches) == 2 else (len(stretches) // 3, "third")
     first, last = (reduce(Histogram.merge, part) for part in (stretches[:length], stretches[-length:]))
@@ -471,7 +467,7 @@ def drift_head(report: Report) -> str:
     if len(micro) == 1:
         return f"{'One of the runs that were joined' if several else 'The run'} is too short to tell a drift; "
     run = "the runs that were joined, each by itself," if several else "the run"
-    first, last, share = _compared(micro)
+    first, last, share = _cut_ends(micro)
     apart, by_chance = _distance(first, last)
     if apart <= by_chance:
         return (
@@ -494,7 +490,7 @@ def drift_over(largest: Sequence[Histogram], cap: int, *, several: bool) -> str:
     over = f"over a cap of {cap:,} are "
     if len(largest) == 1:
         return f"{over}{percent(share_over(largest[0], cap))} of {'all' if several else 'its'} steps."
-    first, last, stretch = _compared(largest)
+    first, last, stretch = _cut_ends(largest)
     early, late = share_over(first, cap), share_over(last, cap)
     if early == late:
         return f"{over}{percent(early)} of the steps of both."
@@ -531,6 +527,7 @@ def parts(report: Report, cap: int) -> Figure:
     names = [printable(p.name) for p in shown]
     stalled = [report.profile.fallback_rate(cap, part=p.name).step for p in shown]
     left_out = len(report.profile.parts) - len(shown)
+    of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
     row, largest = 44, max(2, *percentiles["max"], cap)
 
     def paint(canvas: Canvas) -> None:
@@ -544,12 +541,11 @@ def parts(report: Report, cap: int) -> Figure:
             at = begin + row * index
             canvas.text(8, at + 15, shortened(name, int((split - 30) / EM)))
             line = at + 29
-            values = [percentiles[p][index] for p in _ENDS]
+            values = [*of_part[index].values()]
             canvas.line([(x(values[0]), line), (x(values[-1]), line)], "a")
             for style, value in enumerate(values):
                 canvas.marker(x(value), line, style)
-            tip = f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in zip(_ENDS, values, strict=True))
-            canvas.rect(0, at, split - 8, row, "hit", tip=tip)
+            canvas.rect(0, at, split - 8, row, "hit", tip=f"{name}: {_list_percentiles(of_part[index])}")
             data = f' data-row="parts {index}" data-x="{wide.data}"'
             canvas.rect(wide.start, line - 9, wide(share) - wide.start, 16, "fc", extra=data)
             words = f' data-row-text="parts {index}" data-x="{wide.data}"'
@@ -559,7 +555,6 @@ def parts(report: Report, cap: int) -> Figure:
             canvas.text(8, canvas.bottom + LINE, f"{counted(left_out, 'smaller part')} left out", look="q")
             canvas.bottom += LINE
 
-    of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
     p99 = percentiles["p99"]
     if min(p99) == max(p99):
         text = f"P99 of documents is {p99[0]:,} in all {counted(len(shown), 'part')} that are shown."
@@ -573,10 +568,7 @@ def parts(report: Report, cap: int) -> Figure:
         id="parts",
         text=text,
         alt="Percentiles of each part: "
-        + "; ".join(
-            f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in values.items())
-            for name, values in zip(names, of_part, strict=True)
-        ),
+        + "; ".join(f"{name}: {_list_percentiles(values)}" for name, values in zip(names, of_part, strict=True)),
         paint=paint,
         values={
             "cap_documents": cap,
