@@ -70,6 +70,7 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
         sockets = str(Path(runtime) / "kernel")
         # where the system allows so long a path, sockets in our own directory, not ports that others can reach
         channel = {"transport": "ipc", "ip": sockets} if len(sockets) < _LONGEST_SOCKET else {}
+        channel["connection_file"] = f"{runtime}/kernel.json"
         client = nbclient.NotebookClient(
             notebook,
             timeout=_CELL_SECONDS,
@@ -78,8 +79,6 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
         )
-        before = os.environ.get("JUPYTER_RUNTIME_DIR")
-        os.environ["JUPYTER_RUNTIME_DIR"] = runtime
         run = _Run(client, _environment(runtime))
         try:
             run.start()
@@ -95,11 +94,6 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
             raise DataError(f"the report's notebook failed: {error.ename}: {error.evalue}") from error
         except (nbclient.exceptions.CellTimeoutError, nbclient.exceptions.DeadKernelError) as error:
             raise DataError(f"the report's notebook did not end: {' '.join(str(error).split())[:200]}") from error
-        finally:
-            if before is None:
-                del os.environ["JUPYTER_RUNTIME_DIR"]
-            else:
-                os.environ["JUPYTER_RUNTIME_DIR"] = before
     notebook["metadata"].pop("widgets", None)
     notebook["metadata"]["language_info"] = {"name": "python"}
 
@@ -151,6 +145,7 @@ def _environment(scratch: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "IPYTHONDIR": scratch,
+        "JUPYTER_RUNTIME_DIR": scratch,
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
 
