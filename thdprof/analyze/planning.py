@@ -155,12 +155,7 @@ def verified_every(pipeline_size: int, relative_step_time: float | None) -> int:
     up to 30 passes. Every pipeline stage verifies the same micro-batch, in its backward, for which the stages before it
     wait: at worst all their eager passes come one after the other. That is `2 * pipeline_size` eager micro-batches,
     each of them `1 / relative_step_time` times the step's share of one micro-batch, and half as much again for the
-    copies and the comparison.
-
-    Args:
-        pipeline_size: number of pipeline stages.
-        relative_step_time: step time by the plan divided by that of an eager step, the lowest expected; None where it
-            is not known, which counts as a third.
+    copies and the comparison. The lowest expected relative step time is given; one that is not known counts as a third.
     """
     eager = 1 / relative_step_time if relative_step_time else 3.0
     return int(2 ** math.ceil(math.log2(100 * 1.5 * 2 * pipeline_size * max(eager, 1.0))))

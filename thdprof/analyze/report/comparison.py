@@ -82,9 +82,7 @@ def _sizes(check: Check) -> Table:
     pairs = {
         "fingerprint": (before.fingerprint[:19], now.fingerprint[:19]),
         "files": (len(before.uris), len(now.uris)),
-        "rows": (before.rows, now.rows),
-        "documents": (before.documents, now.documents),
-        "tokens": (before.tokens, now.tokens),
+        **{name: (getattr(before, name), getattr(now, name)) for name in ("rows", "documents", "tokens")},
         "micro-batches": (microbatches.count, len(check.table)),
         "steps": (microbatches.steps, check.table.num_steps),
     }

@@ -99,12 +99,8 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
     rates = [profile.fallback_rate(n) for n in caps]
     times = report.relative_step_times(caps)
     largest = cut_run(report, "segment_step_max")
-    series = {
-        "replayed": [1 - r.microbatch for r in rates],
-        "microbatch": [r.microbatch for r in rates],
-        "rank_step": [r.rank_step for r in rates],
-        "step": [r.step for r in rates],
-    }
+    series = {"replayed": [1 - rate.microbatch for rate in rates]}
+    series.update({level: [getattr(rate, level) for rate in rates] for level in ("microbatch", "rank_step", "step")})
     texts = {name: [percent(v) for v in values] for name, values in series.items()}
     texts["cap"] = [f"{n:,}" for n in caps]
     texts["sentence"] = cap_sentences(report, caps)
@@ -209,13 +205,9 @@ def _table(report: Report, cap: int, every: dict[str, Any], names: list[str]) ->
         f"{here}</tr>"
     ]
     for one in sorted(alternatives(report, cap), key=lambda a: (a.role == "plan", a.cap or 0)):
-        values = {
-            "replayed": percent(1 - one.rate.microbatch),
-            "microbatch": percent(one.rate.microbatch),
-            "rank_step": percent(one.rate.rank_step),
-            "step": percent(one.rate.step),
-            "time": "" if one.relative_step_time is None else ratio(one.relative_step_time),
-        }
+        values = {"replayed": percent(1 - one.rate.microbatch)}
+        values.update({level: percent(share) for level, share in one.rate})
+        values["time"] = "" if one.relative_step_time is None else ratio(one.relative_step_time)
         cells = "".join(f'<td data-label="{_LABELS[name]}">{escape(values[name])}</td>' for name in names)
         look = ' class="plan"' if one.role == "plan" else ""
         rows.append(f'<tr{look}><th scope="row">{escape(one.name)}</th>{cells}</tr>')
