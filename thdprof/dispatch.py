@@ -117,10 +117,10 @@ class Shapes:
 
 
 _RULE: tuple[tuple[FallbackReason, Callable[[Bucket, Any], Any]], ...] = (
-    (FallbackReason.cp_size_not_captured, lambda bucket, asked: asked.cp_size == bucket.cp_size),
-    (FallbackReason.token_count_differs, lambda bucket, asked: asked.n_tokens == bucket.n_tokens),
-    (FallbackReason.too_many_seqs, lambda bucket, asked: asked.n_seqs <= bucket.max_seqs),
-    (FallbackReason.document_too_long, lambda bucket, asked: asked.max_seqlen <= bucket.max_seqlen),
+    (FallbackReason.cp_size_not_captured, lambda bucket, shape: shape.cp_size == bucket.cp_size),
+    (FallbackReason.token_count_differs, lambda bucket, shape: shape.n_tokens == bucket.n_tokens),
+    (FallbackReason.too_many_seqs, lambda bucket, shape: shape.n_seqs <= bucket.max_seqs),
+    (FallbackReason.document_too_long, lambda bucket, shape: shape.max_seqlen <= bucket.max_seqlen),
 )
 """A bucket holds a `Shape`, or each of some `Shapes`, where all conditions are true. A micro-batch that no bucket holds
 runs eagerly for the first reason at which no bucket is left."""
@@ -129,7 +129,7 @@ _REASONS = (*(reason for reason, _ in _RULE), FallbackReason.disabled_by_user)
 
 
 class Dispatcher:
-    """Chooses among fixed buckets. Every rank that sees the same integers chooses alike."""
+    """Chooses among fixed buckets. Every rank that sees the same integers makes the same choice."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self.buckets: Sequence[Bucket] = tuple(sorted(set(buckets)))
@@ -195,7 +195,7 @@ def decide_all(buckets: Iterable[Bucket], shapes: Shapes) -> Decisions:
     for index in reversed(range(len(ordered))):  # the smallest bucket that fits is written last
         choice[holds(ordered[index], shapes)] = index
     eager = np.flatnonzero(choice < 0)
-    asked = Shapes(
+    eager_shapes = Shapes(
         n_seqs=shapes.n_seqs[eager],
         max_seqlen=shapes.max_seqlen[eager],
         n_tokens=np.broadcast_to(shapes.n_tokens, len(choice))[eager],
@@ -208,49 +208,41 @@ def decide_all(buckets: Iterable[Bucket], shapes: Shapes) -> Decisions:
     reason = np.zeros(len(eager), dtype=np.int8)
     for _, fits in _RULE:
         for row, bucket in zip(left, ordered, strict=True):
-            row &= fits(bucket, asked)
+            row &= fits(bucket, eager_shapes)
         reason += left.any(axis=0)  # once no bucket is left, none comes back
     return Decisions(buckets=ordered, choice=choice, eager=eager, reason=reason)
 
 
+_ADVICE = {
+    FallbackReason.too_many_seqs: "{shape.n_seqs} documents, the largest bucket holds {cap}: analyse with more data or "
+    "--buckets",
+    FallbackReason.document_too_long: "a document of {shape.max_seqlen} tokens among {shape.n_seqs}, the buckets for "
+    "as many documents hold shorter ones (the longest {longest}): analyse with more data or --buckets",
+    FallbackReason.token_count_differs: "{shape.n_tokens} tokens, captured for {n_tokens}: pad every micro-batch to "
+    "one length (--pad-to-max-length, or a tail policy)",
+    FallbackReason.cp_size_not_captured: "context-parallel size {shape.cp_size}, captured for {cp_sizes}: add it to "
+    "the plan's buckets",
+    FallbackReason.no_free_slot: "every slot waits for its backward: analyse with the run's --pipeline-parallel-size, "
+    "or add slots",
+    FallbackReason.input_differs: "an input's shape, dtype or device, or autocast, is not as captured: keep them "
+    "constant",
+    FallbackReason.argument_not_known: "the decoder got an argument that was not checked in a graph; the log names it: "
+    "leave it out, or at its default",
+    FallbackReason.not_training: "the module is in eval mode or gradients are off; this is expected of evaluation",
+    FallbackReason.disabled_by_user: "graphs are switched off, or the plan has no bucket",
+    FallbackReason.capture_failed: "its graph could not be captured; the first failure was logged with its cause",
+    FallbackReason.quarantined: "a replay of its bucket gave other numbers than the eager run; the mismatch was logged",
+    FallbackReason.no_cuda: "no CUDA device, or the inputs are not on it",
+}
+
+
 def advice(reason: FallbackReason, shape: Shape, buckets: Sequence[Bucket]) -> str:
     """One line for the first fallback of a kind: the numbers, and what would avoid it."""
-    cap = max((b.max_seqs for b in buckets), default=0)
-    longest = max((b.max_seqlen for b in buckets), default=0)
-    match reason:
-        case FallbackReason.too_many_seqs:
-            detail = f"{shape.n_seqs} documents, the largest bucket holds {cap}: analyse with more data or --buckets"
-        case FallbackReason.document_too_long:
-            detail = (
-                f"a document of {shape.max_seqlen} tokens among {shape.n_seqs}, the buckets for as many documents hold "
-                f"shorter ones (the longest {longest}): analyse with more data or --buckets"
-            )
-        case FallbackReason.token_count_differs:
-            counts = sorted({b.n_tokens for b in buckets})
-            detail = (
-                f"{shape.n_tokens} tokens, captured for {counts}: pad every micro-batch to one length "
-                "(--pad-to-max-length, or a tail policy)"
-            )
-        case FallbackReason.cp_size_not_captured:
-            sizes = sorted({b.cp_size for b in buckets})
-            detail = f"context-parallel size {shape.cp_size}, captured for {sizes}: add it to the plan's buckets"
-        case FallbackReason.no_free_slot:
-            detail = "every slot waits for its backward: analyse with the run's --pipeline-parallel-size, or add slots"
-        case FallbackReason.input_differs:
-            detail = "an input's shape, dtype or device, or autocast, is not as captured: keep them constant"
-        case FallbackReason.argument_not_known:
-            detail = (
-                "the decoder got an argument that was not checked in a graph; the log names it: leave it out, or at "
-                "its default"
-            )
-        case FallbackReason.not_training:
-            detail = "the module is in eval mode or gradients are off; this is expected of evaluation"
-        case FallbackReason.disabled_by_user:
-            detail = "graphs are switched off, or the plan has no bucket"
-        case FallbackReason.capture_failed:
-            detail = "its graph could not be captured; the first failure was logged with its cause"
-        case FallbackReason.quarantined:
-            detail = "a replay of its bucket gave other numbers than the eager run; the mismatch was logged"
-        case FallbackReason.no_cuda:
-            detail = "no CUDA device, or the inputs are not on it"
+    detail = _ADVICE[reason].format(
+        shape=shape,
+        cap=max((b.max_seqs for b in buckets), default=0),
+        longest=max((b.max_seqlen for b in buckets), default=0),
+        n_tokens=sorted({b.n_tokens for b in buckets}),
+        cp_sizes=sorted({b.cp_size for b in buckets}),
+    )
     return f"runs eagerly ({reason}): {detail}"

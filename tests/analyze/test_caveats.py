@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from thdprof.analyze import Analysis, analyze_dataset
-from thdprof.analyze.caveats import on_the_model
+from thdprof.analyze.caveats import warn_of_model
 from thdprof.analyze.report.analysis import print_report, to_dict
 from thdprof.training import Model, TrainingSettings
 
@@ -141,11 +141,10 @@ def test_times_without_a_vocabulary_say_what_they_leave_out(tmp_path):
     for model, expected in ((replace(SMALL, vocab_size=32000), 0), (replace(SMALL, vocab_size=None), 1), (None, 0)):
         found = warned(tmp_path, model=model)
         assert sum(warning.startswith(told) for warning in found.warnings) == expected
-    measured = on_the_model(
+    measured = warn_of_model(
         replace(SMALL, vocab_size=None),
         TrainingSettings(seq_length=64, global_batch_size=2),
-        replace(found.times, origin="measured"),
-        "h100",
+        None,  # times are measured
         graphs=True,
     )
     assert not [warning for warning in measured if warning.startswith(told)]

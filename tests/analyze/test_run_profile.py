@@ -13,8 +13,7 @@ from support.schedules import make_costs
 from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profile, profile_dataset
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
-from thdprof.analyze.profile.file import COLUMNS, SEGMENTS
-from thdprof.analyze.profile.run_profile import merge_profiles
+from thdprof.analyze.profile.run_profile import COLUMNS, SEGMENTS, merge_profiles
 from thdprof.errors import DataError, UsageError
 
 RUN = {"seq_length": 64, "loader": "single", "data_parallel_size": 2, "global_batch_size": 8}

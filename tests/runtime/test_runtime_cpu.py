@@ -317,7 +317,7 @@ def test_json_lines_are_what_compare_reads(tmp_path):
     read = read_stats(path)
     assert read.microbatches == 11
     assert read.fallbacks == {FallbackReason.not_training: 2, FallbackReason.too_many_seqs: 2}
-    assert read.asked() == stats.dispatched == 9
+    assert read.num_dispatched() == stats.dispatched == 9
     assert read.replay_ms == 1.5
 
 

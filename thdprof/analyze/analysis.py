@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
-from thdprof.analyze.caveats import caveats, on_layer_graphs, on_memory, on_the_model, on_the_order
-from thdprof.analyze.predictions import (
-    FOREIGN_TABLE,
-    UNKNOWN_MODEL,
-    Capture,
-    Memory,
-    Overlap,
-    Predictions,
-    Times,
-    Verdict,
-    Worth,
-)
+from thdprof.analyze.caveats import caveats, note_order
+from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import DatasetSummary, replay
+from thdprof.analyze.schedule.replay import DatasetSummary, Replay, replay
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
@@ -57,7 +48,7 @@ class CpSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Analysis:
+class Analysis(Predictions):
     """Everything that `thdprof analyze` reports and writes."""
 
     dataset: DatasetSummary
@@ -99,19 +90,6 @@ class Analysis:
     """Where the model was read; None where it is not known."""
     gpu: str | None
     """Name of the GPU that the times are of, such as h100; None where no times were modelled."""
-    times: Times
-    """Times of the median micro-batch and of a step, and where they come from."""
-    verdict: Verdict
-    """Whether graphs pay."""
-    worth: Worth | None
-    """What the plan is worth over the run; None without times."""
-    memory: Memory | None
-    """Predicted peak memory; None where the model or its memory is not known."""
-    capture: Capture | None
-    """What capturing the plan's graphs takes; None without times or graphs."""
-    overlap: Overlap | None
-    """What cutting model chunks into graphs of a few layers hides of data-parallel communication; None where the run
-    overlaps none, or times are not known."""
     pack_size_guessed: bool
     """Whether the files do not tell the pack size, and `settings.seq_length` is the tokens of the fullest row."""
     packing_efficiency: float | None
@@ -134,21 +112,10 @@ class Analysis:
         """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
         return self.microbatches.drawn
 
-
-def cp_sizes(table: MicrobatchTable, profiles: Mapping[int, Profile], graph_tokens: int) -> tuple[CpSize, ...]:
-    """The micro-batches of each context-parallel size that has a profile."""
-    return tuple(
-        CpSize(
-            cp_size=size,
-            share=profile.n_seqs.total / len(table),
-            n_seqs=profile.n_seqs.percentiles(),
-            max_seqlen=profile.max_seqlen.percentiles(),
-            n_tokens=size * graph_tokens,
-            n_tokens_max=int(table.n_tokens[table.groups.cp_size == size].max()),
-        )
-        for size, profile in profiles.items()
-        if table.groups is not None
-    )
+    @property
+    def timed(self) -> bool:
+        """Whether times of the user's own model are known."""
+        return self.times.origin != "none"
 
 
 Progress = Callable[[str, float, int], None]
@@ -187,155 +154,182 @@ def analyze(
     Args:
         request: the dataset, the run, and what the analysis is made by.
         offload: activations that are moved to the host; graphs can use the memory that the move frees.
-        impl: the kind of graphs that was asked for: those of single layers recompute nothing; None: none was.
+        impl: the kind of graphs: those of single layers recompute nothing; None: no kind was chosen.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset or the cost table cannot be read, or has contents that training would refuse.
         UsageError: the settings or limits contradict each other or the dataset.
     """
-    measured = load_costs(request.cost_table) if request.cost_table is not None else None
+    measured = None if request.cost_table is None else load_costs(request.cost_table)
     progress("reading", 0.0, 0)
     dataset = read_dataset(request.locations, format=request.format, settings=request.given)
-    return analyze_read(dataset, request, measured=measured, offload=offload, impl=impl, progress=progress)
+    return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
 
 
-def analyze_read(
-    dataset: Dataset,
-    request: Request,
-    *,
-    measured: CostTable | None,
-    offload: Choice | None = None,
-    impl: Impl | None = None,
-    progress: Progress = _show_nothing,
-    memo: Memo = FORGETFUL,
-) -> Analysis:
-    """Replay the schedule of a dataset that was read, and recommend buckets.
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The analysis of a dataset that was read."""
 
-    The arguments are those of `analyze`, but for `dataset`, `measured` (the table in the file `request.cost_table`)
-    and `memo`, which keeps intermediate results for the next analysis of this dataset.
+    request: Request
+    """The run, and what the analysis is made by."""
+    dataset: Dataset
+    """The dataset of the request."""
+    measured: CostTable | None
+    """The table in the file `request.cost_table`; None without one."""
+    offload: Choice | None = None
+    """Activations that are moved to the host."""
+    impl: Impl | None = None
+    """The kind of graphs; None: no kind was chosen."""
+    progress: Progress = _show_nothing
+    """Called with the stage, the share of the whole work that is done, and the number of documents."""
+    memo: Memo = FORGETFUL
+    """Keeps intermediate results for the next study of this dataset."""
 
-    Raises:
-        DataError: the dataset has contents that training would refuse.
-        UsageError: the settings or limits contradict each other or the dataset.
-    """
-    documents = dataset.num_documents()
+    def analyze(self) -> Analysis:
+        """Replay the schedule of the dataset, and recommend buckets.
 
-    def tick(done: float) -> None:
-        progress("replaying the schedule", _READ_SHARE + (_REPLAYED_SHARE - _READ_SHARE) * done, documents)
+        Raises:
+            DataError: the dataset has contents that training would refuse.
+            UsageError: the settings or limits contradict each other or the dataset.
+        """
+        request, dataset, documents = self.request, self.dataset, self.dataset.num_documents()
 
-    replayed = replay(dataset, request.given, tick, memo)
-    settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
-    progress("recommending", _REPLAYED_SHARE, documents)
-    model, layer_graphs = request.model, impl == "transformer_engine"
-    run = make_run(settings, table, model=model, layer_graphs=layer_graphs)
-    costs, modelled, gpu_note, unknown = _find_costs(run, request, measured)
-    gpu = request.gpu if modelled is None else modelled.gpu.name
-    limits = request.limits
-    if offload is not None and limits.graph_memory_bytes is not None:
-        freed = _offloaded(run, costs, offload, None).device_bytes_freed
-        limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
-    chosen = recommend(run, costs, independent=schedule.independent, limits=limits)
-    moved = None
-    if offload is not None and chosen.buckets:
-        moved = _offloaded(run, costs, offload, chosen.graph_memory_bytes)
-    predicted = Predictions(times=Times(origin="none", basis=unknown), verdict=Verdict(ruling=None, reason=unknown))
-    if model is not None or measured is not None:
+        def tick(done: float) -> None:
+            share = _READ_SHARE + (_REPLAYED_SHARE - _READ_SHARE) * done
+            self.progress("replaying the schedule", share, documents)
+
+        replayed = replay(dataset, request.given, tick, self.memo)
+        settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
+        self.progress("recommending", _REPLAYED_SHARE, documents)
+        run = make_run(settings, table, model=request.model, layer_graphs=self.impl == "transformer_engine")
+        costs, modelled, gpu_note, unknown = self._find_costs(run)
+        gpu = request.gpu if modelled is None else modelled.gpu.name
+        chosen, moved = self._choose(run, costs, schedule.independent)
+        predicted = Predictions(times=Times(origin="none", basis=unknown), verdict=Verdict(ruling=None, reason=unknown))
+        if request.model is not None or self.measured is not None:
+            predicted = self._predict(run, costs, chosen, moved, replayed, modelled, unknown)
+        full_size = len(table) - _count_other_sizes(table, settings)
+        notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
+        profiles = {settings.context_parallel_size: run.profile}
+        if table.groups is not None:
+            profiles = Profile.by_cp_size(table, settings.context_parallel_size)
+        warnings = caveats(
+            run, costs, chosen, predicted, kind=replayed.kind, gpu=gpu, full_size=full_size, limits=request.limits
+        )
+        return Analysis(
+            **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
+            dataset=DatasetSummary.of(dataset),
+            settings=settings,
+            assumptions=replayed.assumptions,
+            microbatches=table,
+            profile=run.profile,
+            n_seqs=run.profile.n_seqs.percentiles(),
+            max_seqlen=run.profile.max_seqlen.percentiles(),
+            n_tokens_max=int(table.n_tokens.max()),
+            share_of_full_size=full_size / len(table),
+            cp_sizes=_summarize_cp_sizes(run, profiles),
+            costs=costs,
+            slots=[list(rank) for rank in run.slots],
+            recommendation=chosen,
+            offload=moved,
+            longest=longest_captured(profiles, run.longest_possible),
+            graph_tokens=run.n_tokens,
+            model=request.model,
+            model_source=request.model_source,
+            gpu=gpu,
+            pack_size_guessed=replayed.pack_size_guessed,
+            packing_efficiency=schedule.packing_efficiency,
+            packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
+            notes=notes,
+            warnings=(*replayed.notes, *notes, *schedule.warnings, *warnings),
+        )
+
+    def _find_costs(self, run: AnalyzedRun) -> tuple[CostTable, ModelledTimes | None, list[str], str]:
+        """The cost table; the model of times that made it, if one did; a note on its GPU; and how to get times."""
+        if self.measured is not None:
+            return self.measured, None, [], FOREIGN_TABLE
+        unknown: str | None = UNKNOWN_MODEL
+        if run.model is not None:
+            from thdprof.analyze.times.modelled_costs import gpu_of, modelled_times, why_not
+
+            unknown = why_not(run.settings, self.request.attention)
+            if unknown is None:
+                gpu, note = gpu_of(self.request.gpu)
+                modelled = modelled_times(run, gpu)
+                return modelled.table(), modelled, [] if note is None else [note], FOREIGN_TABLE
+        return built_in_costs(self.request.attention, run.n_tokens), None, [], unknown or FOREIGN_TABLE
+
+    def _choose(
+        self, run: AnalyzedRun, costs: CostTable, independent: int
+    ) -> tuple[Recommendation, OffloadPrediction | None]:
+        """The recommendation, and what is moved to the host where it captures anything."""
+        limits = self.request.limits
+        if self.offload is None:
+            return recommend(run, costs, independent=independent, limits=limits), None
+        from thdprof.analyze.buckets.saved_tensors import predict_offload
+
+        moved = partial(predict_offload, costs, self.offload, n_tokens=run.n_tokens, num_slots=run.num_slots)
+        if limits.graph_memory_bytes is not None:
+            freed = moved(graph_memory_bytes=None).device_bytes_freed
+            limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
+        chosen = recommend(run, costs, independent=independent, limits=limits)
+        return chosen, moved(graph_memory_bytes=chosen.graph_memory_bytes) if chosen.buckets else None
+
+    def _predict(
+        self,
+        run: AnalyzedRun,
+        costs: CostTable,
+        chosen: Recommendation,
+        moved: OffloadPrediction | None,
+        replayed: Replay,
+        modelled: ModelledTimes | None,
+        unknown: str,
+    ) -> Predictions:
+        """What is predicted of the run; `unknown` says how to get times, where `costs` are of another model."""
         from thdprof.analyze.times.answer import document_tokens, predict
 
-        in_row = schedule.row_tokens or dataset.num_tokens() / max(1, dataset.num_rows())
-        predicted = predict(
+        schedule, settings = replayed.schedule, run.settings
+        watched = self.offload is None or not (run.layer_graphs or settings.experts == "dropless")
+        return predict(
             run,
             costs,
             chosen,
             modelled=modelled,
             unknown=unknown,
             offload=moved,
-            watched=impl != "local" and (offload is None or not (layer_graphs or settings.experts == "dropless")),
+            watched=watched and self.impl != "local",
             tokens=document_tokens(
-                table,
+                run.table,
                 settings,
                 kind=replayed.kind,
-                row_tokens=in_row,
+                row_tokens=schedule.row_tokens or self.dataset.num_tokens() / max(1, self.dataset.num_rows()),
                 packing_efficiency=schedule.packing_efficiency,
             ),
-            price=request.gpu_hour_price,
-            gbps=request.data_parallel_gbps,
+            price=self.request.gpu_hour_price,
+            gbps=self.request.data_parallel_gbps,
         )
-    other_sizes = _other_sizes(table, settings)
-    notes = (*gpu_note, *dataset.notes, *schedule.notes, *on_the_order(settings, table))
-    profiles = {settings.context_parallel_size: run.profile}
-    if table.groups is not None:
-        profiles = Profile.by_cp_size(table, settings.context_parallel_size)
-    return Analysis(
-        dataset=DatasetSummary.of(dataset),
-        settings=settings,
-        assumptions=replayed.assumptions,
-        microbatches=table,
-        profile=run.profile,
-        n_seqs=run.profile.n_seqs.percentiles(),
-        max_seqlen=run.profile.max_seqlen.percentiles(),
-        n_tokens_max=int(table.n_tokens.max()),
-        share_of_full_size=(len(table) - other_sizes) / len(table),
-        cp_sizes=cp_sizes(table, profiles, run.n_tokens),
-        costs=costs,
-        slots=[list(rank) for rank in run.slots],
-        recommendation=chosen,
-        offload=moved,
-        longest=longest_captured(profiles, run.longest_possible),
-        graph_tokens=run.n_tokens,
-        model=model,
-        model_source=request.model_source,
-        gpu=gpu,
-        times=predicted.times,
-        verdict=predicted.verdict,
-        worth=predicted.worth,
-        memory=predicted.memory,
-        capture=predicted.capture,
-        overlap=predicted.overlap,
-        pack_size_guessed=replayed.pack_size_guessed,
-        packing_efficiency=schedule.packing_efficiency,
-        packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-        notes=notes,
-        warnings=(
-            *replayed.notes,
-            *notes,
-            *schedule.warnings,
-            *on_memory(predicted.memory, gpu),
-            *on_layer_graphs(model, settings, layer_graphs=layer_graphs),
-            *on_the_model(model, settings, predicted.times, gpu, graphs=bool(chosen.buckets)),
-            *caveats(replayed.kind, settings, table, costs, other_sizes, chosen, limits=limits),
-        ),
+
+
+def _summarize_cp_sizes(run: AnalyzedRun, profiles: Mapping[int, Profile]) -> tuple[CpSize, ...]:
+    """The micro-batches of each context-parallel size under dynamic context parallelism."""
+    table = run.table
+    if table.groups is None:
+        return ()
+    return tuple(
+        CpSize(
+            cp_size=size,
+            share=profile.n_seqs.total / len(table),
+            n_seqs=profile.n_seqs.percentiles(),
+            max_seqlen=profile.max_seqlen.percentiles(),
+            n_tokens=size * run.n_tokens,
+            n_tokens_max=int(table.n_tokens[table.groups.cp_size == size].max()),
+        )
+        for size, profile in profiles.items()
     )
 
 
-def _find_costs(
-    run: AnalyzedRun, request: Request, measured: CostTable | None
-) -> tuple[CostTable, ModelledTimes | None, list[str], str]:
-    """The cost table; the model of times that made it, if one did; a note on its GPU; and how to get times without."""
-    if measured is not None:
-        return measured, None, [], FOREIGN_TABLE
-    unknown: str | None = UNKNOWN_MODEL
-    if run.model is not None:
-        from thdprof.analyze.times.modelled_costs import gpu_of, modelled_times, why_not
-
-        unknown = why_not(run.settings, request.attention)
-        if unknown is None:
-            gpu, note = gpu_of(request.gpu)
-            modelled = modelled_times(run, gpu)
-            return modelled.table(), modelled, [] if note is None else [note], FOREIGN_TABLE
-    return built_in_costs(request.attention, run.n_tokens), None, [], unknown or FOREIGN_TABLE
-
-
-def _offloaded(run: AnalyzedRun, costs: CostTable, choice: Choice, graph_memory_bytes: int | None) -> OffloadPrediction:
-    from thdprof.analyze.buckets.saved_tensors import predict_offload
-
-    return predict_offload(
-        costs, choice, n_tokens=run.n_tokens, num_slots=run.num_slots, graph_memory_bytes=graph_memory_bytes
-    )
-
-
-def _other_sizes(table: MicrobatchTable, settings: TrainingSettings) -> int:
+def _count_other_sizes(table: MicrobatchTable, settings: TrainingSettings) -> int:
     """Micro-batches that do not have the number of tokens that graphs are captured for."""
     if table.groups is not None:
         from thdprof.analyze.schedule.dynamic_cp import capacity

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from thdprof.analyze.analysis import Analysis, analyze_read, check_gpu
+from thdprof.analyze.analysis import Analysis, Study, check_gpu
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
@@ -27,6 +27,23 @@ from thdprof.training import Attention, Model, TrainingOptions, check_model
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
+
+
+class AnalysisOptions(TrainingOptions, total=False):
+    """The keyword arguments of `analyze_dataset`, which describes them."""
+
+    format: str
+    cost_table: str | Path | None
+    attention: Attention
+    buckets: int
+    max_fallback_rate: float | None
+    graph_memory_bytes: int | None
+    offload: Choice | None
+    model: Model | str | Path | None
+    gpu: str | None
+    gpu_hour_price: float | None
+    data_parallel_gbps: float | None
+    impl: Impl | None
 
 
 def analyze_dataset(
@@ -65,7 +82,7 @@ def analyze_dataset(
         data_parallel_gbps: bandwidth of one GPU in reduce-scatters of its data-parallel group, in GB/s (busbw of
             nccl-tests), by which communication beside graphs of a few layers is predicted; None: by the GPU's data
             sheet.
-        impl: the kind of graphs that `make_plan` will be asked for: those of single layers keep what the model
+        impl: the kind of graphs that `make_plan` is called for: those of single layers keep what the model
             recomputes, and their memory is then predicted so; None: none, or not known.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
@@ -88,64 +105,28 @@ def analyze_dataset(
     if model is not None:
         request = _with_model(request, model)
     dataset = _dataset(locations, format, request.given)
-    return analyze_read(dataset, request, measured=measured, offload=offload, impl=impl)
+    return Study(request, dataset, measured, offload=offload, impl=impl).analyze()
 
 
 def profile_dataset(
-    *locations: str | Path | Lengths,
-    part: str | None = None,
-    format: str = "auto",
-    cost_table: str | Path | None = None,
-    attention: Attention = "transformer_engine",
-    buckets: int = DEFAULT_BUCKETS,
-    max_fallback_rate: float | None = None,
-    graph_memory_bytes: int | None = None,
-    offload: Choice | None = None,
-    model: Model | str | Path | None = None,
-    gpu: str | None = None,
-    gpu_hour_price: float | None = None,
-    **settings: Unpack[TrainingOptions],
+    *locations: str | Path | Lengths, part: str | None = None, **options: Unpack[AnalysisOptions]
 ) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
-    In the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()`
-    has a row for every cap with its coverage, fallback rates and step time, and `percentiles()` has a row for each
-    measure. `save(path)` writes the profile to a file. A notebook shows the profile as a table.
+    In the result, `cells` has a row for every count, in the columns that `thdprof.analyze.profile.run_profile`
+    describes. `curve()` has a row for every cap with its coverage, fallback rates and step time, `percentiles()` has
+    a row for each measure. `save(path)` writes the profile to a file. A notebook shows the profile as a table.
 
     Args:
         locations: as for `analyze_dataset`.
         part: name of the data in the profile; None: the name of the file or directory.
-        format: as for `analyze_dataset`.
-        cost_table: as for `analyze_dataset`.
-        attention: as for `analyze_dataset`.
-        buckets: as for `analyze_dataset`.
-        max_fallback_rate: as for `analyze_dataset`.
-        graph_memory_bytes: as for `analyze_dataset`.
-        offload: as for `analyze_dataset`.
-        model: as for `analyze_dataset`.
-        gpu: as for `analyze_dataset`.
-        gpu_hour_price: as for `analyze_dataset`.
-        settings: as for `analyze_dataset`.
+        options: all other arguments of `analyze_dataset`.
 
     Raises:
         DataError: as for `analyze_dataset`.
         UsageError: as for `analyze_dataset`.
     """
-    analysis = analyze_dataset(
-        *locations,
-        format=format,
-        cost_table=cost_table,
-        attention=attention,
-        buckets=buckets,
-        max_fallback_rate=max_fallback_rate,
-        graph_memory_bytes=graph_memory_bytes,
-        offload=offload,
-        model=model,
-        gpu=gpu,
-        gpu_hour_price=gpu_hour_price,
-        **settings,
-    )
-    return make_profile(analysis, part=part)
+    return make_profile(analyze_dataset(*locations, **options), part=part)
 
 
 def _with_model(request: Request, model: Model | str | Path) -> Request:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
-from thdprof.analyze.predictions import Memory, Times
+from thdprof.analyze.buckets.statistics import AnalyzedRun
+from thdprof.analyze.predictions import Memory, Predictions
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.megatron_limits import UNMEASURED
@@ -37,7 +38,7 @@ _OTHER_TOKENS = 0.05
 """Share by which a table's micro-batches may have other tokens than the run's before a warning."""
 
 
-def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
+def note_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if not table.drawn:
         return []
@@ -48,173 +49,155 @@ def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str
 
 
 def caveats(
-    kind: Kind,
-    settings: TrainingSettings,
-    table: MicrobatchTable,
+    run: AnalyzedRun,
     costs: CostTable,
-    other_sizes: int,
     recommendation: Recommendation,
+    predicted: Predictions,
     *,
+    kind: Kind,
+    gpu: str | None,
+    full_size: int,
     limits: Limits,
-) -> list[str]:
-    """The conditions under which the figures hold, a sentence each.
+) -> Iterator[str]:
+    """The conditions under which the figures of a run hold, a sentence each.
 
-    Args:
-        kind: the kind of data that the dataset holds.
-        settings: the run's settings.
-        table: the run's micro-batches.
-        costs: the cost table that the step times come from.
-        other_sizes: micro-batches that do not have the number of tokens that graphs are captured for.
-        recommendation: the buckets that were chosen.
-        limits: limits of the user.
+    `kind` is that of the dataset, `gpu` the GPU of modelled times, such as h100. `full_size` micro-batches have the
+    number of tokens that graphs are captured for.
     """
-    sentences: list[str] = []
-    if other_sizes:
+    yield from _warn_of_memory(predicted.memory, gpu)
+    recomputes = run.model is not None and run.model.recompute_granularity is not None
+    if recomputes and (run.layer_graphs or run.settings.experts == "dropless"):
+        yield (
+            "graphs of single layers keep what the model would recompute in them: their memory is predicted so, and "
+            "replays are quicker than predicted by what they do not compute again"
+        )
+    if run.model is not None:
+        modelled = predicted.times.origin == "modelled"
+        yield from warn_of_model(
+            run.model, run.settings, gpu if modelled else None, graphs=bool(recommendation.buckets)
+        )
+    yield from _warn_of_counts(run, costs, kind, full_size)
+    if costs.origin == "none":
+        if limits.graph_memory_bytes is not None and costs.slot_bytes is not None:
+            yield f"--graph-memory-gib was held against graphs of {costs.name}, since those of your model are not known"
+    else:
+        yield from _warn_of_choice(run, costs, recommendation, limits)
+    if recommendation.steps_searched != run.table.num_steps:
+        yield (
+            f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
+            f"{run.table.num_steps}; all figures are of all steps"
+        )
+
+
+def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
+    """A warning where the predicted peak is more than the GPU has."""
+    if memory is None or gpu is None:
+        return
+    from thdprof.analyze.times.gpus import known_gpu
+
+    known = known_gpu(gpu)
+    if known is not None and memory.peak_bytes > known.memory_gib * 2**30:
+        yield (
+            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and {with_article(known.label)} has "
+            f"{known.memory_gib}: the parallelism or recompute that is known of it does not fit"
+        )
+
+
+def warn_of_model(model: Model, settings: TrainingSettings, gpu: str | None, *, graphs: bool) -> Iterator[str]:
+    """What times that are modelled for `gpu` rest on, and what of the model `install` refuses; a sentence each.
+
+    `gpu` is None where no times are modelled; `graphs` says whether the plan captures any.
+    """
+    if gpu is not None:
+        from thdprof.analyze.times.gpus import find_gpu
+
+        unlike = _list_unmeasured(model, settings, find_gpu(gpu))
+        if unlike or not settings.is_of_trainer:
+            yield f"times are modelled, not measured: {_describe_accuracy(unlike)}"
+        if settings.is_of_trainer:
+            yield (
+                "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes, to "
+                "layers that take twice as long: transformers' own took 1.9 times as long in a graph, in the one shape "
+                "that was compared. Choose caps by the shares of what falls back, and time some steps"
+            )
+        if model.vocab_size is None:
+            yield (
+                "the vocabulary is not known: times leave out the GPU's work on embedding, output layer and loss, and "
+                "their share of the optimizer's, but not their launches, and peak memory is not predicted; give "
+                "vocab_size in --settings"
+            )
+        if settings.experts == "dropless":
+            yield (
+                "beside dropless experts what graphs save is uncertain: in the one shape that was trained, 8 layers of "
+                "Qwen3-30B-A3B, a step took 0.86 of its eager time where 0.91 was predicted, and with EP 2 0.98 where "
+                "0.87 was. Time a few steps of both"
+            )
+    if graphs and model.fp8_recipe == "mxfp8":
+        yield (
+            "graphs of MXFP8 were never measured: thdprof.runtime.megatron's install refuses this model before the "
+            f"first step, unless {UNMEASURED}=allow is in the environment"
+        )
+    if gpu is not None and model.lora_dim is not None:
+        yield (
+            "times are modelled as if all weights were trained, with the adapters' kernels besides: a backward makes "
+            "fewer gradients"
+        )
+
+
+def _warn_of_counts(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: int) -> Iterator[str]:
+    """What the counts of micro-batches rest on."""
+    table, settings = run.table, run.settings
+    if other_sizes := len(table) - full_size:
         dynamic = table.groups is not None
         count = "the token count of their context-parallel size's graphs" if dynamic else "the largest token count"
         remedy = _PADDING_REMEDY_BY_PACKER[settings.packer] if dynamic else _PADDING_REMEDY[kind]
-        sentences.append(
+        yield (
             f"{other_sizes:,} of {len(table):,} micro-batches ({percent(other_sizes / len(table))}) "
             f"{'does' if other_sizes == 1 else 'do'} not have {count}, and a graph replays one count only: the figures "
             f"hold once all are padded to it; {remedy}"
         )
     if table.groups is not None:
-        sentences.append(
+        yield (
             "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
             "documents, whatever its tokens and its context-parallel size"
         )
     if table.shared_capture_ranks > 1:
-        sentences.append(
+        yield (
             f"{table.shared_capture_ranks} neighbouring data-parallel ranks share experts inside graphs and decide "
             "together: they replay one bucket that holds all of their micro-batches, or all run eagerly; shares and "
             "fallbacks are counted so"
         )
-    n_tokens = int(table.n_tokens.max()) // (1 if table.groups is not None else settings.context_parallel_size)
+    n_tokens = int(table.n_tokens.max()) // settings.context_parallel_size
     if costs.calibrated and table.groups is None and abs(n_tokens / costs.n_tokens - 1) > _OTHER_TOKENS:
-        sentences.append(
+        yield (
             f"times were measured with micro-batches of {costs.n_tokens:,} tokens on a rank, and these have "
             f"{n_tokens:,}: calibrate with the run's own, or times are of another run"
         )
-    if costs.origin == "none":
-        if limits.graph_memory_bytes is not None and costs.slot_bytes is not None:
-            sentences.append(
-                f"--graph-memory-gib was held against graphs of {costs.name}, since those of your model are not known"
-            )
-        return [*sentences, *_on_the_search(table, recommendation)]
-    if settings.experts == "dropless" and not costs.modelled:
-        sentences.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
+
+
+def _warn_of_choice(
+    run: AnalyzedRun, costs: CostTable, recommendation: Recommendation, limits: Limits
+) -> Iterator[str]:
+    """What the choice by times of the user's own model rests on."""
+    if run.settings.experts == "dropless" and not costs.modelled:
+        yield "times are of layers that are captured whole; with experts run eagerly a replay saves less"
     unlimited = recommendation.unlimited_relative_step_time
     limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None
     # Without limits too, graphs that save too little are left out.
     limits_matter = bool(recommendation.buckets) or unlimited <= 1 - costs.least_gain
     if limited and limits_matter and recommendation.relative_step_time > unlimited + 1e-9:
-        sentences.append(
+        yield (
             "the limits on memory or fallbacks decided: without them a step would take "
             f"{unlimited:.3f} of its eager time"
         )
     if recommendation.relative_step_time > 1:
-        sentences.append(
-            "the recommended graphs are slower than running eagerly; only the limit on fallbacks asks for them"
-        )
+        yield "the recommended graphs are slower than running eagerly; only the limit on fallbacks asks for them"
     top = max((b.max_seqs for b in recommendation.buckets), default=0)
     if top > costs.measured_max_seqs()[-1]:
-        sentences.append(
-            f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}"
-        )
-    return [*sentences, *_on_the_search(table, recommendation)]
+        yield f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}"
 
 
-def on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
-    """A warning where the predicted peak is more than the GPU has.
-
-    Args:
-        memory: the predicted peak; None: not known.
-        gpu: name of the GPU that times are of, such as h100; None: no times are modelled.
-    """
-    if memory is None or gpu is None:
-        return []
-    from thdprof.analyze.times.gpus import known_gpu
-
-    known = known_gpu(gpu)
-    if known is None or memory.peak_bytes <= known.memory_gib * 2**30:
-        return []
-    return [
-        f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and {with_article(known.label)} has "
-        f"{known.memory_gib}: the parallelism or recompute that is known of it does not fit"
-    ]
-
-
-def on_layer_graphs(model: Model | None, settings: TrainingSettings, *, layer_graphs: bool) -> list[str]:
-    """A sentence where graphs of single layers keep what the model recomputes.
-
-    Args:
-        model: the model; None: not known.
-        settings: the run's settings.
-        layer_graphs: whether such graphs were asked for; with dropless experts there are no others.
-    """
-    recomputes = model is not None and model.recompute_granularity is not None
-    if not recomputes or not (layer_graphs or settings.experts == "dropless"):
-        return []
-    return [
-        "graphs of single layers keep what the model would recompute in them: their memory is predicted so, and "
-        "replays are quicker than predicted by what they do not compute again"
-    ]
-
-
-def on_the_model(
-    model: Model | None, settings: TrainingSettings, times: Times, gpu: str | None, *, graphs: bool
-) -> list[str]:
-    """What modelled times rest on, and what of the model keeps `install` from capturing it, a sentence each.
-
-    Args:
-        model: the model; None: not known.
-        settings: the run's settings.
-        times: the times of the analysis.
-        gpu: the GPU that times are of, by its name for `--gpu`; None: no times are modelled.
-        graphs: whether the plan captures any.
-    """
-    sentences: list[str] = []
-    if model is None:
-        return sentences
-    of_trainer = settings.is_of_trainer
-    if times.origin == "modelled" and gpu is not None:
-        from thdprof.analyze.times.gpus import find_gpu
-
-        unlike = _unlike(model, settings, find_gpu(gpu))
-        if unlike or not of_trainer:
-            sentences.append(f"times are modelled, not measured: {_compared(unlike)}")
-    if times.origin == "modelled" and of_trainer:
-        sentences.append(
-            "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes, to layers "
-            "that take twice as long: transformers' own took 1.9 times as long in a graph, in the one shape that was "
-            "compared. Choose caps by the shares of what falls back, and time some steps"
-        )
-    if times.origin == "modelled" and model.vocab_size is None:
-        sentences.append(
-            "the vocabulary is not known: times leave out the GPU's work on embedding, output layer and loss, and "
-            "their share of the optimizer's, but not their launches, and peak memory is not predicted; give vocab_size "
-            "in --settings"
-        )
-    if times.origin == "modelled" and settings.experts == "dropless":
-        sentences.append(
-            "beside dropless experts what graphs save is uncertain: in the one shape that was trained, 8 layers of "
-            "Qwen3-30B-A3B, a step took 0.86 of its eager time where 0.91 was predicted, and with EP 2 0.98 where 0.87 "
-            "was. Time a few steps of both"
-        )
-    if graphs and model.fp8_recipe == "mxfp8":
-        sentences.append(
-            "graphs of MXFP8 were never measured: thdprof.runtime.megatron's install refuses this model before the "
-            f"first step, unless {UNMEASURED}=allow is in the environment"
-        )
-    if model.lora_dim is not None and times.origin == "modelled":
-        sentences.append(
-            "times are modelled as if all weights were trained, with the adapters' kernels besides: a backward makes "
-            "fewer gradients"
-        )
-    return sentences
-
-
-def _unlike(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
+def _list_unmeasured(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
     """What of a run was in none of the measured ones that modelled times were compared with."""
     unlike = [] if gpu.compared else [f"the {gpu.label}"]
     if model.fp8_recipe not in (None, "tensorwise"):
@@ -227,7 +210,7 @@ def _unlike(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
     return unlike
 
 
-def _compared(unlike: Sequence[str]) -> str:
+def _describe_accuracy(unlike: Sequence[str]) -> str:
     """How far modelled times were compared with measured ones; `unlike` is what was in none of these."""
     if unlike:
         return f"of {', '.join(unlike)} no measured replays were compared; thdprof calibrate measures yours"
@@ -236,13 +219,3 @@ def _compared(unlike: Sequence[str]) -> str:
         "and three corrections followed), and 9 on an H100, whose rates were fitted to them, within 10%; "
         "thdprof calibrate measures yours"
     )
-
-
-def _on_the_search(table: MicrobatchTable, recommendation: Recommendation) -> list[str]:
-    """A sentence on steps that were left out of the search; none where all were looked at."""
-    if recommendation.steps_searched == table.num_steps:
-        return []
-    return [
-        f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
-        f"{table.num_steps}; all figures are of all steps"
-    ]

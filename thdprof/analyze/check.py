@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -27,40 +27,31 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketUse:
-    """The planned and the present share of one bucket, among all micro-batches."""
+    """One bucket, with the shares of micro-batches that replay it: by the plan's prediction, and now."""
 
     max_seqs: int
-    """Documents of the bucket."""
     max_seqlen: int
-    """Tokens of the bucket's longest document."""
     cp_size: int
-    """Context-parallel size of the bucket."""
     planned_share: float
-    """Share of micro-batches that the plan predicts to replay the bucket."""
     share: float
-    """Share of micro-batches that would replay the bucket now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Overshoot:
-    """The eager micro-batch that is over the largest bucket by the largest factor; the first of equals."""
+    """The eager micro-batch that is over the largest bucket by the largest factor; the first of equals.
+
+    Its step, its data-parallel rank and its position among the micro-batches of that rank and step count from 0. Its
+    tokens are those of all `cp_size` context-parallel ranks that share it.
+    """
 
     step: int
-    """Step in which it is trained on, from 0."""
     dp_rank: int
-    """Data-parallel rank that trains on it, from 0."""
     microbatch: int
-    """Position among the micro-batches of the rank in the step, from 0."""
     n_seqs: int
-    """Documents of the micro-batch."""
     max_seqlen: int
-    """Tokens of the longest document."""
     n_tokens: int
-    """Tokens of the micro-batch over all context-parallel ranks."""
     cp_size: int
-    """Context-parallel ranks that share the micro-batch."""
     reason: FallbackReason
-    """The reason why it runs eagerly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +116,9 @@ def check(
     """Replay a dataset with the plan's own training settings and dispatch its micro-batches to the plan's buckets.
 
     Args:
-        plan: a plan that `thdprof analyze` wrote.
         locations: files, globs, directories or Megatron prefixes; empty: the files that the plan names.
         max_fallback_rate: largest rate at `level` with which the plan holds; None: the rate that the plan predicts.
-        level: the rate that is limited: that of eager micro-batches, of (rank, step) pairs with one, or of steps with
-            one on any rank.
         where: name of the plan in errors.
-        progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.
@@ -146,7 +133,12 @@ def check(
             lambda done: progress("replaying the schedule", _READ_SHARE + (1 - _READ_SHARE) * done, documents),
             planned_guess=plan.microbatches.pack_size_guessed,
         )
-        needed = _slots(plan, replayed.schedule.table)
+        needed = slots(
+            pipeline_size=plan.training.pipeline_parallel_size,
+            num_chunks=plan.training.virtual_pipeline_size or 1,
+            num_microbatches=int(replayed.schedule.table.num_microbatches.max()),
+            group=plan.training.microbatch_group_size,
+        )
     except (DataError, UsageError) as error:
         raise DataError(f"{where}: its training settings do not fit the dataset: {error}") from error
     table = replayed.schedule.table
@@ -162,7 +154,14 @@ def check(
         fallback_rate=fallback_rate(table, decisions.choice < 0),
         fallback_rate_unpadded=unpadded,
         reasons=decisions.reasons(),
-        buckets=_bucket_uses(plan, decisions),
+        buckets=tuple(
+            BucketUse(
+                **{name: getattr(bucket, name) for name in ("max_seqs", "max_seqlen", "cp_size")},
+                planned_share=plan.shares[bucket],
+                share=float((decisions.choice == index).mean()),
+            )
+            for index, bucket in enumerate(decisions.buckets)
+        ),
         worst=_worst(table, plan, decisions),
         level=level,
         max_fallback_rate=allowed,
@@ -171,7 +170,7 @@ def check(
             *replayed.notes,
             *replayed.schedule.notes,
             *replayed.schedule.warnings,
-            *_notes(plan, table, decisions, unpadded, needed),
+            *_notes(plan, table, unpadded, needed),
         ),
     )
 
@@ -193,11 +192,8 @@ def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
 def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Decisions:
     """The decisions of `thdprof.dispatch.Dispatcher` about every micro-batch of `table` with the plan's buckets.
 
-    Args:
-        table: micro-batches of the plan's training.
-        plan: the plan whose buckets the micro-batches are to replay.
-        padded: whether micro-batches with fewer tokens than the graphs are counted as padded, as is assumed by a plan
-            whose micro-batches differ in their number of tokens.
+    `padded` counts micro-batches with fewer tokens than the graphs as padded, as a plan assumes whose micro-batches
+    differ in their number of tokens.
     """
     cp_size = _cp_size(table, plan)
     rank_tokens = (table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens) // cp_size
@@ -218,21 +214,6 @@ def _cp_size(table: MicrobatchTable, plan: Plan) -> NDArray[np.int32]:
     if table.groups is not None:
         return table.groups.cp_size
     return np.array([plan.training.context_parallel_size], dtype=np.int32)
-
-
-def _bucket_uses(plan: Plan, decisions: Decisions) -> tuple[BucketUse, ...]:
-    counts = np.bincount(decisions.choice + 1, minlength=len(decisions.buckets) + 1)[1:]
-    planned = plan.shares
-    return tuple(
-        BucketUse(
-            max_seqs=bucket.max_seqs,
-            max_seqlen=bucket.max_seqlen,
-            cp_size=bucket.cp_size,
-            planned_share=planned[bucket],
-            share=int(count) / len(decisions.choice),
-        )
-        for bucket, count in zip(decisions.buckets, counts, strict=True)
-    )
 
 
 def _worst(table: MicrobatchTable, plan: Plan, decisions: Decisions) -> Overshoot | None:
@@ -258,74 +239,40 @@ def _worst(table: MicrobatchTable, plan: Plan, decisions: Decisions) -> Overshoo
         )
         excess[of_size] = np.maximum.reduce(factors)
     index = int(eager[excess.argmax()])
-    step, rank, place = table.position(index)
-    return Overshoot(
-        step=step,
-        dp_rank=rank,
-        microbatch=place,
-        n_seqs=int(table.n_seqs[index]),
-        max_seqlen=int(table.max_seqlen[index]),
-        n_tokens=int(table.n_tokens[index]),
-        cp_size=int(cp_size[index]),
-        reason=decisions.reason_of(index),
-    )
+    sizes = {name: int(getattr(table, name)[index]) for name in ("n_seqs", "max_seqlen", "n_tokens")}
+    return Overshoot(*table.position(index), **sizes, cp_size=int(cp_size[index]), reason=decisions.reason_of(index))
 
 
-def _slots(plan: Plan, table: MicrobatchTable) -> list[list[int]]:
-    """Micro-batches in flight now for every pipeline rank and model chunk."""
-    training = plan.training
-    return slots(
-        pipeline_size=training.pipeline_parallel_size,
-        num_chunks=training.virtual_pipeline_size or 1,
-        num_microbatches=int(table.num_microbatches.max()),
-        group=training.microbatch_group_size,
-    )
-
-
-def _notes(
-    plan: Plan,
-    table: MicrobatchTable,
-    decisions: Decisions,
-    unpadded: FallbackRate | None,
-    needed: list[list[int]],
-) -> list[str]:
+def _notes(plan: Plan, table: MicrobatchTable, unpadded: FallbackRate | None, needed: list[list[int]]) -> Iterator[str]:
     """Sentences that the user should know before trusting the rates.
 
-    Args:
-        plan: the plan.
-        table: the micro-batches now.
-        decisions: the decisions about these micro-batches, padded where the plan assumes padding.
-        unpadded: the shares that run eagerly without padding; None where the plan assumes none.
-        needed: micro-batches in flight now for every pipeline rank and model chunk.
+    `unpadded` is what runs eagerly without padding, None where the plan assumes none; `needed` are the micro-batches
+    in flight now for every pipeline rank and model chunk.
     """
-    sentences = []
-    if not decisions.buckets:
-        sentences.append(
-            "the plan captures no graphs: all micro-batches run eagerly by its own advice, whatever the data"
-        )
+    if not plan.captured:
+        yield "the plan captures no graphs: all micro-batches run eagerly by its own advice, whatever the data"
     elif unpadded is not None:
-        sentences.append(
+        yield (
             "the plan's rates hold once every micro-batch is padded to one token count, which its training settings do "
             "not do, and so those here count every smaller one as padded: without padding "
             f"{100 * unpadded.microbatch:.3g}% of micro-batches run eagerly, and {100 * unpadded.step:.3g}% of steps "
             "have one"
         )
     if plan.graphs.tail_policy != plan.training.tail_policy:
-        sentences.append(
+        yield (
             f"graphs.tail_policy {plan.graphs.tail_policy} is not the training settings' "
             f"{plan.training.tail_policy}, with which micro-batches were replayed: analyse again"
         )
-    if decisions.buckets and plan.graphs.slots != needed:
+    if plan.captured and plan.graphs.slots != needed:
         planned = {(r, c): n for r, rank in enumerate(plan.graphs.slots) for c, n in enumerate(rank)}
         lacking = sum(n > planned.get((r, c), 0) for r, rank in enumerate(needed) for c, n in enumerate(rank))
         if lacking:
-            sentences.append(
+            yield (
                 f"{lacking} model chunks now have more micro-batches in flight than slots: some will run eagerly "
                 "(no_free_slot), which the rates here do not count; analyse again"
             )
     if table.size_guessed:
-        sentences.append("micro-batches were counted with a pack size that is a guess: rates are estimates")
+        yield "micro-batches were counted with a pack size that is a guess: rates are estimates"
     elif not table.exact:
         why = "were drawn" if table.drawn else "are a guess where Megatron would stop"
-        sentences.append(f"micro-batches {why}: rates are estimates, and positions examples")
-    return sentences
+        yield f"micro-batches {why}: rates are estimates, and positions examples"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thdprof.errors import UsageError
@@ -48,18 +48,17 @@ class Exported:
     """Contents of further files by name: files that the text refers to, and other forms of the text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """A system that a plan can be exported to."""
 
     name: str
-    """Name that `thdprof export --to` takes."""
     main_file: str
     """File name under which the export's text is written."""
-    one_cap: bool
-    """Whether the system takes one cap in place of a list of buckets."""
     render: Callable[[Plan, int | None], Exported]
     """Makes the export for a cap in documents, a dummy tail included; with None, training runs without graphs."""
+    one_cap: bool = True
+    """Whether the system takes one cap in place of a list of buckets."""
     least_cap: Callable[[Plan], int] | None = None
     """Documents of the fullest micro-batch as this system forms it, where a micro-batch over the cap stops training or
     gives wrong results; None where it runs eagerly."""
@@ -121,15 +120,16 @@ def _header(plan: Plan, name: str) -> list[str]:
     """Comment lines that say from which plan an export comes, and for which run its cap holds."""
     training = plan.training
     exact = "exact" if plan.microbatches.exact else "not exact"
-    offload = ["graphs.offload is left out, and its memory figures do not hold"]
-    return [
+    lines = [
         f"{name}, exported by thdprof from a plan of thdprof {_one_line(plan.written_by)}",
         f"dataset {_one_line(plan.dataset.fingerprint)} ({_one_line(plan.dataset.format)}); micro-batches {exact}",
         f"holds for sequence length {training.seq_length}, micro-batch size {training.micro_batch_size}, "
         f"global batch size {training.global_batch_size}, data-parallel size {training.data_parallel_size}, "
         f"context-parallel size {training.context_parallel_size}",
-        *(offload if plan.graphs.offload is not None else []),
     ]
+    if plan.graphs.offload is not None:
+        lines.append("graphs.offload is left out, and its memory figures do not hold")
+    return lines
 
 
 def _eager_reason(plan: Plan) -> str:
@@ -139,11 +139,14 @@ def _eager_reason(plan: Plan) -> str:
     return "no cap makes a step faster than running eagerly, by the plan's cost table"
 
 
+def _comment(lines: Sequence[str]) -> str:
+    return "".join(f"# {_one_line(line)}\n" for line in lines)
+
+
 def _shell_export(flags: Sequence[Flag], comments: Sequence[str], file: str) -> Exported:
     """An export of `flags` as a bash array below `comments`; its extra file `file` has them on one line."""
-    lines = [" ".join(shlex.quote(word) for word in flag) for flag in flags]
-    text = "".join(f"# {_one_line(comment)}\n" for comment in comments)
-    text += "THDPROF_ARGS=(\n" + "".join(f"    {line}\n" for line in lines) + ")\n"
+    lines = [shlex.join(flag) for flag in flags]
+    text = _comment(comments) + "THDPROF_ARGS=(\n" + "".join(f"    {line}\n" for line in lines) + ")\n"
     return Exported(text=text, extra_files={file: " ".join(lines) + "\n"})
 
 
@@ -156,8 +159,7 @@ def _render_lm(plan: Plan, cap: int | None) -> Exported:
         flags.append(("--dataloader-inter-document-masking",))
     if cap is None:
         comments.append(f"no graphs: {_eager_reason(plan)}")
-        flags.append(("--cuda-graph-impl", "none"))
-        return _shell_export(flags, comments, _LM_FILE)
+        return _shell_export([*flags, ("--cuda-graph-impl", "none")], comments, _LM_FILE)
     if plan.graphs.impl == "local":
         comments.append("needs a Megatron-LM with pull request 5046; no release has --cuda-graph-max-packed-seqs")
         flags.append(("--cuda-graph-impl", "local"))
@@ -172,14 +174,7 @@ def _render_lm(plan: Plan, cap: int | None) -> Exported:
             ("--cuda-graph-scope", *(plan.graphs.modules or ("mamba", "attn"))),
             ("--te-rng-tracker",),
         ]
-    comments += _cap_comments(plan, cap)
     flags.append(("--cuda-graph-max-packed-seqs", str(cap)))
-    return _shell_export(flags, comments, _LM_FILE)
-
-
-def _cap_comments(plan: Plan, cap: int) -> list[str]:
-    """Comments on how the cap was chosen, what runs eagerly under it, and when graphs need padded rows."""
-    comments = []
     best = plan.graphs.one_cap
     if best is not None and best.max_seqs == cap:
         rate = best.fallback_rate
@@ -194,7 +189,7 @@ def _cap_comments(plan: Plan, cap: int) -> list[str]:
         comments.append(
             "micro-batches differ in tokens, and a graph replays one token count: pad every row to the sequence length"
         )
-    return comments
+    return _shell_export(flags, comments, _LM_FILE)
 
 
 def _least_dev_cap(plan: Plan) -> int:
@@ -291,7 +286,8 @@ def _render_bridge(plan: Plan, cap: int | None) -> Exported:
         "packed_metadata_path": _BRIDGE_METADATA,
     }
     uris = plan.dataset.uris
-    if plan.dataset.format.startswith("bridge") and len(uris) == 1 and _is_text(uris[0]):
+    is_text = not any("\ud800" <= c <= "\udfff" for c in uris[0])  # as a file of overrides is, in UTF-8
+    if plan.dataset.format.startswith("bridge") and len(uris) == 1 and is_text:
         specs["packed_train_data_path"] = uris[0].replace("${", "\\${")  # else OmegaConf interpolates it
     else:
         comments.append("also set dataset.offline_packing_specs.packed_train_data_path to the packs analysed")
@@ -318,29 +314,20 @@ def _render_bridge(plan: Plan, cap: int | None) -> Exported:
     return _bridge_export(overrides, comments, extra)
 
 
-def _is_text(path: str) -> bool:
-    """Whether `path` can be written into a file of overrides, which is UTF-8."""
-    return not any("\ud800" <= c <= "\udfff" for c in path)
-
-
 def _bridge_export(overrides: dict[str, Value], comments: list[str], extra: dict[str, str]) -> Exported:
     import yaml
 
-    text = "".join(f"# {_one_line(comment)}\n" for comment in comments)
-    text += yaml.safe_dump(overrides, sort_keys=False, width=10_000, allow_unicode=True)
-    lines = "".join(f"{line}\n" for line in _key_value_lines(overrides))
-    return Exported(text=text, extra_files={_BRIDGE_LINES: lines, **extra})
+    text = _comment(comments) + yaml.safe_dump(overrides, sort_keys=False, width=10_000, allow_unicode=True)
+    return Exported(text=text, extra_files={_BRIDGE_LINES: "".join(_key_value_lines(overrides)), **extra})
 
 
-def _key_value_lines(tree: dict[str, Value], prefix: str = "") -> list[str]:
-    """The leaves of `tree` as dotted KEY=VALUE, in the grammar that OmegaConf and Hydra share."""
-    lines = []
+def _key_value_lines(tree: dict[str, Value], prefix: str = "") -> Iterator[str]:
+    """The leaves of `tree` as lines of dotted KEY=VALUE, in the grammar that OmegaConf and Hydra share."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            lines += _key_value_lines(value, f"{prefix}{key}.")
+            yield from _key_value_lines(value, f"{prefix}{key}.")
         else:
-            lines.append(f"{prefix}{key}={_value(value)}")
-    return lines
+            yield f"{prefix}{key}={_value(value)}\n"
 
 
 def _value(value: bool | int | str | list[str]) -> str:
@@ -353,40 +340,17 @@ def _value(value: bool | int | str | list[str]) -> str:
 
 
 def _render_json(plan: Plan, cap: int | None) -> Exported:
-    """The whole plan, with the keys of the plan file; `cap` is ignored."""
-    del cap
+    """The whole plan, with the keys of the plan file, whatever the cap."""
     return Exported(text=json_text(plan.model_dump(mode="json", by_alias=True)) + "\n")
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target(
-            name="megatron-lm",
-            main_file="megatron_lm_args.sh",
-            one_cap=True,
-            render=_render_lm,
-        ),
-        Target(
-            name="megatron-lm-dev",
-            main_file="megatron_lm_dev_args.sh",
-            one_cap=True,
-            render=_render_dev,
-            least_cap=_least_dev_cap,
-        ),
-        Target(
-            name="megatron-bridge",
-            main_file="megatron_bridge_overrides.yaml",
-            one_cap=True,
-            render=_render_bridge,
-            least_cap=_least_bridge_cap,
-        ),
-        Target(
-            name="json",
-            main_file="plan.json",
-            one_cap=False,
-            render=_render_json,
-        ),
+        Target("megatron-lm", "megatron_lm_args.sh", _render_lm),
+        Target("megatron-lm-dev", "megatron_lm_dev_args.sh", _render_dev, least_cap=_least_dev_cap),
+        Target("megatron-bridge", "megatron_bridge_overrides.yaml", _render_bridge, least_cap=_least_bridge_cap),
+        Target("json", "plan.json", _render_json, one_cap=False),
     )
 }
 """The systems that a plan can be exported to, by the name that `thdprof export --to` takes."""

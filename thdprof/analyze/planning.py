@@ -19,7 +19,6 @@ from thdprof.plan import (
     OneCapPart,
     Plan,
     PredictionsPart,
-    TimesPart,
 )
 
 if TYPE_CHECKING:
@@ -87,16 +86,14 @@ def make_plan(
 
 
 def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:
-    chosen, offload = analysis.recommendation, analysis.offload
+    chosen, moved = analysis.recommendation, None
     buckets = [
         BucketPart(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, cp_size=b.cp_size, share=share)
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
-    one_cap, moved = None, None
-    if chosen.one_cap is not None:
-        one_cap = OneCapPart(max_seqs=chosen.one_cap.max_seqs, fallback_rate=chosen.one_cap.fallback_rate)
-    if offload is not None:
-        choice = offload.choice
+    one_cap = None if chosen.one_cap is None else OneCapPart.model_validate(chosen.one_cap, from_attributes=True)
+    if analysis.offload is not None:
+        choice = analysis.offload.choice
         moved = OffloadPart(modules=list(choice.modules), fraction=choice.fraction, min_bytes=choice.min_bytes)
     return GraphsPart(
         impl=captures.impl if buckets else "none",
@@ -112,17 +109,17 @@ def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:
 
 
 def _predictions(analysis: Analysis) -> PredictionsPart:
-    chosen, offload, timed = analysis.recommendation, analysis.offload, analysis.times.origin != "none"
-    graph_memory_bytes = chosen.graph_memory_bytes if timed else None
+    chosen, offload = analysis.recommendation, analysis.offload
+    names = ("relative_step_time", "step_ms", "eager_step_ms", "graph_memory_bytes")
+    times = {name: getattr(chosen, name) if analysis.timed else None for name in names}
+    if offload is not None:
+        times["graph_memory_bytes"] = offload.graph_memory_bytes
     return PredictionsPart(
         fallback_rate=chosen.fallback_rate,
         fallback_rate_upper_bound=chosen.fallback_rate_upper_bound,
-        relative_step_time=chosen.relative_step_time if timed else None,
-        step_ms=chosen.step_ms if timed else None,
-        eager_step_ms=chosen.eager_step_ms if timed else None,
-        times=TimesPart.model_validate(analysis.times, from_attributes=True),
+        **times,
+        times=analysis.times,
         verdict=analysis.verdict.ruling,
-        graph_memory_bytes=graph_memory_bytes if offload is None else offload.graph_memory_bytes,
         offload_host_bytes=None if offload is None else offload.host_bytes,
         offload_freed_bytes=None if offload is None else offload.device_bytes_freed,
         peak_memory_bytes=None if analysis.memory is None else analysis.memory.peak_bytes,
@@ -147,12 +144,7 @@ def verified_every(pipeline_size: int, relative_step_time: float | None) -> int:
     up to 30 passes. Every pipeline stage verifies the same micro-batch, in its backward, for which the stages before it
     wait: at worst all their eager passes come one after the other. That is `2 * pipeline_size` eager micro-batches,
     each of them `1 / relative_step_time` times the step's share of one micro-batch, and half as much again for the
-    copies and the comparison.
-
-    Args:
-        pipeline_size: number of pipeline stages.
-        relative_step_time: step time by the plan divided by that of an eager step, the lowest expected; None where it
-            is not known, which counts as a third.
+    copies and the comparison. The lowest expected relative step time is given; one that is not known counts as a third.
     """
     eager = 1 / relative_step_time if relative_step_time else 3.0
     return int(2 ** math.ceil(math.log2(100 * 1.5 * 2 * pipeline_size * max(eager, 1.0))))

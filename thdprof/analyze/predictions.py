@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from thdprof.plan import Origin as Origin
+from thdprof.plan import Ruling as Ruling
+from thdprof.plan import TimesPart
+
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
 
-Origin = Literal["measured", "modelled", "none"]
-"""Where times come from: a cost table of this model, a model of its kernels, or nowhere."""
-Ruling = Literal["graphs pay", "graphs do not pay", "measure first"]
 UNKNOWN_MODEL = (
     "the model is not known: --megatron-args with the launch script, or --model with its config.json, gives times"
 )
@@ -20,31 +21,8 @@ FOREIGN_TABLE = (
 )
 Range = tuple[float, float]
 """The lowest and the highest value that is expected; equal where the value was measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Times of the median micro-batch on one rank, and of a step. All are None where the origin is "none"."""
-
-    origin: Origin
-    """Where the times come from."""
-    basis: str
-    """The model, GPU and versions that the times are of; without times, one line that says how to get them."""
-    decoder_replay_ms: float | None = None
-    """Forward and backward of the decoder's layers on one rank, replayed, in milliseconds, with what layers of
-    multi-token prediction take beyond their work on the GPU in a typical micro-batch."""
-    decoder_eager_ms: Range | None = None
-    """The same, run eagerly, with what multi-token prediction takes longer eagerly than replayed."""
-    outside_decoder_ms: float | None = None
-    """Embedding, output layer, loss and replayed layers of multi-token prediction of a micro-batch, and its share of
-    the optimizer's step, in milliseconds."""
-    relative_step_time: Range | None = None
-    """Mean step time under the plan, divided by the mean step time with all micro-batches run eagerly. Where the plan
-    captures nothing, it is of the one cap that would be quickest."""
-    step_ms: Range | None = None
-    """Mean step time under the plan, or under that cap, in milliseconds."""
-    eager_step_ms: Range | None = None
-    """Mean step time with all micro-batches run eagerly, in milliseconds."""
+Times = TimesPart
+"""Times of the median micro-batch on one rank, and of a step. All are None where the origin is "none"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thdprof.analyze.analysis import Progress, analyze_read, check_gpu
-from thdprof.analyze.buckets.cost_table import CostTable, load_costs
+from thdprof.analyze.analysis import Progress, Study, check_gpu
+from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import DatasetSummary
@@ -17,7 +17,6 @@ from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Axis, Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.ranking import Ranking, Rate, rank, why_unranked
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
@@ -45,21 +44,17 @@ class Combination:
     problem: str | None
     """The error of the analysis; None where there is a plan."""
     assumptions: tuple[Assumption, ...] = ()
-    """Settings that the user did not give, with the values that were assumed."""
     warnings: tuple[str, ...] = ()
-    """Sentences that the user should know before trusting the plan's numbers."""
     times: Times | None = None
-    """Times under the plan, and where they come from; None where the analysis failed."""
     verdict: Verdict | None = None
-    """Whether graphs pay; None where the analysis failed."""
+    memory: Memory | None = None
+    """These five are the analysis's own; None or empty where it failed."""
     worth: Worth | None = None
     """What the plan is worth over the run; None where tokens per second are not known."""
     rate: Rate | None = None
     """Tokens per second under the plan; None where they are not known."""
     unranked: str | None = None
     """Why they are not known; None where they are, or the analysis failed."""
-    memory: Memory | None = None
-    """Predicted peak memory; None where the model or its memory is not known."""
 
     @property
     def file_name(self) -> str:
@@ -114,47 +109,45 @@ def sweep(
         axes: the swept options with their values.
         request_of: makes the request from values of the swept options, by name; all requests must name one dataset.
         impl: the kind of graphs that the plans capture; None: the default of `make_plan`.
-        progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset or a cost table cannot be read.
         UsageError: no combination makes a request, so that nothing could be read.
     """
-    names = tuple(axis.name for axis in axes)
-    value_sets = [c.values for c in combinations_of(axes)]
     requests: list[Request | UsageError] = []
+    value_sets = [c.values for c in combinations_of(axes)]
     for values in value_sets:
         try:
-            asked = request_of(values)
-            check_gpu(asked)
-            requests.append(asked)
+            request = request_of(values)
+            check_gpu(request)
+            requests.append(request)
         except UsageError as error:
             requests.append(error)
-    first = next((r for r in requests if isinstance(r, Request)), None)
-    if first is None:
+    good = [r for r in requests if isinstance(r, Request)]
+    if not good:
         raise requests[0] if isinstance(requests[0], UsageError) else UsageError("sweep: names nothing to vary")
-    paths = {r.cost_table for r in requests if isinstance(r, Request) and r.cost_table is not None}
-    costs = {path: load_costs(path) for path in sorted(paths)}
+    costs = {path: load_costs(path) for path in sorted({r.cost_table for r in good if r.cost_table is not None})}
     progress("reading", 0.0, 0)
-    dataset = read_dataset(first.locations, format=first.format, settings=first.given)
+    dataset = read_dataset(good[0].locations, format=good[0].format, settings=good[0].given)
     varied = [axis.name for axis in axes if len(axis.values) > 1]
-    memo, done = Memo(), dict[int, Combination]()
+    memo, done, share = Memo(), dict[int, Combination](), (1 - _READ_SHARE) / len(value_sets)
     for count, index in enumerate(analysis_order(axes)):
-        request = requests[index]
-        low, share = _READ_SHARE + (1 - _READ_SHARE) * count / len(value_sets), (1 - _READ_SHARE) / len(value_sets)
+        chosen = requests[index]
 
-        def show(stage: str, part: float, documents: int, low: float = low, share: float = share) -> None:
+        def show(stage: str, part: float, documents: int, low: float = _READ_SHARE + share * count) -> None:
             progress(stage, low + share * part, documents)
 
-        if isinstance(request, UsageError):
-            done[index] = Combination(values=value_sets[index], plan=None, problem=str(request))
+        if isinstance(chosen, UsageError):
+            done[index] = Combination(values=value_sets[index], plan=None, problem=str(chosen))
         else:
-            done[index] = _analysed(value_sets[index], request, dataset, costs, impl, varied, memo, show)
+            measured = None if chosen.cost_table is None else costs[chosen.cost_table]
+            study = Study(chosen, dataset, measured, impl=impl, progress=show, memo=memo)
+            done[index] = _analyze(value_sets[index], study, varied)
     return Sweep(
         dataset=DatasetSummary.of(dataset),
-        names=names,
+        names=tuple(axis.name for axis in axes),
         combinations=tuple(done[index] for index in range(len(value_sets))),
-        notes=tuple(dict.fromkeys(note for r in requests if isinstance(r, Request) for note in r.notes)),
+        notes=tuple(dict.fromkeys(note for r in good for note in r.notes)),
     )
 
 
@@ -190,20 +183,12 @@ def write_plans(sweep: Sweep, directory: Path, *, force: bool) -> list[Path]:
     return paths
 
 
-def _analysed(
-    values: dict[str, Any],
-    request: Request,
-    dataset: Dataset,
-    costs: Mapping[Path, CostTable],
-    impl: Impl | None,
-    varied: Sequence[str],
-    memo: Memo,
-    progress: Progress,
-) -> Combination:
+def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Combination:
+    """The combination of `values`, analysed; `varied` are the options that have several values in the sweep."""
+    request = study.request
     try:
-        measured = None if request.cost_table is None else costs[request.cost_table]
-        result = analyze_read(dataset, request, measured=measured, impl=impl, progress=progress, memo=memo)
-        plan = make_plan(result, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
+        result = study.analyze()
+        plan = make_plan(result, impl=study.impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
     unranked = why_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)
@@ -212,14 +197,10 @@ def _analysed(
         values=values,
         plan=plan,
         problem=None,
-        assumptions=result.assumptions,
-        warnings=result.warnings,
-        times=result.times,
-        verdict=result.verdict,
+        **{name: getattr(result, name) for name in ("assumptions", "warnings", "times", "verdict", "memory")},
         worth=None if unranked else result.worth,
         rate=None if unranked else Rate.of(result.worth, result.times, step_ms=step_ms),
         unranked=unranked,
-        memory=result.memory,
     )
 
 

@@ -26,7 +26,7 @@ from thdprof.plan import Plan
 from thdprof.training import STEP_PACKERS
 
 FALSE_ALARMS_PER_RUN = 1e-3
-"""Largest chance that a run whose data is the plan's is ever said to have moved on."""
+"""Largest chance that a run whose data is the plan's ever raises an alarm."""
 
 _NEGLIGIBLE = 1e-17
 _ROUNDING = 1e-6
@@ -110,13 +110,16 @@ class DriftTest:
             share, count = self._shares[index], counts[index + 1]
             chance = self._chance(count, total, share)
             if chance < allowed:
-                yield Moved(
-                    bucket=self._buckets[index - 1] if index else None,
-                    microbatches=total,
-                    observed_share=count / total,
-                    predicted_share=share,
-                    chance=chance,
-                )
+                yield self._difference(index, count, total, chance)
+
+    def _difference(self, index: int, count: int, total: int, chance: float | None) -> Moved:
+        return Moved(
+            bucket=self._buckets[index - 1] if index else None,
+            microbatches=total,
+            observed_share=count / total,
+            predicted_share=self._shares[index],
+            chance=chance,
+        )
 
     def _chance(self, count: int, total: int, share: float) -> float:
         """Chance of `count` of `total` or a count further from the plan's share, on the same side of it."""
@@ -135,24 +138,14 @@ class DriftTest:
             return None  # what comes behind the plan's last micro-batch is not known
         for index, (share, count) in enumerate(zip(self._shares, counts[1:], strict=True)):
             if count > round(share * self._planned):
-                return Moved(
-                    bucket=self._buckets[index - 1] if index else None,
-                    microbatches=total,
-                    observed_share=count / total,
-                    predicted_share=share,
-                    chance=None,
-                )
+                return self._difference(index, count, total, None)
         return None
 
 
 def tail(count: int, drawn: int, marked: int, others: int) -> float:
     """Chance that of `drawn` draws at least `count` are marked, given how many are marked among these and `others`.
 
-    Args:
-        count: number of the draws that were seen to be marked.
-        drawn: number of draws, without replacement, from all of `drawn + others`.
-        marked: number of marked ones among the `others`.
-        others: number of those that were not drawn.
+    Draws are without replacement, from all of `drawn + others`; `marked` of the `others` are marked.
     """
     population, all_marked = drawn + others, count + marked
     if count * others <= marked * drawn:

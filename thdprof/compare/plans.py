@@ -36,9 +36,8 @@ class Difference:
     field: str
     """The field's path in the plan file; for a bucket, its shape."""
     before: Any
-    """The value in the first plan; None if it has none."""
     after: Any
-    """The value in the second plan; None if it has none."""
+    """The values in the first and in the second plan; None if it has none."""
     measure: Literal["absolute", "relative"] | None
     """The unit of `change`: the difference of both values, or that difference divided by the larger value. None: the
     field is listed, but is not compared with the tolerance.
@@ -82,10 +81,7 @@ def compare_plans(first: Plan, second: Plan, *, tolerance: float) -> PlanCompari
     difference of both rates. All other fields, and times that only one plan has, are listed without a change.
     Exchanging the plans gives the same changes.
 
-    Args:
-        first: one plan.
-        second: another plan.
-        tolerance: largest change that passes.
+    `tolerance` is the largest change that passes.
     """
     found = _fields("", _values(first), _values(second))
     return PlanComparison(
@@ -112,14 +108,11 @@ def _fields(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]
         names = list(before) + [name for name in after if name not in before]
         for name in sorted(names, key=_shape) if path == "graphs.buckets" else names:
             yield from _fields(f"{path}.{name}".lstrip("."), before.get(name), after.get(name))
-    elif before != after and not _alike(before, after):
+    elif isinstance(before, float) and isinstance(after, float):
+        if not math.isclose(before, after, rel_tol=_ROUNDING, abs_tol=_ROUNDING):
+            yield path, before, after
+    elif before != after:
         yield path, before, after
-
-
-def _alike(before: Any, after: Any) -> bool:
-    """Whether two numbers differ only by rounding."""
-    numbers = isinstance(before, float) and isinstance(after, float)
-    return numbers and math.isclose(before, after, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
 
 def _shape(name: str) -> list[int]:
@@ -131,11 +124,10 @@ def _shape(name: str) -> list[int]:
 def _difference(field: str, before: Any, after: Any) -> Difference:
     measure: Literal["absolute", "relative"] | None = None
     change = None
-    if before is None or after is None:  # such as the times of a plan whose model was not known
-        return Difference(field=field, before=before, after=after, measure=None, change=None)
-    if field in _RATES:
+    known = before is not None and after is not None  # unlike the times of a plan whose model was not known
+    if known and field in _RATES:
         measure, change = "absolute", abs(after - before)
-    elif field in _RELATIVE:
+    elif known and field in _RELATIVE:
         measure, change = "relative", abs(after - before) / max(abs(before), abs(after))
     return Difference(field=field, before=before, after=after, measure=measure, change=change)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
 from thdprof.errors import DataError
-from thdprof.plan import Plan
+from thdprof.plan import Plan, validate
 
 _ROUNDING = 1e-12
 
@@ -26,16 +26,12 @@ class _Part(BaseModel):
 
 
 class _Replays(_Part):
-    """Micro-batches that replayed one bucket, or whose shape alone would have."""
+    """One bucket, and the number of micro-batches that replayed it, or whose shape alone would have."""
 
     max_seqs: Count
-    """Documents of the bucket."""
     max_seqlen: Count
-    """Tokens of the bucket's longest document."""
     cp_size: Count = 1
-    """Context-parallel size of the bucket."""
     count: Count
-    """Number of micro-batches."""
 
 
 class _Decisions(_Part):
@@ -46,7 +42,7 @@ class _Decisions(_Part):
     fallbacks: dict[FallbackReason, Count]
     """Number of eager micro-batches, by reason."""
 
-    def asked(self) -> int:
+    def num_dispatched(self) -> int:
         """Number of micro-batches whose shape was looked at."""
         fallbacks = sum(n for reason, n in self.fallbacks.items() if reason not in SHAPE_NOT_ASKED)
         return fallbacks + sum(r.count for r in self.replays)
@@ -79,18 +75,16 @@ class Observed(_Decisions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketShares:
-    """The predicted and the observed share of one bucket, among all micro-batches whose shape was looked at."""
+    """One bucket, with its predicted and its observed share of all micro-batches whose shape was looked at.
+
+    The predicted share is 0 if the plan has no such bucket.
+    """
 
     max_seqs: int
-    """Documents of the bucket."""
     max_seqlen: int
-    """Tokens of the bucket's longest document."""
     cp_size: int
-    """Context-parallel size of the bucket."""
     predicted_share: float
-    """The plan's share; 0 if the plan has no such bucket."""
     observed_share: float
-    """The run's share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,23 +183,14 @@ def read_stats(path: Path) -> Observed:
         raise DataError(f"{path}: is not text: {error}") from error
     if not number:
         raise DataError(f"{path}: is empty: the run wrote no statistics (Stats.append_jsonl)")
-    return _parse(last, where=f"{path}: line {number}")
-
-
-def _parse(line: str, *, where: str) -> Observed:
+    where = f"{path}: line {number}"
     try:
-        loaded = json.loads(line)
+        loaded = json.loads(last)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}; if the run was killed there, delete the line") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{where}: not statistics: holds a {type(loaded).__name__}, not an object")
-    try:
-        found = Observed.model_validate(loaded)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
-        raise DataError(f"{where}: {field}: {first['msg']}{value}") from error
+    found = validate(Observed, loaded, where=where)
     counted = sum(found.fallbacks.values()) + sum(r.count for r in found.replays)
     if counted != found.microbatches:
         raise DataError(f"{where}: microbatches: {found.microbatches}, but replays and fallbacks add up to {counted}")
@@ -213,29 +198,26 @@ def _parse(line: str, *, where: str) -> Observed:
 
 
 def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "statistics") -> Comparison:
-    """The plan's prediction beside a run's statistics.
+    """The plan's prediction beside a run's statistics, which errors call `where`.
 
-    Args:
-        plan: a plan that `thdprof analyze` wrote.
-        observed: counters of the run.
-        tolerance: largest absolute difference of a share that passes.
-        where: name of the statistics in errors.
+    `tolerance` is the largest absolute difference of a share that passes.
 
     Raises:
         DataError: no micro-batch's shape was looked at, so that there is nothing to compare.
     """
     captures = bool(plan.graphs.buckets)
     decisions: _Decisions = observed
-    if captures and not observed.asked() and observed.decided is not None:
+    if captures and not observed.num_dispatched() and observed.decided is not None:
         decisions = observed.decided
     evaluated = observed.fallbacks.get(FallbackReason.not_training, 0)
     # a plan without buckets predicts that all run eagerly, for whatever reason
     by_shape = BY_SHAPE if captures else frozenset(FallbackReason) - {FallbackReason.not_training}
-    dispatched = decisions.asked() if captures else observed.microbatches - evaluated
+    dispatched = decisions.num_dispatched() if captures else observed.microbatches - evaluated
     if not dispatched:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(observed.fallbacks.items())) or "none ran"
         raise DataError(f"{where}: no micro-batch was dispatched by its shape ({reasons}): nothing to compare")
     fallbacks = {reason: n for reason, n in sorted(decisions.fallbacks.items()) if reason in by_shape and n}
+    counts = {Bucket(r.max_seqs, r.max_seqlen, plan.graph_tokens, r.cp_size): r.count for r in decisions.replays}
     return Comparison(
         basis="replayed" if decisions is observed else "decided",
         microbatches=observed.microbatches,
@@ -253,7 +235,14 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
         verified=sum(entry.count for entry in observed.verified),
         mismatches=sum(entry.count for entry in observed.mismatches),
         suspicions=sum(entry.count for entry in observed.suspicions),
-        buckets=_shares(plan, decisions, dispatched),
+        buckets=tuple(
+            BucketShares(
+                **{name: getattr(bucket, name) for name in ("max_seqs", "max_seqlen", "cp_size")},
+                predicted_share=plan.shares.get(bucket, 0.0),
+                observed_share=counts.get(bucket, 0) / dispatched,
+            )
+            for bucket in sorted({*plan.shares, *counts})
+        ),
         replay_ms=observed.replay_ms,
         eager_ms=observed.eager_ms,
         plan_step_ms=plan.predictions.step_ms,
@@ -262,20 +251,4 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
         tolerance=tolerance,
         of_this_plan=None if observed.plan is None else observed.plan == plan.identity,
         all_ranks=observed.all_ranks,
-    )
-
-
-def _shares(plan: Plan, decisions: _Decisions, dispatched: int) -> tuple[BucketShares, ...]:
-    """Shares of the plan's buckets, and of any other buckets that the run replayed, in ascending order."""
-    predicted = plan.shares
-    counts = {Bucket(r.max_seqs, r.max_seqlen, plan.graph_tokens, r.cp_size): r.count for r in decisions.replays}
-    return tuple(
-        BucketShares(
-            max_seqs=bucket.max_seqs,
-            max_seqlen=bucket.max_seqlen,
-            cp_size=bucket.cp_size,
-            predicted_share=predicted.get(bucket, 0.0),
-            observed_share=counts.get(bucket, 0) / dispatched,
-        )
-        for bucket in sorted({*predicted, *counts})
     )

@@ -10,7 +10,7 @@ from support.plans import plan_of_shares
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from thdprof.plan.file import OffloadPart  # noqa: E402
+from thdprof.plan import OffloadPart  # noqa: E402
 from thdprof.runtime.megatron.install import verified_every  # noqa: E402
 
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}

@@ -15,11 +15,9 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted
-from thdprof.analyze.profile.run_profile import RunProfile
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+from thdprof.analyze.profile.run_profile import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted, RunProfile
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.errors import UsageError
-from thdprof.training import Model
 from thdprof.words import counted, shortened
 
 if TYPE_CHECKING:
@@ -44,57 +42,47 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     """
     import pandas as pd
 
-    table, settings = analysis.microbatches, analysis.settings
+    table = analysis.microbatches
     check_part(part)
     name = shortened(_name(analysis.dataset.uris), LONGEST_PART) if part is None else part
-    cells = [*_whole_run(table), *_segments(table)]
-    frame = pd.concat(cells, ignore_index=True)
+    frame = pd.concat([*_whole_run(table), *_segments(table)], ignore_index=True)
     frame.insert(0, "part", name)
     caps = _grid(analysis)
     times = _step_ms(analysis, analysis.costs, caps)
     ranges = _relative_step_times(analysis, caps)
+    if (model := analysis.model) is not None:
+        experts = f", {counted(model.num_experts, 'expert')}" if model.num_experts else ""
+        described = f"{counted(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
+    part_of_run = PartOfRun(
+        name=name,
+        format=analysis.dataset.format,
+        uris=list(analysis.dataset.uris),
+        fingerprints=[analysis.dataset.fingerprint],
+        exact=table.exact,
+        microbatches=len(table),
+        steps=table.num_steps,
+        eager_step_ms=analysis.recommendation.eager_step_ms,
+        caps=[
+            CapTime(max_seqs=n, step_ms=float(ms), relative_step_time=relative)
+            for n, ms, relative in zip(caps, times, ranges, strict=True)
+        ],
+        warnings=list(analysis.warnings),
+    )
+    fields = ("gpu", "times", "verdict", "worth", "memory", "capture")
     return RunProfile(
         frame.astype(COLUMNS),
-        training=settings,
+        training=analysis.settings,
         costs=analysis.costs,
-        parts=[
-            PartOfRun(
-                name=name,
-                format=analysis.dataset.format,
-                uris=list(analysis.dataset.uris),
-                fingerprints=[analysis.dataset.fingerprint],
-                exact=table.exact,
-                microbatches=len(table),
-                steps=table.num_steps,
-                eager_step_ms=analysis.recommendation.eager_step_ms,
-                caps=[
-                    CapTime(max_seqs=n, step_ms=float(ms), relative_step_time=relative)
-                    for n, ms, relative in zip(caps, times, ranges, strict=True)
-                ],
-                warnings=list(analysis.warnings),
-            )
-        ],
+        parts=[part_of_run],
         analysed_on=datetime.now(tz=UTC).date().isoformat(),
         predicted=Predicted(
-            model=None if analysis.model is None else describe_model(analysis.model),
-            gpu=analysis.gpu,
-            times=analysis.times,
-            verdict=analysis.verdict,
-            worth=analysis.worth,
-            memory=analysis.memory,
-            capture=analysis.capture,
+            model=None if model is None else described, **{name: getattr(analysis, name) for name in fields}
         ),
     )
 
 
-def describe_model(model: Model) -> str:
-    """The model's sizes in a line."""
-    experts = f", {counted(model.num_experts, 'expert')}" if model.num_experts else ""
-    return f"{counted(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
-
-
 def _step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[np.float64]:
-    """Mean step time under each of `caps` alone by the cost table `costs`, in milliseconds, shape [caps]."""
+    """Mean step time under each of `caps` alone, in milliseconds, shape [caps]."""
     return one_cap_step_ms(
         analysis.microbatches,
         costs,
@@ -115,8 +103,7 @@ def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | No
         return [None] * len(caps)
     ends = []
     for costs in analysis.costs.ends():
-        # A cap of no documents holds nothing, so all micro-batches run eagerly under it.
-        step_ms = _step_ms(analysis, costs, [0, *caps])
+        step_ms = _step_ms(analysis, costs, [0, *caps])  # under a cap of 0 all micro-batches run eagerly
         ends.append(step_ms[1:] / step_ms[0])
     return [(float(min(found)), float(max(found))) for found in zip(*ends, strict=True)]
 
@@ -159,21 +146,20 @@ def _grid(analysis: Analysis) -> list[int]:
 
 def _whole_run(table: MicrobatchTable) -> list[pd.DataFrame]:
     """Counts of micro-batches, of pairs of rank and step, and of steps, by documents and longest document."""
-    ranks = [_largest_by_rank(table, values) for values in (table.n_seqs, table.max_seqlen)]
-    n_seqs, max_seqlen = ranks
-    sizes = [None] if table.groups is None else [int(n) for n in np.unique(table.groups.cp_size)]
-    counted = []
-    for size in sizes:
-        chosen = slice(None) if table.groups is None else table.groups.cp_size == size
-        counted.append(_joint("microbatch", table.n_seqs[chosen], table.max_seqlen[chosen], size or 0))
-    counted.append(_joint("rank_step_max", n_seqs.reshape(-1), max_seqlen.reshape(-1)))
-    counted.append(_joint("step_max", n_seqs.max(axis=1), max_seqlen.max(axis=1)))
+    n_seqs, max_seqlen = (_largest_by_rank(table, values) for values in (table.n_seqs, table.max_seqlen))
+    if table.groups is None:
+        counts = [_joint("microbatch", table.n_seqs, table.max_seqlen)]
+    else:
+        by_size = {int(size): table.groups.cp_size == size for size in np.unique(table.groups.cp_size)}
+        counts = [_joint("microbatch", table.n_seqs[at], table.max_seqlen[at], n) for n, at in by_size.items()]
+    counts.append(_joint("rank_step_max", n_seqs.reshape(-1), max_seqlen.reshape(-1)))
+    counts.append(_joint("step_max", n_seqs.max(axis=1), max_seqlen.max(axis=1)))
     if table.shared_capture_ranks > 1:
         of_group = table.joint(table.n_seqs), table.joint(table.max_seqlen)
-        counted.append(_joint("joint_microbatch", *of_group))
+        counts.append(_joint("joint_microbatch", *of_group))
         n_seqs, max_seqlen = (_largest_by_rank(table, values).reshape(-1) for values in of_group)
-        counted.append(_joint("joint_rank_step_max", n_seqs, max_seqlen))
-    return counted
+        counts.append(_joint("joint_rank_step_max", n_seqs, max_seqlen))
+    return counts
 
 
 def _joint(kind: str, n_seqs: NDArray[np.integer], max_seqlen: NDArray[np.integer], cp_size: int = 0) -> pd.DataFrame:
@@ -187,16 +173,8 @@ def _joint(kind: str, n_seqs: NDArray[np.integer], max_seqlen: NDArray[np.intege
         counts = every[present]
     else:
         present, counts = np.unique(keys, return_counts=True)
-    return pd.DataFrame(
-        {
-            "kind": kind,
-            "segment": -1,
-            "n_seqs": present // width,
-            "max_seqlen": present % width,
-            "cp_size": cp_size,
-            "count": counts,
-        }
-    )
+    columns = {"n_seqs": present // width, "max_seqlen": present % width, "cp_size": cp_size, "count": counts}
+    return pd.DataFrame({"kind": kind, "segment": -1, **columns})
 
 
 def _segments(table: MicrobatchTable) -> list[pd.DataFrame]:
@@ -207,26 +185,19 @@ def _segments(table: MicrobatchTable) -> list[pd.DataFrame]:
     else:
         of_microbatch = np.repeat(of_step, table.num_microbatches.astype(np.int64) * table.data_parallel_size)
     largest = _largest_by_rank(table, table.n_seqs).max(axis=1)
-    return [
-        _by_segment("segment_microbatch", of_microbatch, table.n_seqs),
-        _by_segment("segment_step_max", of_step, largest),
+    counts = [
+        _joint("segment_microbatch", of_microbatch, table.n_seqs),
+        _joint("segment_step_max", of_step, largest),
     ]
-
-
-def _by_segment(kind: str, segment: NDArray[np.int64], n_seqs: NDArray[np.integer]) -> pd.DataFrame:
-    frame = _joint(kind, segment, n_seqs)
-    frame["segment"], frame["n_seqs"], frame["max_seqlen"] = frame["n_seqs"], frame["max_seqlen"], -1
-    return frame
+    for frame in counts:
+        frame["segment"], frame["n_seqs"], frame["max_seqlen"] = frame["n_seqs"], frame["max_seqlen"], -1
+    return counts
 
 
 def _largest_by_rank(table: MicrobatchTable, values: NDArray[np.int32]) -> NDArray[np.int32]:
     """The largest of `values`, shape [micro-batches], that each rank has in a step, shape [steps, ranks]; 0 if none."""
-    if table.groups is not None:
-        return _largest_of_groups(table, table.groups, values)
-    return table.per_rank_step(values, np.maximum).astype(np.int32, copy=False)
-
-
-def _largest_of_groups(table: MicrobatchTable, groups: RankGroups, values: NDArray[np.int32]) -> NDArray[np.int32]:
+    if (groups := table.groups) is None:
+        return table.per_rank_step(values, np.maximum).astype(np.int32, copy=False)
     largest = np.zeros((table.num_steps, table.data_parallel_size), dtype=np.int32)
     for offset in range(int(groups.cp_size.max())):
         shared = groups.cp_size > offset

@@ -1,72 +1,185 @@
-"""A run's profile: counts of its micro-batches, and the expected step time under single caps; joined with others.
+"""A run's profile: counts of its micro-batches by shape, expected step times under single caps, its file, and joins.
+
+The file, `thdprof.profile/1`, is parquet: small, exact, mergeable. It holds counts and no micro-batches, so a report
+on a long run needs neither the dataset nor much memory.
+Columns:
+
+| column | meaning |
+|---|---|
+| `part` | name of the dataset or shard that the micro-batches come from |
+| `kind` | unit that is counted, one of `KINDS` |
+| `segment` | 64th of the run that holds the units, from 0 (runs of fewer than 64 steps leave some out); -1: all of it |
+| `n_seqs` | documents of the unit's fullest micro-batch |
+| `max_seqlen` | tokens of the unit's longest document; -1 where units are counted by `n_seqs` alone |
+| `cp_size` | context-parallel size of the micro-batch under the dynamic kind; 0: the run's own |
+| `count` | number of units with these values |
 
 The fallback rates of a single cap follow exactly from the counts, because a step falls back where its largest
-micro-batch does. The expected step time does not follow from them, and is known for a grid of caps.
+micro-batch does. The expected step time does not follow from them. The file's metadata hold it for a grid of caps.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.predictions import Range
-from thdprof.analyze.profile.file import (
-    COLUMNS,
-    SCHEMA,
-    CapTime,
-    Metadata,
-    PartOfRun,
-    Predicted,
-    read_profile_file,
-    write_profile_file,
-)
+from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
 from thdprof.errors import DataError, UsageError
-from thdprof.files import json_text
-from thdprof.plan import FallbackRate
-from thdprof.training import DYNAMIC_CP, TrainingSettings
+from thdprof.files import json_text, replacing
+from thdprof.plan import FallbackRate, Training, validate
+from thdprof.training import DYNAMIC_CP, TrainingSettings, definitions_of
 from thdprof.words import counted, html_table, printable
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
+SCHEMA: Literal["thdprof.profile/1"] = "thdprof.profile/1"
+KINDS = (
+    "microbatch",
+    "rank_step_max",
+    "step_max",
+    "segment_microbatch",
+    "segment_step_max",
+    "joint_microbatch",
+    "joint_rank_step_max",
+)
+"""Units that are counted. Micro-batches are counted by documents and longest document; pairs of rank and step, and
+steps, by the largest of each measure among their micro-batches; those of a segment by documents alone. Where ranks
+decide together (`shared_capture_ranks`), there are joint kinds as well: every micro-batch counts by the largest of each
+measure among those that are decided on with it."""
+SEGMENTS = 64
+"""Parts of equal length into which a run is cut: step s of n lies in segment 64 * s // n, both counted from 0. A run of
+n < 64 steps has one step in each of n segments, and leaves the others out."""
+COLUMNS = {
+    "part": "category",
+    "kind": "category",
+    "segment": "int16",
+    "n_seqs": "int32",
+    "max_seqlen": "int32",
+    "cp_size": "int32",
+    "count": "int64",
+}
+_KEY = b"thdprof.profile"
+
+Count = Annotated[int, Field(ge=1)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _OF_THE_DATA = ("train_samples", "weights")
 """Training settings that may differ between parts: they say how much data a run takes, not how its steps are formed."""
+_IN_METADATA = ("training", "costs", "parts", "analysed_on", "predicted")
+"""Attributes of a profile that its file has in the metadata."""
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CapTime(_Part):
+    """The expected step time under one cap."""
+
+    max_seqs: Count
+    """The cap, in documents."""
+    step_ms: Milliseconds
+    """Mean time of a step of the cost table's model under this cap."""
+    relative_step_time: Range | None = None
+    """Lowest and highest mean step time under this cap, divided by the mean step time with all micro-batches run
+    eagerly; null where the times are not of the user's own model."""
+
+
+class PartOfRun(_Part):
+    """One dataset or shard, or several that were given the same name."""
+
+    name: str
+    """The name in column `part`."""
+    format: str
+    """Name of the dataset's format; that of the first dataset where there are several."""
+    uris: list[str]
+    """Files of the dataset, in order."""
+    fingerprints: list[str] = Field(min_length=1)
+    """Digest of the data of each dataset that was counted."""
+    exact: bool
+    """Whether the micro-batches equal those of training, not just their distribution."""
+    microbatches: Count
+    """Number of micro-batches that were counted."""
+    steps: Count
+    """Number of steps that were counted."""
+    eager_step_ms: Milliseconds
+    """Mean time of a step whose micro-batches all run eagerly."""
+    caps: list[CapTime] = Field(min_length=1)
+    """Mean time of a step under single caps, ascending. The first cap holds only the smallest micro-batches: all run
+    eagerly under a smaller one. The last cap holds all micro-batches."""
+    warnings: list[str]
+    """Warnings of `analyze` about the part."""
+
+
+class Predicted(_Part):
+    """What the analysis predicted for the user's own model, under the plan that it recommends."""
+
+    model: str | None = None
+    """The model in a line; null where it is not known."""
+    gpu: str | None = None
+    """Name of the GPU that the times are of; null where no times were modelled."""
+    times: Times
+    """Times and where they come from."""
+    verdict: Verdict
+    """Whether graphs pay."""
+    worth: Worth | None = None
+    """What the plan is worth over the run; null without times."""
+    memory: Memory | None = None
+    """Peak memory; null where the model or its memory is not known."""
+    capture: Capture | None = None
+    """What capturing takes; null without times or graphs."""
+
+
+class Metadata(_Part):
+    """Everything in a profile but the counts, stored as JSON in the metadata of the parquet file."""
+
+    schema_: Literal["thdprof.profile/1"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of the file's layout."""
+    written_by: str
+    """Version of thdprof that wrote the file."""
+    training: Training
+    """Training settings of all parts."""
+    costs: CostTable
+    """The table from which the step times were computed."""
+    parts: list[PartOfRun] = Field(min_length=1)
+    """The datasets or shards that were counted."""
+    analysed_on: str | None = None
+    """Day of the analysis, as YYYY-MM-DD; null in a joined profile and in files of earlier versions."""
+    predicted: Predicted | None = None
+    """What was predicted for the user's own model; null in a joined profile, since predictions are of one run, and in
+    files of earlier versions."""
+
+
+@dataclass(repr=False, eq=False)
 class RunProfile:
     """Counts of a run's micro-batches, pairs of rank and step, and steps; and expected step times under single caps."""
 
-    def __init__(
-        self,
-        cells: pd.DataFrame,
-        *,
-        training: TrainingSettings,
-        costs: CostTable,
-        parts: list[PartOfRun],
-        analysed_on: str | None = None,
-        predicted: Predicted | None = None,
-    ) -> None:
-        self.cells = cells
-        """The counts, in the columns of `thdprof.analyze.profile.file.COLUMNS`."""
-        self.training = training
-        """Training settings, which all parts share."""
-        self.costs = costs
-        """The table from which the step times were computed."""
-        self.parts = parts
-        """The datasets or shards that were counted."""
-        self.analysed_on = analysed_on
-        """Day of the analysis, as YYYY-MM-DD; None where it is not known, or profiles were joined."""
-        self.predicted = predicted
-        """What the analysis predicted for the user's own model; None where it is not known, or profiles were joined."""
-        self._histograms: dict[tuple[str, str, str | None], Histogram] = {}
+    cells: pd.DataFrame
+    """The counts, in the columns of `COLUMNS`."""
+    _: KW_ONLY
+    training: TrainingSettings
+    """Training settings, which all parts share."""
+    costs: CostTable
+    """The table from which the step times were computed."""
+    parts: list[PartOfRun]
+    """The datasets or shards that were counted."""
+    analysed_on: str | None = None
+    """Day of the analysis, as YYYY-MM-DD; None where it is not known, or profiles were joined."""
+    predicted: Predicted | None = None
+    """What the analysis predicted for the user's own model; None where it is not known, or profiles were joined."""
+    _histograms: dict[tuple[str, str, str | None], Histogram] = field(default_factory=dict, init=False)
 
     @property
     def microbatches(self) -> int:
@@ -159,14 +272,12 @@ class RunProfile:
                 found.append((1.0, 1.0))
                 continue
             low, high = (float(np.interp(cap, known, ends[:, end])) for end in (0, 1))
-            larger = self._growth(cap, top) if cap > top else 1.0
+            larger = 1.0  # replay time of a graph beyond the grid, divided by that of the grid's last
+            if cap > top:
+                longest = self.training.seq_length
+                larger = self.costs.replay_ms(cap, longest) / self.costs.replay_ms(top, longest)
             found.append((low * larger, high * larger))
         return found
-
-    def _growth(self, cap: int, known: int) -> float:
-        """Replay time of a graph of `cap` documents, divided by that of a graph of `known` documents."""
-        longest = self.training.seq_length
-        return self.costs.replay_ms(cap, longest) / self.costs.replay_ms(known, longest)
 
     def curve(self) -> pd.DataFrame:
         """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`."""
@@ -175,17 +286,9 @@ class RunProfile:
         rows = []
         for cap in self.caps():
             rate = self.fallback_rate(cap.max_seqs)
-            rows.append(
-                {
-                    "max_seqs": cap.max_seqs,
-                    "coverage": 1 - rate.microbatch,
-                    "fallback_rate_microbatch": rate.microbatch,
-                    "fallback_rate_rank_step": rate.rank_step,
-                    "fallback_rate_step": rate.step,
-                    "step_ms": cap.step_ms,
-                    "relative_step_time": cap.step_ms / self.eager_step_ms,
-                }
-            )
+            row = {"max_seqs": cap.max_seqs, "coverage": 1 - rate.microbatch}
+            row.update({f"fallback_rate_{level}": share for level, share in rate})
+            rows.append({**row, "step_ms": cap.step_ms, "relative_step_time": cap.step_ms / self.eager_step_ms})
         return pd.DataFrame(rows)
 
     def percentiles(self) -> pd.DataFrame:
@@ -202,7 +305,6 @@ class RunProfile:
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        """Numbers of micro-batches and steps, and whether they were replayed exactly."""
         how = "replayed exactly" if self.exact else "not all replayed exactly"
         many = counted(self.microbatches, "micro-batch", "micro-batches")
         return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
@@ -217,14 +319,7 @@ class RunProfile:
         Raises:
             DataError: the file exists and `force` is false, or it cannot be written.
         """
-        metadata = Metadata(
-            written_by=__version__,
-            training=self.training,
-            costs=self.costs,
-            parts=self.parts,
-            analysed_on=self.analysed_on,
-            predicted=self.predicted,
-        )
+        metadata = Metadata(written_by=__version__, **{name: getattr(self, name) for name in _IN_METADATA})
         write_profile_file(Path(path), self.cells, metadata, force=force)
 
 
@@ -235,14 +330,7 @@ def load_profile(path: Path | str) -> RunProfile:
         DataError: the file cannot be read, is no profile, or has another version.
     """
     cells, metadata = read_profile_file(Path(path))
-    return RunProfile(
-        cells,
-        training=metadata.training,
-        costs=metadata.costs,
-        parts=metadata.parts,
-        analysed_on=metadata.analysed_on,
-        predicted=metadata.predicted,
-    )
+    return RunProfile(cells, **{name: getattr(metadata, name) for name in _IN_METADATA})
 
 
 def histogram_of(rows: pd.DataFrame, measure: str) -> Histogram:
@@ -271,13 +359,7 @@ def larger_cap_step_ms(costs: CostTable, top: CapTime, cap: int, max_seqlen: int
 
     Every replay takes longer by as much. Where their number is not known, or nothing but replays takes time, the time
     of replays and of what lies outside of the decoder grows in proportion.
-
-    Args:
-        costs: the cost table.
-        top: the smaller cap, and the time under it.
-        cap: the larger cap.
-        max_seqlen: tokens of the longest document that both caps are captured for.
-        replays: replays that a step lasts; None: not known.
+    `max_seqlen` are tokens of the longest document that both are captured for, `replays` the replays that a step lasts.
     """
     before, after = costs.replay_ms(top.max_seqs, max_seqlen), costs.replay_ms(cap, max_seqlen)
     outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
@@ -292,8 +374,7 @@ def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSet
     A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs do
     not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
     """
-    total = sum(part.steps for part in parts)
-    combined = []
+    total, combined = sum(part.steps for part in parts), []
     for cap in sorted({c.max_seqs for part in parts for c in part.caps}):
         times = [_step_ms(part, cap, costs, training) for part in parts]
         known = [ms for ms in times if ms is not None]
@@ -319,8 +400,7 @@ def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSett
 def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:
     """Join profiles into one that has the parts of all; the counts of parts that share a name are added up.
 
-    Args:
-        names: name of each profile in error messages.
+    `names` are those of the profiles in error messages.
 
     Raises:
         UsageError: fewer than two profiles are given.
@@ -346,20 +426,16 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
     keys = [name for name in COLUMNS if name != "count"]
     together = pd.concat([p.cells for p in profiles], ignore_index=True)
     cells = together.groupby(keys, sort=False, as_index=False, observed=True).agg({"count": "sum"})
-    training = first.training
-    if any(p.training.train_samples != training.train_samples for p in profiles):
-        training = replace(training, train_samples=None)
-    if any(p.training.weights != training.weights for p in profiles):
-        training = replace(training, weights=None)
-    parts = [
-        of_name[0] if len(of_name) == 1 else _added(of_name, first.costs, training) for of_name in by_name.values()
-    ]
+    differing = {n for n in _OF_THE_DATA for p in profiles if getattr(p.training, n) != getattr(first.training, n)}
+    unknown: dict[str, Any] = dict.fromkeys(differing)
+    training = replace(first.training, **unknown)
+    parts = [same[0] if len(same) == 1 else _add(same, first.costs, training) for same in by_name.values()]
     return RunProfile(cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
 
 
 def same_settings(one: TrainingSettings, other: TrainingSettings) -> tuple[str, Any, Any] | None:
     """The first setting that would form steps in another way, with both values; None where all are equal."""
-    for name in (field.name for field in fields(TrainingSettings)):
+    for name in definitions_of(TrainingSettings):
         if name not in _OF_THE_DATA and getattr(one, name) != getattr(other, name):
             return name, getattr(one, name), getattr(other, name)
     return None
@@ -370,15 +446,15 @@ def _check_joinable(one: RunProfile, other: RunProfile, name: str, other_name: s
     if differs is not None:
         setting, here, there = differs
         raise DataError(f"{other_name}: {setting} is {there}, but {here} in {name}: profile both with the same")
-    for field in CostTable.model_fields:
-        if getattr(one.costs, field) != getattr(other.costs, field):
+    for part in CostTable.model_fields:
+        if getattr(one.costs, part) != getattr(other.costs, part):
             raise DataError(
-                f"{other_name}: another cost table than that of {name} ({field} differs: {other.costs.name} on "
+                f"{other_name}: another cost table than that of {name} ({part} differs: {other.costs.name} on "
                 f"{other.costs.hardware}, {one.costs.name} on {one.costs.hardware}): profile both with the same"
             )
 
 
-def _added(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
+def _add(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
     """Add up parts that share a name."""
     caps = combine_caps(list(parts), costs, training)
     if not caps:
@@ -423,3 +499,141 @@ def merged_to_json(profile: RunProfile) -> str:
         "candidates": profile.curve().to_dict("records"),
     }
     return json_text(value)
+
+
+def write_profile_file(path: Path, cells: pd.DataFrame, metadata: Metadata, *, force: bool) -> None:
+    """Write a profile whole or not at all; `cells` has the columns of `COLUMNS`.
+
+    Raises:
+        DataError: the file exists and `force` is false, or it cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not force and os.path.lexists(path):
+        raise DataError(f"{path}: exists; give --force to replace it, or another name")
+    text = json_text(metadata.model_dump(mode="json", by_alias=True), indent=None)
+    columns = {
+        name: pa.array(cells[name].astype(str)).dictionary_encode()
+        if kind == "category"
+        else pa.array(cells[name].to_numpy(), type=kind)
+        for name, kind in COLUMNS.items()
+    }
+    content = pa.table(columns).replace_schema_metadata({_KEY: text})
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        pq.write_table(content, file, compression="zstd")
+
+
+def read_profile_file(path: Path) -> tuple[pd.DataFrame, Metadata]:
+    """Read the counts of a profile, in the columns of `COLUMNS`, and its metadata.
+
+    Raises:
+        DataError: the file cannot be read, is no profile, or has another version.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with path.open("rb") as file:  # any name, also one that is not UTF-8
+            # One thread: the process may end right after a refusal, and must not end while others still read.
+            content = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: not a profile: {' '.join(str(error).split())}") from error
+    text = (content.schema.metadata or {}).get(_KEY)
+    if text is None:
+        raise DataError(f"{path}: not a profile: analyze --profile writes one")
+    metadata = _metadata(text, where=str(path))
+    cells = _cells(content, where=str(path))
+    _check_rows(cells, {part.name for part in metadata.parts}, where=str(path))
+    _check_sums(cells, metadata.parts, where=str(path))
+    return cells, metadata
+
+
+def _metadata(text: bytes, *, where: str) -> Metadata:
+    try:
+        loaded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: its metadata is not JSON: {error}") from error
+    schema = loaded.get("schema") if isinstance(loaded, dict) else None
+    if schema != SCHEMA:
+        raise DataError(f"{where}: schema is {schema!r}; this thdprof reads {SCHEMA!r}: analyse again")
+    return validate(Metadata, loaded, where=where)
+
+
+def _cells(content: pa.Table, *, where: str) -> pd.DataFrame:
+    """The columns with the types of `COLUMNS`; values that a type cannot hold are refused, not rounded or cut."""
+    import pyarrow as pa
+
+    names = content.schema.names
+    if names != list(COLUMNS):
+        raise DataError(f"{where}: columns are {', '.join(names)}, not {', '.join(COLUMNS)}")
+    for name, kind in COLUMNS.items():
+        column, wanted = content[name], "text" if kind == "category" else kind
+        stored = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        text = pa.types.is_string(stored) or pa.types.is_large_string(stored)
+        if not (text if kind == "category" else pa.types.is_integer(stored)):
+            raise DataError(f"{where}: column {name} holds {stored}, not {wanted}")
+        if column.null_count:
+            row = column.is_null().to_pylist().index(True)
+            raise DataError(f"{where}: row {row} (from 0): {name} is missing")
+    try:
+        frame = content.to_pandas()
+        for name, kind in COLUMNS.items():
+            if kind != "category":
+                limits = np.iinfo(kind)
+                outside = (frame[name] < limits.min) | (frame[name] > limits.max)
+                _refuse(outside, frame[name], f"must fit {kind}", where=where)
+        typed: pd.DataFrame = frame.astype(COLUMNS)
+        return typed
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DataError(f"{where}: a column is of a wrong type: {error}") from error
+
+
+def _refuse(wrong: pd.Series[bool], column: pd.Series[Any], rule: str, *, where: str) -> None:
+    """Refuse a column if rows of it are `wrong`, and name the first such row."""
+    if wrong.any():
+        row = int(np.argmax(wrong.to_numpy()))
+        raise DataError(f"{where}: row {row} (from 0): {column.name}: {column.iloc[row]!s:.80}; {rule}")
+
+
+def _check_rows(cells: pd.DataFrame, parts: set[str], *, where: str) -> None:
+    """Refuse rows with values that no profile holds."""
+    segments = cells["kind"].astype(str).str.startswith("segment_")
+    rules = (
+        ("part", ~cells["part"].isin(parts), "must be one of the parts that the metadata name"),
+        ("kind", ~cells["kind"].isin(KINDS), f"must be one of {', '.join(KINDS)}"),
+        ("segment", segments & ~cells["segment"].between(0, SEGMENTS - 1), f"must be 0 to {SEGMENTS - 1}"),
+        ("segment", ~segments & (cells["segment"] != -1), "must be -1 for counts of the whole run"),
+        ("n_seqs", cells["n_seqs"] < 0, "must not be negative"),
+        ("max_seqlen", segments & (cells["max_seqlen"] != -1), "must be -1 for counts of segments"),
+        ("max_seqlen", ~segments & (cells["max_seqlen"] < 0), "must not be negative"),
+        ("cp_size", cells["cp_size"] < 0, "must not be negative"),
+        ("count", cells["count"] < 1, "every count must be at least 1"),
+    )
+    for name, wrong, rule in rules:
+        _refuse(wrong, cells[name], rule, where=where)
+
+
+def _check_sums(cells: pd.DataFrame, parts: Sequence[PartOfRun], *, where: str) -> None:
+    """Refuse counts that do not add up to the numbers in the metadata."""
+    known = [part.name for part in parts]
+    if len(set(known)) < len(known):
+        raise DataError(f"{where}: parts: two have one name")
+    for part in parts:
+        of_part = {kind: cells[(cells["part"] == part.name) & (cells["kind"] == kind)] for kind in KINDS}
+        wanted = {"microbatch": part.microbatches, "step_max": part.steps}
+        wanted.update(segment_microbatch=part.microbatches, segment_step_max=part.steps)
+        for kind, number in wanted.items():
+            if (total := int(of_part[kind]["count"].sum())) != number:
+                raise DataError(f"{where}: part {part.name}: {kind} counts add up to {total}, not {number}")
+        alone = {*of_part["segment_microbatch"]["segment"]} ^ {*of_part["segment_step_max"]["segment"]}
+        if alone:
+            segment = min(alone)
+            raise DataError(f"{where}: part {part.name}: segment {segment} has either micro-batches or steps, not both")
+        caps = [cap.max_seqs for cap in part.caps]
+        if sorted(set(caps)) != caps:
+            raise DataError(f"{where}: part {part.name}: caps are not ascending")
+        if of_part["rank_step_max"].empty:
+            raise DataError(f"{where}: part {part.name}: has no rank_step_max counts")

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.analysis import Analysis, CpSize
+from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.report.shared import (
@@ -24,12 +25,21 @@ from thdprof.analyze.report.shared import (
 )
 from thdprof.files import json_text
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
+from thdprof.plan import CostsPart
 from thdprof.training import shown
 from thdprof.words import counted, listed, percent, percentile_name, saved, spanned
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
 """Sizes of a model that follow from others."""
+_MEASURES = (
+    *("steps", "n_seqs", "max_seqlen", "n_tokens_max", "cp_sizes"),
+    *("packing_efficiency", "packing_efficiency_without_cap"),
+)
+"""Fields of an analysis that its JSON object has under the same names."""
+_BUCKET = ("max_seqs", "max_seqlen", "cp_size")
+_TIMED = ("relative_step_time", "step_ms", "eager_step_ms", "graph_memory_bytes")
+"""Fields of a recommendation that are null without times of the model."""
 _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
@@ -65,15 +75,11 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
     yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
-    origin = (
-        "replayed exactly"
-        if table.exact
-        else "drawn, not replayed"
-        if analysis.drawn
-        else "replayed with a pack size that is a guess"
-        if table.size_guessed
-        else "replayed up to a step that Megatron stops on"
-    )
+    if table.exact or analysis.drawn:
+        origin = "replayed exactly" if table.exact else "drawn, not replayed"
+    else:
+        guessed = "replayed with a pack size that is a guess"
+        origin = guessed if table.size_guessed else "replayed up to a step that Megatron stops on"
     count = counted(len(table), "micro-batch", "micro-batches")
     yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
     if analysis.model is not None:
@@ -82,8 +88,12 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
     for note in analysis.notes:
         yield Text(f"  note: {note}", style="yellow")
-    if analysis.packing_efficiency is not None:
-        yield Text(_packing(analysis))
+    if (used := analysis.packing_efficiency) is not None:
+        text = f"packed by {analysis.settings.packer}: {used:.2%} of the tokens hold documents"
+        if (without_cap := analysis.packing_efficiency_without_cap) is not None:
+            cap = shown("max_docs_per_pack", analysis.settings.max_docs_per_pack)
+            text += f"; {cap} loses {(without_cap - used) * 100:.2f} points"
+        yield Text(text)
     yield ""
     yield _percentiles(analysis)
     yield ""
@@ -110,14 +120,6 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield Text(overlap_sentence(analysis.overlap))
 
 
-def _packing(analysis: Analysis) -> str:
-    text = f"packed by {analysis.settings.packer}: {analysis.packing_efficiency:.2%} of the tokens hold documents"
-    if analysis.packing_efficiency_without_cap is not None and analysis.packing_efficiency is not None:
-        lost = analysis.packing_efficiency_without_cap - analysis.packing_efficiency
-        text += f"; {shown('max_docs_per_pack', analysis.settings.max_docs_per_pack)} loses {lost * 100:.2f} points"
-    return text
-
-
 def _percentiles(analysis: Analysis) -> Table:
     table = plain_table(["micro-batch"], ["mean", "P50", "P90", "P95", "P99", "P99.9", "max"])
     for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
@@ -127,13 +129,8 @@ def _percentiles(analysis: Analysis) -> Table:
 
 
 def _cp_sizes(analysis: Analysis) -> Table:
-    table = plain_table(
-        [],
-        [
-            *("ranks", "micro-batches", "documents P50", "P99", "max"),
-            *("longest document P50", "P99", "max", "tokens"),
-        ],
-    )
+    names = "ranks", "micro-batches", "documents P50", "P99", "max", "longest document P50", "P99", "max", "tokens"
+    table = plain_table([], names)
     for size in analysis.cp_sizes:
         numbers = [getattr(p, n) for p in (size.n_seqs, size.max_seqlen) for n in ("p50", "p99", "max")]
         table.add_row(
@@ -147,28 +144,23 @@ def _cp_sizes(analysis: Analysis) -> Table:
 
 def _caps(analysis: Analysis, block: str) -> Table:
     chosen = {b.max_seqs for b in analysis.recommendation.buckets}
-    timed = analysis.times.origin != "none"
-    table = Table(box=None, pad_edge=False)
-    table.add_column("one cap", justify="right")
+    table = plain_table([], ["one cap"])
     table.add_column("")
-    for name in ("replayed", "steps with an\neager micro-batch"):
-        table.add_column(name, justify="right")
-    if timed:
+    table.add_column("replayed", justify="right")
+    table.add_column("steps with an\neager micro-batch", justify="right")
+    if analysis.timed:
         table.add_column("step time, eager = 1")
     for candidate in analysis.recommendation.candidates:
-        label = ", ".join([percentile_name(n) for n in candidate.names])
+        time = candidate.relative_step_time
+        bar = block * max(1, round(min(time, 1.5) * _BAR))
         table.add_row(
             f"{'*' if candidate.max_seqs in chosen else ''}{candidate.max_seqs:,}",
-            label,
+            ", ".join([percentile_name(n) for n in candidate.names]),
             percent(candidate.coverage),
             percent(candidate.fallback_rate.step),
-            *([f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time, block)}"] if timed else []),
+            *([f"{time:.3f} {bar}"] if analysis.timed else []),
         )
     return table
-
-
-def _bar(value: float, block: str) -> str:
-    return block * max(1, round(min(value, 1.5) * _BAR))
 
 
 def sentence(analysis: Analysis) -> str:
@@ -176,7 +168,7 @@ def sentence(analysis: Analysis) -> str:
     chosen = analysis.recommendation
     if not chosen.buckets:
         best = chosen.unlimited_relative_step_time
-        if analysis.times.origin == "none":
+        if not analysis.timed:
             if best > 1 - analysis.costs.least_gain:
                 return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
             return "Capture no graphs: none keep to the limits."
@@ -196,7 +188,7 @@ def sentence(analysis: Analysis) -> str:
         gain = f"{analysis.costs.least_gain:.0%}"
         return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
     caps = [
-        f"{b.max_seqs} ({f'{_ranks(b.cp_size)}, ' if analysis.cp_sizes else ''}{percent(share)})"
+        f"{b.max_seqs} ({f'{counted(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
     documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
@@ -230,9 +222,9 @@ def times_lines(analysis: Analysis) -> list[str]:
     replayed = f"{times.decoder_replay_ms:.1f}" + ("" if slower == 1 else f" to {slower * times.decoder_replay_ms:.1f}")
     lines = [
         f"median micro-batch, one rank: decoder replayed {replayed} ms, eagerly "
-        f"{spanned(times.decoder_eager_ms, 'ms')}{outside}"
+        f"{spanned(times.decoder_eager_ms, 'ms')}{outside}",
+        f"of {times.basis}",
     ]
-    lines.append(f"of {times.basis}")
     if worth is not None and analysis.recommendation.buckets:
         line = (
             f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
@@ -245,20 +237,21 @@ def times_lines(analysis: Analysis) -> list[str]:
     return lines
 
 
-def _ranks(cp_size: int) -> str:
-    return "1 rank" if cp_size == 1 else f"{cp_size} ranks"
-
-
 def reasons(analysis: Analysis) -> list[str]:
     """The reasons for the recommendation, a sentence each; graph memory is counted after offloading."""
     chosen, offload = analysis.recommendation, analysis.offload
-    sentences = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
-    one = chosen.one_cap
-    timed = analysis.times.origin != "none"
-    if one is None:
-        if timed:
-            sentences.append(f"no single cap saves {analysis.costs.least_gain:.0%} of the eager step time")
-    elif len(chosen.buckets) > 1:
+    sentences = []
+    for name in ("p90", "p99"):
+        candidate = next((c for c in chosen.candidates if name in c.names), None)
+        if candidate is not None and (rate := candidate.fallback_rate).step:
+            sentences.append(
+                f"a cap at {percentile_name(name)} ({candidate.max_seqs}) with eager fallback runs "
+                f"{percent(rate.microbatch)} of micro-batches eagerly, and so stalls {percent(rate.step)} of steps"
+            )
+    one, timed = chosen.one_cap, analysis.timed
+    if one is None and timed:
+        sentences.append(f"no single cap saves {analysis.costs.least_gain:.0%} of the eager step time")
+    elif one is not None and len(chosen.buckets) > 1:
         time = f"{one.relative_step_time:.3f} of the eager step time, " if timed else ""
         best = " is best" if timed else ""
         sentences.append(
@@ -272,41 +265,21 @@ def reasons(analysis: Analysis) -> list[str]:
             "unseen data: with 95% confidence fewer than "
             f"{chosen.fallback_rate_upper_bound:.2g} of micro-batches will fall back; " + _coverage_of_run(analysis)
         )
-        most = max(sum(rank) for rank in analysis.slots)
-        memory = ""
         size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
-        if size is not None and timed:
-            after = "" if offload is None else " after offloading"
-            memory = f", about {size / 2**30:.1f} GiB of graph memory{after}"
-        sentences.append(f"slots: at most {most} on a pipeline rank{memory}")
+        after = "" if offload is None else " after offloading"
+        memory = f", about {size / 2**30:.1f} GiB of graph memory{after}" if size is not None and timed else ""
+        sentences.append(f"slots: at most {max(map(sum, analysis.slots))} on a pipeline rank{memory}")
     return sentences
 
 
-def _percentile_advice(analysis: Analysis, name: str) -> str | None:
-    """The fallbacks under the usual advice, a cap at a percentile; None where it has none or was not considered."""
-    candidate = next((c for c in analysis.recommendation.candidates if name in c.names), None)
-    if candidate is None or candidate.fallback_rate.step == 0:
-        return None
-    return _stall(candidate, percentile_name(name))
-
-
-def _stall(candidate: Candidate, name: str) -> str:
-    rate = candidate.fallback_rate
-    return (
-        f"a cap at {name} ({candidate.max_seqs}) with eager fallback runs {percent(rate.microbatch)} of "
-        f"micro-batches eagerly, and so stalls {percent(rate.step)} of steps"
-    )
-
-
 def _coverage_of_run(analysis: Analysis) -> str:
-    if analysis.settings.train_epochs is not None:
-        return "the table is the whole run, so only a change of its data brings any"
-    if analysis.settings.train_samples is None:
+    run = analysis.settings
+    if run.train_epochs is None and run.train_samples is None:
         return "one epoch was analysed; say how long the run is with --train-samples or --train-iters"
-    wanted = analysis.settings.train_samples // analysis.settings.global_batch_size
-    if analysis.drawn:
+    wanted = analysis.steps if run.train_samples is None else run.train_samples // run.global_batch_size
+    if run.train_epochs is None and analysis.drawn:
         return "the run was drawn, not replayed"
-    if analysis.steps == wanted:
+    if run.train_epochs is not None or analysis.steps == wanted:
         return "the table is the whole run, so only a change of its data brings any"
     return f"the table covers {percent(analysis.steps / wanted)} of the run's steps"
 
@@ -315,64 +288,45 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     """The JSON object as a dict; it has the key `offload` if activations are moved to the host, and `overlap` if
     data-parallel communication overlaps.
     """
-    chosen, offload, timed = analysis.recommendation, analysis.offload, analysis.times.origin != "none"
-    return {
+    chosen, timed, overlap = analysis.recommendation, analysis.timed, analysis.overlap
+    value: dict[str, Any] = {
         "schema": SCHEMA,
-        "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
-        "training": asdict(analysis.settings),
-        "assumptions": [asdict(a) for a in analysis.assumptions],
+        "dataset": analysis.dataset,
+        "training": analysis.settings,
+        "assumptions": analysis.assumptions,
         "model": _model(analysis),
         "gpu": analysis.gpu,
         "exact": analysis.microbatches.exact,
         "microbatches": len(analysis.microbatches),
-        "steps": analysis.steps,
-        "n_seqs": analysis.n_seqs.model_dump(),
-        "max_seqlen": analysis.max_seqlen.model_dump(),
-        "n_tokens_max": analysis.n_tokens_max,
-        "cp_sizes": [_cp_size(size) for size in analysis.cp_sizes],
-        "packing_efficiency": analysis.packing_efficiency,
-        "packing_efficiency_without_cap": analysis.packing_efficiency_without_cap,
+        **{name: getattr(analysis, name) for name in _MEASURES},
         "verdict": analysis.verdict.ruling,
         "verdict_reason": analysis.verdict.reason,
-        "times": asdict(analysis.times),
-        "worth": None if analysis.worth is None else asdict(analysis.worth),
+        "times": analysis.times,
+        "worth": analysis.worth,
         "candidates": [_candidate(c, timed=timed) for c in chosen.candidates],
         "recommendation": {
             "max_packed_seqs": max((b.max_seqs for b in chosen.buckets), default=None),
             "buckets": [
-                {
-                    "max_seqs": b.max_seqs,
-                    "max_seqlen": b.max_seqlen,
-                    "cp_size": b.cp_size,
-                    "share": share,
-                }
-                for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+                {**{name: getattr(bucket, name) for name in _BUCKET}, "share": share}
+                for bucket, share in zip(chosen.buckets, chosen.shares, strict=True)
             ],
             "captures": _captures(analysis),
             "slots": analysis.slots,
-            "fallback_rate": chosen.fallback_rate.model_dump(),
+            "fallback_rate": chosen.fallback_rate,
             "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
-            "relative_step_time": chosen.relative_step_time if timed else None,
-            "step_ms": chosen.step_ms if timed else None,
-            "eager_step_ms": chosen.eager_step_ms if timed else None,
-            "graph_memory_bytes": chosen.graph_memory_bytes if timed else None,
+            **{name: getattr(chosen, name) if timed else None for name in _TIMED},
             "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap, timed=timed),
         },
-        **({} if offload is None else {"offload": asdict(offload)}),
-        "memory": None if analysis.memory is None else asdict(analysis.memory),
-        "capture": None if analysis.capture is None else asdict(analysis.capture),
-        **({} if (cut := analysis.overlap) is None else {"overlap": {**asdict(cut), "gained_ms": cut.gained_ms}}),
-        "costs": {
-            "name": analysis.costs.name,
-            "calibrated": analysis.costs.calibrated,
-            "modelled": analysis.costs.modelled,
-            "hardware": analysis.costs.hardware,
-            "attention": analysis.costs.attention,
-            "n_tokens": analysis.costs.n_tokens,
-        },
-        "notes": list(analysis.notes),
-        "warnings": list(analysis.warnings),
+        **({} if analysis.offload is None else {"offload": analysis.offload}),
+        "memory": analysis.memory,
+        "capture": analysis.capture,
+        **({} if overlap is None else {"overlap": {**asdict(overlap), "gained_ms": overlap.gained_ms}}),
+        "costs": {name: getattr(analysis.costs, name) for name in CostsPart.model_fields if name != "stamp"},
+        "notes": analysis.notes,
+        "warnings": analysis.warnings,
     }
+    plain: dict[str, Any] = to_jsonable_python(value)
+    return plain
 
 
 def to_json(analysis: Analysis) -> str:
@@ -392,16 +346,9 @@ def _model(analysis: Analysis) -> dict[str, Any] | None:
 def _candidate(candidate: Candidate, *, timed: bool) -> dict[str, Any]:
     """One cap; its times are null unless `timed`, because they are of another model then."""
     return {
-        "max_seqs": candidate.max_seqs,
-        "coverage": candidate.coverage,
-        "fallback_rate": candidate.fallback_rate.model_dump(),
-        "relative_step_time": candidate.relative_step_time if timed else None,
-        "padding_ms": candidate.padding_ms if timed else None,
+        **{name: getattr(candidate, name) for name in ("max_seqs", "coverage", "fallback_rate")},
+        **{name: getattr(candidate, name) if timed else None for name in ("relative_step_time", "padding_ms")},
     }
-
-
-def _cp_size(size: CpSize) -> dict[str, Any]:
-    return {**asdict(size), "n_seqs": size.n_seqs.model_dump(), "max_seqlen": size.max_seqlen.model_dump()}
 
 
 def _captures(analysis: Analysis) -> dict[str, Any] | None:

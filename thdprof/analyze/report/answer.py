@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from thdprof.analyze.predictions import Capture, Memory, Ruling, Times, Worth
+from thdprof.analyze.predictions import Memory, Times, Worth
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, Report
-from thdprof.analyze.report.figures.graphs import bucket_names
+from thdprof.analyze.report.figures.graphs import bucket_names, has_short_names
 from thdprof.analyze.report.shared import beside_slots
 from thdprof.words import counted, percent, ratio, shortened, spanned
 
 _NUMBERS = 3
 """Numbers at the head of a report."""
-_NAMED = 4
-"""Most graphs whose documents are named in the verdict."""
 _LONGEST_NAME = 80
 """Characters of a run's name."""
 _OF_THESE_DATA = (
@@ -31,23 +29,15 @@ _OF_A_STAND_IN = (
     "the recommended graphs are slower ",
 )
 """Begins of warnings that speak of times; they are left out where times are not of the user's own model."""
-_RULINGS: dict[Ruling, str] = {
-    "graphs pay": "Graphs pay",
-    "graphs do not pay": "Graphs do not pay",
-    "measure first": "Measure first",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One of the numbers that matter."""
+    """One of the numbers that matter, with its unit; what it counts; and what it rests on or compares with, if any."""
 
     value: str
-    """The number with its unit."""
     label: str
-    """What it counts."""
     note: str
-    """What it rests on, or compares with; may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +74,10 @@ def make_answer(report: Report) -> Answer:
     how = "replayed in training's order" if profile.exact else "drawn or replayed in part, not exactly training's"
     micro = counted(profile.microbatches, "micro-batch", "micro-batches")
     caveat = _sentence(warnings[0]) if warnings else _OF_THESE_DATA
+    parts = profile.parts  # one that is named after a folder of one file has that file's name
+    names = [PurePath(p.uris[0]).name if len(parts) == len(p.uris) == 1 else p.name for p in parts]
     return Answer(
-        run=shortened(", ".join(dict.fromkeys(_data_names(report))), _LONGEST_NAME),
+        run=shortened(", ".join(dict.fromkeys(names)), _LONGEST_NAME),
         size=f"{micro} in {counted(profile.steps, 'step')}, {how}",
         date=profile.analysed_on or "",
         verdict=_verdict(report),
@@ -97,17 +89,9 @@ def make_answer(report: Report) -> Answer:
     )
 
 
-def _data_names(report: Report) -> list[str]:
-    """Names of the parts of the data; of a part named after a folder of one file, that file's."""
-    parts = report.profile.parts
-    return [PurePath(p.uris[0]).name if len(parts) == len(p.uris) == 1 else p.name for p in parts]
-
-
 def _warnings(report: Report) -> tuple[str, ...]:
-    every = dict.fromkeys(w for part in report.profile.parts for w in part.warnings)
-    if report.times.origin != "none":
-        return tuple(every)
-    return tuple(w for w in every if not w.startswith(_OF_A_STAND_IN))
+    timed = report.times.origin != "none"
+    return tuple(text for text in report.warnings if timed or not text.startswith(_OF_A_STAND_IN))
 
 
 def _verdict(report: Report) -> str:
@@ -117,8 +101,8 @@ def _verdict(report: Report) -> str:
         if not graphs.buckets or graphs.impl == "none":
             return "The plan captures no graphs: every micro-batch runs eagerly."
         rate = report.plan.predictions.fallback_rate
-        distinct = len({b.max_seqs for b in graphs.buckets}) == len(graphs.buckets) <= _NAMED
-        name = f"Graphs for {bucket_names(report)}" if distinct else f"The plan's {len(graphs.buckets)} graphs"
+        short = has_short_names(graphs.buckets)
+        name = f"Graphs for {bucket_names(report)}" if short else f"The plan's {len(graphs.buckets)} graphs"
         own = " of the data that the plan was made for" if report.profile.num_runs > 1 else ""
         if rate.microbatch == 0:
             return f"{name} hold every micro-batch{own}."
@@ -130,7 +114,7 @@ def _verdict(report: Report) -> str:
     takes = "takes" if graphs.buckets else "would take"
     own = ", on the data that the plan was made for" if report.profile.num_runs > 1 else ""
     step = f"step {takes} {ratio(relative)} of its eager time, {times.origin}{own}"
-    return f"A {step}." if ruling is None else f"{_RULINGS[ruling]}: a {step}."
+    return f"A {step}." if ruling is None else f"{ruling.capitalize()}: a {step}."
 
 
 def _basis(times: Times) -> str:
@@ -216,30 +200,32 @@ def amounts(report: Report) -> dict[str, tuple[tuple[str, str], ...]]:
         return {}
     model = None if predicted is None or predicted.model is None else predicted.model
     found = {f"Times, {times.origin}" + (f", of {model}" if model else ""): tuple(_times(times))}
-    if predicted is not None:
-        if predicted.worth is not None:
-            found["Worth over the run"] = tuple(_worth(predicted.worth))
-        if predicted.memory is not None:
-            moments = {"training": "in training", "capture": "at the last capture", "verification": "in a verification"}
-            title = f"Peak memory of the pipeline rank that needs most, {moments[predicted.memory.moment]}"
-            found[title] = _memory(predicted.memory)
-        if predicted.capture is not None:
-            found["Capture, once in a run"] = _capture(predicted.capture)
+    if predicted is not None and predicted.worth is not None:
+        found["Worth over the run"] = tuple(_worth(predicted.worth))
+    if predicted is not None and predicted.memory is not None:
+        moments = {"training": "in training", "capture": "at the last capture", "verification": "in a verification"}
+        title = f"Peak memory of the pipeline rank that needs most, {moments[predicted.memory.moment]}"
+        found[title] = _memory(predicted.memory)
+    if predicted is not None and (capture := predicted.capture) is not None:
+        found["Capture, once in a run"] = (
+            ("graphs", f"{capture.graphs:,}"),
+            ("forward and backward passes for them", f"{capture.passes:,}"),
+            ("time", spanned(capture.seconds, "s")),
+        )
     return {title: rows for title, rows in found.items() if rows}
 
 
 def _times(times: Times) -> Iterator[tuple[str, str]]:
-    if times.decoder_replay_ms is not None:
-        replay = (times.decoder_replay_ms, times.decoder_replay_ms)
-        yield "decoder, median micro-batch on one rank, replayed", spanned(replay, "ms")
-    if times.decoder_eager_ms is not None:
-        yield "the same, eagerly", spanned(times.decoder_eager_ms, "ms")
-    if times.outside_decoder_ms is not None:
-        yield "outside the decoder", spanned((times.outside_decoder_ms, times.outside_decoder_ms), "ms")
-    if times.step_ms is not None:
-        yield "a step under the plan", spanned(times.step_ms, "ms")
-    if times.eager_step_ms is not None:
-        yield "a step, all eager", spanned(times.eager_step_ms, "ms")
+    amounts = {
+        "decoder, median micro-batch on one rank, replayed": times.decoder_replay_ms,
+        "the same, eagerly": times.decoder_eager_ms,
+        "outside the decoder": times.outside_decoder_ms,
+        "a step under the plan": times.step_ms,
+        "a step, all eager": times.eager_step_ms,
+    }
+    for label, ms in amounts.items():
+        if ms is not None:
+            yield label, spanned(ms if isinstance(ms, tuple) else (ms, ms), "ms")
 
 
 def _worth(worth: Worth) -> Iterator[tuple[str, str]]:
@@ -263,11 +249,3 @@ def _memory(memory: Memory) -> tuple[tuple[str, str], ...]:
         f"in all, on pipeline rank {memory.pipeline_rank}": memory.peak_bytes,
     }
     return tuple((label, f"{size / 2**30:.1f} GiB") for label, size in parts.items() if size)
-
-
-def _capture(capture: Capture) -> tuple[tuple[str, str], ...]:
-    return (
-        ("graphs", f"{capture.graphs:,}"),
-        ("forward and backward passes for them", f"{capture.passes:,}"),
-        ("time", spanned(capture.seconds, "s")),
-    )

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.check import Check, Overshoot
+from thdprof.analyze.check import Check
 from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
 from thdprof.compare.plans import PlanComparison
 from thdprof.compare.statistics import Comparison
@@ -44,32 +45,26 @@ def print_check(check: Check, console: Console) -> None:
 
 def _check_parts(check: Check) -> Iterator[str | Table | Text]:
     changed = "as planned" if check.same_data else "other data than planned"
-    yield Text(f"{name_dataset(check.dataset)}: {changed}, {_origin(check)}")
+    origin = "replayed exactly" if check.table.exact else "not replayed exactly"
+    if check.table.size_guessed:
+        origin = "replayed with a pack size that is a guess"
+    yield Text(f"{name_dataset(check.dataset)}: {changed}, {origin}")
     yield ""
     yield _sizes(check)
     yield ""
     yield _shares(check)
     if check.reasons:
         yield Text("eager, by reason: " + ", ".join(f"{reason} {n:,}" for reason, n in check.reasons.items()))
-    if check.worst is not None:
-        yield Text(f"furthest over: {_overshoot(check.worst)}")
+    if (worst := check.worst) is not None:
+        ranks = f" on {worst.cp_size} ranks" if worst.cp_size > 1 else ""
+        yield Text(
+            f"furthest over: {worst.n_seqs:,} documents, the longest {worst.max_seqlen:,} tokens, of "
+            f"{worst.n_tokens:,} in all{ranks} (step {worst.step}, rank {worst.dp_rank}, micro-batch "
+            f"{worst.microbatch}, from 0): {worst.reason}"
+        )
     for note in check.notes:
         yield Text(f"warning: {note}", style="yellow")
     yield Text(verdict(check), style="bold")
-
-
-def _origin(check: Check) -> str:
-    if check.table.size_guessed:
-        return "replayed with a pack size that is a guess"
-    return "replayed exactly" if check.table.exact else "not replayed exactly"
-
-
-def _overshoot(worst: Overshoot) -> str:
-    ranks = f" on {worst.cp_size} ranks" if worst.cp_size > 1 else ""
-    return (
-        f"{worst.n_seqs:,} documents, the longest {worst.max_seqlen:,} tokens, of {worst.n_tokens:,} in all{ranks} "
-        f"(step {worst.step}, rank {worst.dp_rank}, micro-batch {worst.microbatch}, from 0): {worst.reason}"
-    )
 
 
 def verdict(check: Check) -> str:
@@ -87,9 +82,7 @@ def _sizes(check: Check) -> Table:
     pairs = {
         "fingerprint": (before.fingerprint[:19], now.fingerprint[:19]),
         "files": (len(before.uris), len(now.uris)),
-        "rows": (before.rows, now.rows),
-        "documents": (before.documents, now.documents),
-        "tokens": (before.tokens, now.tokens),
+        **{name: (getattr(before, name), getattr(now, name)) for name in ("rows", "documents", "tokens")},
         "micro-batches": (microbatches.count, len(check.table)),
         "steps": (microbatches.steps, check.table.num_steps),
     }
@@ -124,36 +117,37 @@ def _name_bucket(bucket: Any) -> str:
 
 def check_to_dict(check: Check) -> dict[str, Any]:
     """The JSON object as a dict."""
-    plan, profile = check.plan, check.profile
-    n_seqs, max_seqlen = profile.n_seqs.percentiles(), profile.max_seqlen.percentiles()
-    return {
-        "schema": CHECK_SCHEMA,
-        "holds": check.holds,
-        "level": check.level,
-        "max_fallback_rate": check.max_fallback_rate,
-        "fallback_rate": {
-            name: {"planned": getattr(plan.predictions.fallback_rate, name), "now": getattr(check.fallback_rate, name)}
-            for name in _LEVELS
-        },
-        "fallback_rate_unpadded": None
-        if check.fallback_rate_unpadded is None
-        else check.fallback_rate_unpadded.model_dump(),
-        "dataset_changed": not check.same_data,
-        "dataset": {
-            "planned": plan.dataset.model_dump(mode="json"),
-            "now": {**asdict(check.dataset), "uris": list(check.dataset.uris)},
-        },
-        "exact": check.table.exact,
-        "microbatches": {"planned": plan.microbatches.count, "now": len(check.table)},
-        "steps": {"planned": plan.microbatches.steps, "now": check.table.num_steps},
-        "n_seqs": {"planned": plan.microbatches.n_seqs.model_dump(), "now": n_seqs.model_dump()},
-        "max_seqlen": {"planned": plan.microbatches.max_seqlen.model_dump(), "now": max_seqlen.model_dump()},
-        "n_tokens_max": {"planned": plan.microbatches.n_tokens_max, "now": int(check.table.n_tokens.max())},
-        "reasons": check.reasons,
-        "buckets": [asdict(b) for b in check.buckets],
-        "worst": None if check.worst is None else asdict(check.worst),
-        "warnings": list(check.notes),
-    }
+    plan, before, profile = check.plan, check.plan.microbatches, check.profile
+    value: dict[str, Any] = to_jsonable_python(
+        {
+            "schema": CHECK_SCHEMA,
+            "holds": check.holds,
+            "level": check.level,
+            "max_fallback_rate": check.max_fallback_rate,
+            "fallback_rate": {
+                name: _pair(getattr(plan.predictions.fallback_rate, name), getattr(check.fallback_rate, name))
+                for name in _LEVELS
+            },
+            "fallback_rate_unpadded": check.fallback_rate_unpadded,
+            "dataset_changed": not check.same_data,
+            "dataset": _pair(plan.dataset, check.dataset),
+            "exact": check.table.exact,
+            "microbatches": _pair(before.count, len(check.table)),
+            "steps": _pair(before.steps, check.table.num_steps),
+            "n_seqs": _pair(before.n_seqs, profile.n_seqs.percentiles()),
+            "max_seqlen": _pair(before.max_seqlen, profile.max_seqlen.percentiles()),
+            "n_tokens_max": _pair(before.n_tokens_max, int(check.table.n_tokens.max())),
+            "reasons": check.reasons,
+            "buckets": check.buckets,
+            "worst": check.worst,
+            "warnings": check.notes,
+        }
+    )
+    return value
+
+
+def _pair(planned: object, now: object) -> dict[str, object]:
+    return {"planned": planned, "now": now}
 
 
 def check_to_json(check: Check) -> str:
@@ -179,7 +173,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         lines.append("counters of rank 0 alone: the run ended with an error")
     if comparison.basis == "decided":
         lines.append("nothing was replayed; what the shapes decide is compared")
-    lines += ["", _share_table(comparison)]
+    table = plain_table(["share of micro-batches"], ["predicted", "observed", "difference"])
+    rows = [("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate)]
+    rows += [(_name_bucket(b), b.predicted_share, b.observed_share) for b in comparison.buckets]
+    for label, predicted, observed in rows:
+        table.add_row(label, f"{predicted:.3%}", f"{observed:.3%}", f"{observed - predicted:+.3%}")
+    lines += ["", table]
     for title, reasons in (("by shape", comparison.fallbacks), ("not predicted", comparison.other_fallbacks)):
         if reasons:
             lines.append(f"eager, {title}: " + ", ".join(f"{reason} {n:,}" for reason, n in reasons.items()))
@@ -196,15 +195,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         if ms is not None:
             lines.append(f"run: {title} micro-batch {ms:.2f} ms")
     print_parts(lines, console, markup=False)
-
-
-def _share_table(comparison: Comparison) -> Table:
-    table = plain_table(["share of micro-batches"], ["predicted", "observed", "difference"])
-    rows = [("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate)]
-    rows += [(_name_bucket(b), b.predicted_share, b.observed_share) for b in comparison.buckets]
-    for label, predicted, observed in rows:
-        table.add_row(label, f"{predicted:.3%}", f"{observed:.3%}", f"{observed - predicted:+.3%}")
-    return table
 
 
 def plan_comparison_to_json(comparison: PlanComparison) -> str:

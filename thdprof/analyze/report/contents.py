@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from numbers import Integral
 from pathlib import Path
 from typing import get_args
@@ -35,7 +36,7 @@ _MOST_URIS = 5
 _SETTINGS_FILE = "settings.yaml"
 """The name that a suggested command gives to a settings file."""
 _MOST_EXTRAPOLATION = 2
-"""Largest cap that may be asked about, as a multiple of the largest known one: step times beyond are extrapolated."""
+"""Largest cap of a report, as a multiple of the largest known one: step times beyond are extrapolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -83,6 +84,11 @@ class Report:
             return Times(origin="none", basis=TIMES_OF_ONE_RUN)
         return Times(origin="none", basis=HOW_TO_GET_TIMES if predicted is None else predicted.times.basis)
 
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of the analyses, each once."""
+        return list(dict.fromkeys(text for part in self.profile.parts for text in part.warnings))
+
     def relative_step_times(self, caps: Sequence[int]) -> list[Range] | None:
         """The range of the relative step time under each single cap; None without times of the user's own model."""
         return None if self.times.origin == "none" else self.profile.relative_step_times(caps)
@@ -109,17 +115,11 @@ class Report:
             )
 
     def __repr__(self) -> str:
-        """The dataset and the profile in a line; a notebook shows the whole report."""
         return f"Report of {self.plan.dataset.uris[0]}: {self.profile!r}"
 
     def _repr_html_(self) -> str:
-        return self.plan._repr_html_() + self.profile._repr_html_() + self._warnings_html()
-
-    def _warnings_html(self) -> str:
-        from html import escape
-
-        warnings = list(dict.fromkeys(w for part in self.profile.parts for w in part.warnings))
-        return "<ul>" + "".join(f"<li>{escape(w)}</li>" for w in warnings) + "</ul>" if warnings else ""
+        listed = "".join(f"<li>{escape(text)}</li>" for text in self.warnings)
+        return self.plan._repr_html_() + self.profile._repr_html_() + (f"<ul>{listed}</ul>" if listed else "")
 
 
 def default_profile(plan: Path) -> Path:
@@ -187,10 +187,20 @@ def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", p
 def profile_command(plan: Plan, profile: Path) -> str:
     """The command line that counts the micro-batches of the plan's data and writes them to `profile`."""
     uris = plan.dataset.uris if len(plan.dataset.uris) <= _MOST_URIS else ["DATASET"]
-    options, in_a_file = _options(plan.training)
+    words, in_a_file = ["thdprof", "analyze", *uris], list[str]()
+    for name, definition in definitions_of(TrainingSettings).items():
+        value = getattr(plan.training, name)
+        if value is None or value == definition.default:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if not definition.setting.everyday:
+            in_a_file.append(f"{name}: {text.lower()}")
+        elif definition.type is bool:
+            words.append(definition.option if value else definition.off_option)
+        else:
+            words += [definition.option, text]
     settings = ["--settings", _SETTINGS_FILE] if in_a_file else []
-    words = ["thdprof", "analyze", *uris, *options, *settings, *_costs(plan)]
-    command = shlex.join([*words, "--profile", str(profile)])
+    command = shlex.join([*words, *settings, *_costs(plan), "--profile", str(profile)])
     return f"{command} (where {_SETTINGS_FILE} holds {{{', '.join(in_a_file)}}})" if in_a_file else command
 
 
@@ -204,20 +214,3 @@ def _costs(plan: Plan) -> list[str]:
         if all(getattr(built_in, name) == getattr(plan.costs, name) for name in type(plan.costs).model_fields):
             return [] if attention == "transformer_engine" else ["--attention", attention]
     return ["--cost-table", "FILE"]
-
-
-def _options(training: TrainingSettings) -> tuple[list[str], list[str]]:
-    """The options of `analyze` and the lines of a settings file that together give `training`, without defaults."""
-    words, in_a_file = list[str](), list[str]()
-    for name, definition in definitions_of(TrainingSettings).items():
-        value = getattr(training, name)
-        if value is None or value == definition.default:
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if not definition.setting.everyday:
-            in_a_file.append(f"{name}: {text.lower()}")
-        elif definition.type is bool:
-            words.append(definition.option if value else definition.off_option)
-        else:
-            words += [definition.option, text]
-    return words, in_a_file

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 EM = 7.0
 """Pixels that a character of a label takes at most on average."""
@@ -24,6 +24,8 @@ BOLD = 8.6
 """Pixels that a bold character takes at most on average."""
 LINE = 17
 """Pixels between lines of text."""
+BAR = 18
+"""Height of a bar that lies, in pixels."""
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 _COLOURS = ("#2a87c8", "#d9630f", "#0a9b74", "currentColor")
 """Colours of the first to third line, which colour-blind readers can tell apart; legible on white and on black."""
@@ -43,15 +45,14 @@ STYLE = (
     ".thd .hit{fill:currentColor;fill-opacity:0}.thd .hit:hover{fill-opacity:.09}"
 )
 """The style sheet of all figures."""
-_SHAPES = {
-    "circle": "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
-    "square": "M-3.5-3.5h7v7h-7z",
-    "triangle": "M0-4.6L4.4 3.4H-4.4z",
-    "cross": "M-3.5-3.5L3.5 3.5M-3.5 3.5L3.5-3.5",
-    "diamond": "M0-5L5 0L0 5L-5 0z",
-}
-MARKERS = ("circle", "square", "triangle", "cross", "diamond")
-"""Shapes of markers: those of the first, second, ... line."""
+_MARKERS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
+    "M-3.5-3.5h7v7h-7z",
+    "M0-4.6L4.4 3.4H-4.4z",
+    "M-3.5-3.5L3.5 3.5M-3.5 3.5L3.5-3.5",
+)
+"""Markers of the first to fourth line: a circle, a square, a triangle and a cross."""
+_DIAMOND = "M0-5L5 0L0 5L-5 0z"
 _STRIP = 5
 """Least pixels of a strip that tells values."""
 _MARKED = 14
@@ -60,18 +61,13 @@ _MARKED = 14
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A map from values to pixels, linear or logarithmic."""
+    """A map from the values `low` to `high` to the pixels `start` to `end`, linear or logarithmic."""
 
     low: float
-    """Value at `start`."""
     high: float
-    """Value at `end`."""
     start: float
-    """Pixel of `low`."""
     end: float
-    """Pixel of `high`."""
     logarithmic: bool = False
-    """Whether equal ratios are equally long."""
 
     def __call__(self, value: float) -> float:
         """The pixel of `value`, no further out than the scale's ends."""
@@ -87,12 +83,7 @@ class Scale:
         return f"{kind} {self.low:g} {self.high:g} {px(self.start)} {px(self.end)}"
 
     def ticks(self, write: Callable[[float], str], *, whole: bool = False) -> list[float]:
-        """Values to label, as many as there is room for when `write` writes them side by side.
-
-        Args:
-            write: the label of a value.
-            whole: whether only whole numbers are labelled.
-        """
+        """Values to label, as many as there is room for when `write` writes them side by side; `whole` ones alone."""
         for values in _logarithmic(self) if self.logarithmic else _linear(self, whole=whole):
             room = [abs(self(b) - self(a)) for a, b in itertools.pairwise(values)]
             wide = [(len(write(a)) + len(write(b))) / 2 * EM for a, b in itertools.pairwise(values)]
@@ -129,12 +120,29 @@ def px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
+class Bar(NamedTuple):
+    """A bar that lies, with words behind it; a range from `low` on is paler."""
+
+    value: float
+    look: str
+    words: str
+    low: float | None = None
+
+
+class Row(NamedTuple):
+    """Bars below one name, which has a look, and words on hovering."""
+
+    name: str
+    bars: tuple[Bar, ...]
+    tip: str
+    look: str = ""
+
+
 @dataclass(slots=True)
 class Canvas:
-    """An empty drawing of a given width, to which marks are added; it grows downwards."""
+    """An empty drawing of a width in CSS pixels, to which SVG elements are added; it grows downwards."""
 
     width: int
-    """Width in CSS pixels."""
     marks: list[str] = field(default_factory=list)
     """SVG elements in painting order."""
     bottom: float = 0
@@ -154,10 +162,6 @@ class Canvas:
         most = int(self.width / EM)
         return words if len(words) <= most else words[: most - 1] + "…"
 
-    def add(self, mark: str) -> None:
-        """Add an SVG element."""
-        self.marks.append(mark)
-
     def text(
         self,
         x: float,
@@ -171,61 +175,88 @@ class Canvas:
         """Add words whose base line is at `y`; `look` names classes of `STYLE`, `extra` is SVG attributes."""
         looks = f' class="{look}"' if look else ""
         at = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        self.add(f'<text x="{px(x)}" y="{px(y)}"{at}{looks}{extra}>{escape(words)}</text>')
+        self.marks.append(f'<text x="{px(x)}" y="{px(y)}"{at}{looks}{extra}>{escape(words)}</text>')
 
     def line(self, points: Sequence[tuple[float, float]], look: str) -> None:
         """Add a line through `points`."""
         path = "L".join(f"{px(x)} {px(y)}" for x, y in points)
-        self.add(f'<path class="{look}" d="M{path}"/>')
+        self.marks.append(f'<path class="{look}" d="M{path}"/>')
 
     def rect(
         self, x: float, y: float, width: float, height: float, look: str, *, tip: str = "", extra: str = ""
     ) -> None:
         """Add a rectangle; `tip` is what hovering over it tells."""
         box = f'x="{px(x)}" y="{px(y)}" width="{px(max(0, width))}" height="{px(max(0, height))}"'
-        title = f"<title>{escape(tip)}</title>" if tip else ""
-        self.add(
-            f'<rect class="{look}" {box}{extra}>{title}</rect>' if title else f'<rect class="{look}" {box}{extra}/>'
+        self.marks.append(
+            f'<rect class="{look}" {box}{extra}' + (f"><title>{escape(tip)}</title></rect>" if tip else "/>")
         )
 
-    def marker(self, x: float, y: float, shape: str, look: str, *, extra: str = "") -> None:
-        """Add a marker of `_SHAPES` at a point."""
-        self.add(f'<path class="{look}" d="{_SHAPES[shape]}" transform="translate({px(x)} {px(y)})"{extra}/>')
+    def marker(self, x: float, y: float, style: int) -> None:
+        """Add the marker of line `style` at a point."""
+        self.marks.append(f'<path class="m s{style}" d="{_MARKERS[style]}" transform="translate({px(x)} {px(y)})"/>')
 
-    def legend(self, x: float, y: float, entries: Sequence[tuple[str, int | str]], *, marked: bool = True) -> float:
-        """Name the lines, in rows from `y` on; the pixel below the last row.
+    def legend(self, entries: Sequence[tuple[str, int | str]], *, top: float = 0, marked: bool = True) -> float:
+        """Name the lines in rows below `top`, and return the pixel below the last row.
 
-        Args:
-            x: left end.
-            y: upper end.
-            entries: name of each line, and its number in `STYLE`, or "cap" for the line of the cap.
-            marked: whether lines have markers.
+        `entries` are the name of each line, and its number in `STYLE`, or "cap" for the line of the cap.
         """
-        left, top = x, y + LINE - 4
+        left, top = 0.0, top + LINE - 4
         for name, style in entries:
             needed = 30 + len(name) * EM
-            if left > x and left + needed > self.width:
-                left, top = x, top + LINE
+            if left > 0 and left + needed > self.width:
+                left, top = 0.0, top + LINE
             if isinstance(style, int):
                 self.line([(left, top - 4), (left + 22, top - 4)], f"l s{style}")
                 if marked:
-                    self.marker(left + 11, top - 4, MARKERS[style], f"m s{style}")
+                    self.marker(left + 11, top - 4, style)
             else:
-                self.add(f'<g class="cap"><path d="M{px(left)} {px(top - 4)}h22"/></g>')
+                self.marks.append(f'<g class="cap"><path d="M{px(left)} {px(top - 4)}h22"/></g>')
             self.text(left + 28, top, name)
             left += needed + 14
         self.bottom = max(self.bottom, top + 6)
         return top + 8
 
-    def svg(self, *, name: str, title: str, alt: str, standalone: bool = False) -> str:
-        """The drawing as an SVG element.
+    def rows(self, title: str, x: Scale, rows: Sequence[Row], *, height: float = BAR, beside: bool = False) -> None:
+        """Add rows of bars that lie, below all marks; names stand above them, or `beside` them to the left."""
+        self.text(0, self.bottom + 14, title, look="b")
+        at = self.bottom + 24
+        for row in rows:
+            top = at - 2
+            if beside:
+                self.text(x.start - 8, at + 13, row.name, anchor="end")
+            else:
+                self.text(0, at + 13, self.shorten(row.name), look=row.look)
+                at += LINE + 2
+            for bar in row.bars:
+                end = x(bar.value)
+                self.rect(x.start, at, max(0 if beside else 1, end - x.start), height, bar.look)
+                if bar.low is not None and bar.low < bar.value:
+                    left, pale = x(bar.low), ' style="fill-opacity:.35"'
+                    self.rect(left, at, end - left, height, "hit range", extra=pale)
+                self.text(end + (6 if beside else 8), at + height / 2 + 4, bar.words)
+                at += height + 2
+            self.rect(0, top, self.width, at - top, "hit", tip=row.tip)
+            at += 4 if beside else 4 + 2 * len(row.bars)
+        self.bottom = at
 
-        Args:
-            name: class of the element.
-            title: what the drawing shows, in a sentence.
-            alt: a description for readers who cannot see it.
-            standalone: whether the element is a file of its own, with its own style sheet.
-        """
+    def panel(
+        self,
+        title: str,
+        x: Scale,
+        limits: tuple[float, float],
+        height: float,
+        *,
+        top: float = 0,
+        gap: float = 48,
+        left: float = 0,
+        logarithmic: bool = False,
+    ) -> Panel:
+        """Add a title below `top`, and a panel of some height that begins `gap` pixels below `top`."""
+        self.text(left, top + 14, title, look="b")
+        return Panel(self, x, Scale(*limits, top + gap + height, top + gap, logarithmic))
+
+    def svg(self, *, name: str, title: str, alt: str, standalone: bool = False) -> str:
+        """The drawing as an SVG element of class `name`; `standalone` adds the style sheet that a file needs."""
         height = math.ceil(self.bottom + 6)
         own = ""
         if standalone:
@@ -249,14 +280,11 @@ def write_share(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A rectangle of a canvas with two axes."""
+    """A rectangle of a canvas with two axes: `x` goes to the right, `y` upwards."""
 
     canvas: Canvas
-    """The canvas that is drawn on."""
     x: Scale
-    """Scale to the right."""
     y: Scale
-    """Scale upwards."""
 
     def axes(self, *, x_label: str = "", write_y: Callable[[float], str] = write_share, x_ticks: bool = True) -> None:
         """Draw the grid, both axes and their labels; `write_whole` labels whole numbers alone."""
@@ -288,7 +316,7 @@ class Panel:
         last = -float(_MARKED)
         for at, up in points if marked else ():
             if at - last >= _MARKED:
-                self.canvas.marker(at, up, MARKERS[style], f"m s{style}")
+                self.canvas.marker(at, up, style)
                 last = at
 
     def stairs(self, xs: Sequence[float], ys: Sequence[float], style: int) -> None:
@@ -310,41 +338,46 @@ class Panel:
         for index, value in enumerate(xs):
             if not chosen or self.x(value) - self.x(xs[chosen[-1]]) >= _STRIP:
                 chosen.append(index)
-        centres = [self.x(xs[i]) for i in chosen]
-        borders = [
-            self.x.start, *((a + b) / 2 for a, b in itertools.pairwise(centres)), self.x.end,
-        ]  # fmt: skip
-        top = self.y.end
+        between = [(self.x(xs[a]) + self.x(xs[b])) / 2 for a, b in itertools.pairwise(chosen)]
+        borders, top = [self.x.start, *between, self.x.end], self.y.end
         for index, (left, right) in zip(chosen, itertools.pairwise(borders), strict=True):
             self.canvas.rect(left, top, right - left, self.y.start - top, "hit", tip=tips[index])
+
+    def column(self, low: float, high: float, value: float, look: str, *, inset: float = 0, extra: str = "") -> None:
+        """An upright bar of height `value` from `low` to `high`, `inset` pixels narrower at both sides."""
+        left, width, top = self.x(low), self.x(high) - self.x(low), self.y(value)
+        self.canvas.rect(left + inset, top, width - 2 * inset, self.y.start - top, look, extra=extra)
+
+    def strip(self, low: float, high: float, tip: str, *, extra: str = "") -> None:
+        """An invisible upright strip from `low` to `high`, which tells `tip` on hovering."""
+        left, right, top = self.x(low), self.x(high), self.y.end
+        self.canvas.rect(left, top, right - left, self.y.start - top, "hit", tip=tip, extra=extra)
 
     def cap(self, cap: int, *, named: bool = True) -> None:
         """Mark `cap` on the x axis by a dashed line, which the page's script moves."""
         at, top = self.x(cap), self.y.end
-        self.canvas.add(
+        self.canvas.marks.append(
             f'<g class="cap" data-x="{self.x.data}" transform="translate({at:.1f} 0)">'
             f'<path d="M0 {top - (4 if named else 0):.1f}V{self.y.start:.1f}"/></g>'
         )
         if named:
-            words = f"cap {cap:,}"
+            words, data = f"cap {cap:,}", f' data-cap-x="{self.x.data}"'
             place = self.canvas.within(at, len(words) * BOLD)
-            self.canvas.text(
-                place, top - 8, words, anchor="middle", look="b capname", extra=f' data-cap-x="{self.x.data}"'
-            )
+            self.canvas.text(place, top - 8, words, anchor="middle", look="b capname", extra=data)
 
     def level(self, cap: int) -> None:
         """Mark `cap` on the y axis by a dashed line, which the page's script moves."""
-        self.canvas.add(
+        self.canvas.marks.append(
             f'<g class="cap" data-y="{self.y.data}" transform="translate(0 {self.y(cap):.1f})">'
             f'<path d="M{self.x.start:.1f} 0H{self.x.end:.1f}"/></g>'
         )
 
     def dot(self, cap: int, value: float, series: str) -> None:
         """A dot on the curve `series` at `cap`, which the page's script moves."""
-        self.canvas.marker(
-            self.x(cap), self.y(value), "diamond", "dot",
-            extra=f' data-x="{self.x.data}" data-y="{self.y.data}" data-series="{series}"',
-        )  # fmt: skip
+        self.canvas.marks.append(
+            f'<path class="dot" d="{_DIAMOND}" transform="translate({px(self.x(cap))} {px(self.y(value))})" '
+            f'data-x="{self.x.data}" data-y="{self.y.data}" data-series="{series}"/>'
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
@@ -365,7 +398,6 @@ class Figure:
     """Draws the figure on an empty canvas of any width; None where the sentence says it all."""
 
     def __repr__(self) -> str:
-        """The id and the sentence, for a terminal."""
         return f"Figure {self.id}: {self.text}" if self.drawn else self.text
 
     @property

@@ -7,13 +7,11 @@ page holds for every cap.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.report import figures
@@ -49,44 +47,8 @@ _HOVER = "of steps over the cap"
 """The end of the words that hovering over a segment of the run shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EveryCap:
-    """What every cap of a page does; sequences have an entry for each cap.
-
-    The shares follow exactly from the profile's counts for any cap. Step times are those of the profile's grid of caps,
-    and linear between them.
-    """
-
-    caps: list[int]
-    """The caps in documents, ascending."""
-    start: int
-    """Index of the cap with which the page opens."""
-    series: dict[str, list[float]]
-    """The curves' values: `replayed`, `microbatch`, `rank_step` and `step` as shares; `time_low` and `time_high` where
-    times are known."""
-    texts: dict[str, list[str]]
-    """Cells of the table by `_LABELS`, `cap` the cap itself, `sentence` what the cap does, and `steps` and `drift` the
-    ends of these figures' sentences."""
-    segments: list[list[float]]
-    """Share of steps over each cap in each segment of the run."""
-    parts: list[list[float]]
-    """Share of steps over each cap in each part that is shown."""
-
-    @property
-    def columns(self) -> list[str]:
-        """The keys of `_LABELS` that the page shows."""
-        return [name for name in _LABELS if name in self.texts]
-
-
 def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
-    """The page of a report.
-
-    Args:
-        report: the report.
-        cap: documents of the cap with which the page opens.
-        title: the page's title.
-        version: version of thdprof, for the page's foot.
-    """
+    """The page of a report, which opens with a cap in documents; its foot names the version of thdprof."""
     answer, every = make_answer(report), _answer_every_cap(report, cap)
     body = "".join(
         (
@@ -112,29 +74,33 @@ def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
             _foot(report, answer, version),
         )
     )
+    data = json.dumps(every, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}\n{_asset('page.css')}</style>\n</head>\n<body>\n"
         f'<main>\n{body}\n</main>\n<div id="tip" hidden></div>\n'
-        f'<script type="application/json" id="data">{_data(every)}</script>\n'
+        f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{_asset('page.js')}</script>\n</body>\n</html>\n"
     )
 
 
-def _answer_every_cap(report: Report, cap: int) -> _EveryCap:
-    """What every cap does that the page can be asked about; it opens with `cap`."""
+def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
+    """What every cap of the slider does, as the page's script reads it.
+
+    The shares follow exactly from the profile's counts for any cap. Step times are those of the profile's grid of caps,
+    and linear between them. `caps` are ascending documents, and the page opens with the one at index `start`. `series`
+    are the curves' values, `texts` the words for each cap: cells of the table by `_LABELS`, the cap itself, what it
+    does, and the ends of the sentences of two figures. `segments` and `parts` hold the share of steps over each cap in
+    each segment of the run and each part that is shown, as indices into `levels`.
+    """
     profile = report.profile
     caps = _page_caps(report, cap)
     rates = [profile.fallback_rate(n) for n in caps]
     times = report.relative_step_times(caps)
     largest = cut_run(report, "segment_step_max")
-    series = {
-        "replayed": [1 - r.microbatch for r in rates],
-        "microbatch": [r.microbatch for r in rates],
-        "rank_step": [r.rank_step for r in rates],
-        "step": [r.step for r in rates],
-    }
+    series = {"replayed": [1 - rate.microbatch for rate in rates]}
+    series.update({level: [getattr(rate, level) for rate in rates] for level in ("microbatch", "rank_step", "step")})
     texts = {name: [percent(v) for v in values] for name, values in series.items()}
     texts["cap"] = [f"{n:,}" for n in caps]
     texts["sentence"] = cap_sentences(report, caps)
@@ -143,15 +109,20 @@ def _answer_every_cap(report: Report, cap: int) -> _EveryCap:
     if times is not None:
         series["time_low"], series["time_high"] = ([t[end] for t in times] for end in (0, 1))
         texts["time"] = [ratio(t) for t in times]
-    at = np.array(caps)
-    return _EveryCap(
-        caps=caps,
-        start=caps.index(cap),
-        series=series,
-        texts=texts,
-        segments=[_over(h, at) for h in largest],
-        parts=[_over(profile.histogram("step_max", part=part.name), at) for part in shown_parts(report)],
-    )
+    segments = [_shares_over(h, caps) for h in largest]
+    parts = [_shares_over(profile.histogram("step_max", part=p.name), caps) for p in shown_parts(report)]
+    levels = sorted({value for row in (*segments, *parts) for value in row})
+    index = {value: i for i, value in enumerate(levels)}
+    return {
+        "caps": caps,
+        "start": caps.index(cap),
+        "series": {name: [_round(v) for v in values] for name, values in series.items()},
+        "texts": texts,
+        "levels": [(_round(v), percent(v)) for v in levels],
+        "segments": [[index[v] for v in row] for row in segments],
+        "parts": [[index[v] for v in row] for row in parts],
+        "tip": _HOVER,
+    }
 
 
 def _page_caps(report: Report, cap: int) -> list[int]:
@@ -165,11 +136,15 @@ def _page_caps(report: Report, cap: int) -> list[int]:
     return sorted({n for n in (*named, *spaced) if 1 <= n <= most})
 
 
-def _over(histogram: Histogram, caps: NDArray[np.int64]) -> list[float]:
+def _shares_over(histogram: Histogram, caps: list[int]) -> list[float]:
     """Share of the histogram's values over each of `caps`."""
     within = np.cumsum(histogram.counts)[np.minimum(caps, len(histogram.counts) - 1)]
     shares: list[float] = ((histogram.total - within) / histogram.total).tolist()
     return shares
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
 
 
 def _asset(name: str) -> str:
@@ -191,51 +166,48 @@ def _head(answer: Answer) -> str:
     )
 
 
-def _caps(report: Report, cap: int, every: _EveryCap) -> str:
+def _caps(report: Report, cap: int, every: dict[str, Any]) -> str:
     """The slider with what its cap does, the curves over all caps, and the table."""
-    timed = "time" in every.texts
-    rates = "".join(f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in every.columns[1:])
+    names = [name for name in _LABELS if name in every["texts"]]
+    rates = "".join(f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in names[1:])
     panel = (
         '<div class="panel">\n<form hidden><label for="cap">Cap '
         f"{_cell(every, 'cap', tag='span')} documents</label>"
-        f'<input type="range" id="cap" min="0" max="{len(every.caps) - 1}" value="{every.start}">'
+        f'<input type="range" id="cap" min="0" max="{len(every["caps"]) - 1}" value="{every["start"]}">'
         f'<button type="reset">{"recommended" if cap == report.recommended_cap else "back"}</button></form>\n'
         f'<dl class="rates">{rates}</dl>\n</div>\n'
     )
-    caption = f"One cap for all micro-batches: what runs eagerly{', and how long a step takes.' if timed else '.'}"
-    cheaper = cheaper_graph(report) if timed else ""
+    caption = (
+        f"One cap for all micro-batches: what runs eagerly{', and how long a step takes.' if 'time' in names else '.'}"
+    )
+    cheaper = cheaper_graph(report) if "time" in names else ""
     note = f'<p class="note">{escape(cheaper)}</p>' if cheaper else ""
     inner = (
         f'<p id="sentence" aria-live="polite">{_cell(every, "sentence", tag="span")}</p>\n{panel}'
-        f"{_figure(figures.caps(report, cap), caption)}{note}{_table(report, every)}"
+        f"{_figure(figures.caps(report, cap), caption)}{note}{_table(report, cap, every, names)}"
     )
     lead = "A micro-batch over the cap runs eagerly, and holds back all ranks of its step. A larger cap pads more."
     return _section("What does each cap cost?", lead, inner, look=' class="open"')
 
 
-def _cell(every: _EveryCap, name: str, *, tag: str, label: str = "") -> str:
+def _cell(every: dict[str, Any], name: str, *, tag: str, label: str = "") -> str:
     """An element whose text follows the slider."""
     head = f' data-label="{label}"' if label else ""
-    return f'<{tag} data-text="{name}"{head}>{escape(every.texts[name][every.start])}</{tag}>'
+    return f'<{tag} data-text="{name}"{head}>{escape(every["texts"][name][every["start"]])}</{tag}>'
 
 
-def _table(report: Report, every: _EveryCap) -> str:
-    """The cap of the slider, the caps that have names, and the plan."""
-    names = every.columns
+def _table(report: Report, cap: int, every: dict[str, Any], names: list[str]) -> str:
+    """The cap of the slider, the caps that have names, and the plan; `names` are those of the columns."""
     head = "".join(f'<th scope="col">{_LABELS[name]}</th>' for name in names)
     here = "".join(_cell(every, name, tag="td", label=_LABELS[name]) for name in names)
     rows = [
         f'<tr class="here" id="row"><th scope="row"><span>this cap: {_cell(every, "cap", tag="span")}</span></th>'
         f"{here}</tr>"
     ]
-    for one in sorted(alternatives(report, every.caps[every.start]), key=lambda a: (a.role == "plan", a.cap or 0)):
-        values = {
-            "replayed": percent(1 - one.rate.microbatch),
-            "microbatch": percent(one.rate.microbatch),
-            "rank_step": percent(one.rate.rank_step),
-            "step": percent(one.rate.step),
-            "time": "" if one.relative_step_time is None else ratio(one.relative_step_time),
-        }
+    for one in sorted(alternatives(report, cap), key=lambda a: (a.role == "plan", a.cap or 0)):
+        values = {"replayed": percent(1 - one.rate.microbatch)}
+        values.update({level: percent(share) for level, share in one.rate})
+        values["time"] = "" if one.relative_step_time is None else ratio(one.relative_step_time)
         cells = "".join(f'<td data-label="{_LABELS[name]}">{escape(values[name])}</td>' for name in names)
         look = ' class="plan"' if one.role == "plan" else ""
         rows.append(f'<tr{look}><th scope="row">{escape(one.name)}</th>{cells}</tr>')
@@ -250,7 +222,7 @@ def _section(question: str, lead: str, inner: str, *, look: str = "") -> str:
     return f"<section{look}>\n<h2>{escape(question)}</h2>\n{intro}{inner}\n</section>\n"
 
 
-def _figure(figure: Figure, head: str | None = None, every: _EveryCap | None = None, tail: str = "") -> str:
+def _figure(figure: Figure, head: str | None = None, every: dict[str, Any] | None = None, tail: str = "") -> str:
     """A figure with its caption, whose end follows the slider where `tail` names a text of `every`."""
     caption = escape(figure.text if head is None else head)
     if every is not None:
@@ -279,26 +251,3 @@ def _foot(report: Report, answer: Answer, version: str) -> str:
         f"dataset was not read again.{several} To change the analysis itself, make a notebook: thdprof report PLAN -o "
         "report.ipynb.</footer>"
     )
-
-
-def _data(every: _EveryCap) -> str:
-    """What the script needs: caps, values and words for each; shares of segments and parts as indices into levels."""
-    shares: Sequence[Sequence[float]] = (*every.segments, *every.parts)
-    levels = sorted({value for row in shares for value in row})
-    index = {value: i for i, value in enumerate(levels)}
-    value = {
-        "caps": every.caps,
-        "start": every.start,
-        "series": {name: [_rounded(v) for v in values] for name, values in every.series.items()},
-        "texts": every.texts,
-        "levels": [(_rounded(v), percent(v)) for v in levels],
-        "segments": [[index[v] for v in row] for row in every.segments],
-        "parts": [[index[v] for v in row] for row in every.parts],
-        "told": _HOVER,
-    }
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return text.replace("<", "\\u003c")
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")

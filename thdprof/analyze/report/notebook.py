@@ -39,14 +39,9 @@ _END_SECONDS = 10.0
 
 
 def build_notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, beside: Path) -> NotebookNode:
-    """The filled notebook before its execution.
+    """The notebook of the files of a report, not executed yet; it opens with a cap in documents.
 
-    Args:
-        plan: plan file of the report.
-        profile: profile file of the report.
-        stats: file of a run's statistics to compare with; None: no comparison.
-        cap: documents of the cap with which the notebook opens.
-        beside: directory of the notebook; files in this directory are named relative to it.
+    Files in the directory `beside`, that of the notebook, are named relative to it.
 
     Raises:
         UsageError: nbformat is not installed.
@@ -75,6 +70,7 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
         sockets = str(Path(runtime) / "kernel")
         # where the system allows so long a path, sockets in our own directory, not ports that others can reach
         channel = {"transport": "ipc", "ip": sockets} if len(sockets) < _LONGEST_SOCKET else {}
+        channel["connection_file"] = f"{runtime}/kernel.json"
         client = nbclient.NotebookClient(
             notebook,
             timeout=_CELL_SECONDS,
@@ -83,19 +79,21 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
         )
-        before = os.environ.get("JUPYTER_RUNTIME_DIR")
-        os.environ["JUPYTER_RUNTIME_DIR"] = runtime
+        run = _Run(client, _environment(runtime))
         try:
-            _run_apart(client, env=_environment(runtime))
+            run.start()
+            try:
+                run.ended.wait()
+            except BaseException:
+                run.end()
+                raise
+            run.join()
+            if run.error is not None:
+                raise run.error
         except nbclient.exceptions.CellExecutionError as error:
             raise DataError(f"the report's notebook failed: {error.ename}: {error.evalue}") from error
         except (nbclient.exceptions.CellTimeoutError, nbclient.exceptions.DeadKernelError) as error:
             raise DataError(f"the report's notebook did not end: {' '.join(str(error).split())[:200]}") from error
-        finally:
-            if before is None:
-                del os.environ["JUPYTER_RUNTIME_DIR"]
-            else:
-                os.environ["JUPYTER_RUNTIME_DIR"] = before
     notebook["metadata"].pop("widgets", None)
     notebook["metadata"]["language_info"] = {"name": "python"}
 
@@ -147,26 +145,13 @@ def _environment(scratch: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "IPYTHONDIR": scratch,
+        "JUPYTER_RUNTIME_DIR": scratch,
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
 
 
-def _run_apart(client: NotebookClient, *, env: dict[str, str]) -> None:
-    """Execute the notebook of `client`; `env` is the environment of the kernel. Errors of nbclient are raised here."""
-    run = _Run(client, env)
-    run.start()
-    try:
-        run.ended.wait()
-    except BaseException:
-        run.end()
-        raise
-    run.join()
-    if run.error is not None:
-        raise run.error
-
-
 class _Run(threading.Thread):
-    """The thread that executes a notebook."""
+    """The thread that executes the notebook of `client`; `env` is the environment of its kernel."""
 
     def __init__(self, client: NotebookClient, env: dict[str, str]) -> None:
         super().__init__(name="thdprof-notebook", daemon=True)
@@ -181,7 +166,7 @@ class _Run(threading.Thread):
         """Execute the notebook, and keep the error if there is one."""
         try:
             asyncio.run(self._execute())
-        except BaseException as error:  # `run_apart` raises it in the main thread
+        except BaseException as error:  # `execute` raises it in the main thread
             self.error = error
         finally:
             self.ended.set()

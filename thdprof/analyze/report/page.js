@@ -75,9 +75,9 @@
     tips.set(hit, title.textContent);
     title.remove(); // the browser's own would be shown beside ours
   }
-  for (const hit of all("[data-told]")) {
+  for (const hit of all("[data-tip]")) {
     const begin = tips.get(hit).split(": ")[0];
-    moves.push((i) => tips.set(hit, `${begin}: ${level(hit.dataset.told, i)[1]} ${data.told}`));
+    moves.push((i) => tips.set(hit, `${begin}: ${level(hit.dataset.tip, i)[1]} ${data.tip}`));
   }
 
   const show = () => {
@@ -97,7 +97,7 @@
   show();
 
   const tip = document.getElementById("tip");
-  const tell = (event) => {
+  const showTip = (event) => {
     const words = tips.get(event.target);
     tip.hidden = words === undefined;
     if (tip.hidden) return;
@@ -107,6 +107,6 @@
     tip.style.left = `${Math.max(6, Math.min(event.clientX + 14, right))}px`;
     tip.style.top = `${event.clientY - height - 12 < 4 ? event.clientY + 18 : event.clientY - height - 12}px`;
   };
-  for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, tell);
+  for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, showTip);
   document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 })();

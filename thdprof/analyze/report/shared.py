@@ -22,10 +22,9 @@ def print_parts(parts: Iterable[str | Table | Text], console: Console, *, markup
 
 def plain_table(left: Sequence[str], right: Sequence[str]) -> Table:
     """A table without lines, of columns that are aligned to the left, then of columns aligned to the right."""
-    table = Table(box=None, pad_edge=False)
-    for names, justify in ((left, "left"), (right, "right")):
-        for name in names:
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = Table(*left, box=None, pad_edge=False)
+    for name in right:
+        table.add_column(name, justify="right")
     return table
 
 
@@ -37,7 +36,14 @@ def name_dataset(data: DatasetSummary) -> str:
 
 def model_sentence(model: Model, *, gpu: str | None, source: str | None) -> str:
     """The model in one line, with the GPU that times are of and where the model was read."""
-    parts = [*_shape(model), *_parallelism(model), *_precision(model)]
+    parts = [*_shape(model), f"TP {model.tensor_model_parallel_size}{' with SP' if model.sequence_parallel else ''}"]
+    if model.expert_model_parallel_size > 1:
+        parts.append(f"EP {model.expert_model_parallel_size}")
+    parts.append(model.precision if model.fp8_recipe is None else f"{model.precision} with FP8 {model.fp8_recipe}")
+    if model.recompute_granularity is not None:
+        parts.append(f"recompute {model.recompute_granularity}")
+    if model.lora_dim is not None:
+        parts.append(f"adapters of rank {model.lora_dim}")
     on, origin = "" if gpu is None else f" on {gpu}", "" if source is None else f" (from {source})"
     return f"model: {', '.join(parts)}{on}{origin}"
 
@@ -61,22 +67,6 @@ def _shape(model: Model) -> list[str]:
         parts.append(f"{model.num_experts} experts of {model.expert_ffn_size}, {model.moe_router_topk} a token")
     if model.vocab_size is not None:
         parts.append(f"vocabulary {model.vocab_size}")
-    return parts
-
-
-def _parallelism(model: Model) -> list[str]:
-    parts = [f"TP {model.tensor_model_parallel_size}{' with SP' if model.sequence_parallel else ''}"]
-    if model.expert_model_parallel_size > 1:
-        parts.append(f"EP {model.expert_model_parallel_size}")
-    return parts
-
-
-def _precision(model: Model) -> list[str]:
-    parts = [model.precision if model.fp8_recipe is None else f"{model.precision} with FP8 {model.fp8_recipe}"]
-    if model.recompute_granularity is not None:
-        parts.append(f"recompute {model.recompute_granularity}")
-    if model.lora_dim is not None:
-        parts.append(f"adapters of rank {model.lora_dim}")
     return parts
 
 
@@ -123,8 +113,11 @@ def capture_sentence(capture: Capture) -> str:
 
 def overlap_sentence(overlap: Overlap) -> str:
     """What graphs of a few layers save of a step; or that whole chunks are as good."""
+    links = "of each GPU between hosts" if overlap.across_hosts else "between the GPUs of a host"
+    basis = f"{links} (assumed; data_parallel_gbps in --settings gives another)"
     communication = (
-        f"{overlap.communication_ms:.1f} ms of data-parallel communication at {overlap.gbps:.0f} GB/s {_basis(overlap)}"
+        f"{overlap.communication_ms:.1f} ms of data-parallel communication at {overlap.gbps:.0f} GB/s "
+        f"{'(data_parallel_gbps)' if overlap.gbps_given else basis}"
     )
     if overlap.layers_per_graph is None:
         return (
@@ -132,20 +125,8 @@ def overlap_sentence(overlap: Overlap) -> str:
             f"{communication}"
         )
     layers = "1 layer" if overlap.layers_per_graph == 1 else f"{overlap.layers_per_graph} layers"
-    return f"overlap: with --impl chunk, graphs of {layers} save {_saved(overlap)}, out of {communication}"
-
-
-def _saved(overlap: Overlap) -> str:
-    """The range of what is saved, and what decides about it."""
     least, most = (f"{ms:.1f}" for ms in sorted(overlap.gained_ms))
+    saved = f"{least} to {most} ms a step (modelled; the least with CUDA_DEVICE_MAX_CONNECTIONS=1)"
     if least == most:
-        return f"about {most} ms a step (modelled)"
-    return f"{least} to {most} ms a step (modelled; the least with CUDA_DEVICE_MAX_CONNECTIONS=1)"
-
-
-def _basis(overlap: Overlap) -> str:
-    """Where the bandwidth comes from, and how another one is given."""
-    if overlap.gbps_given:
-        return "(data_parallel_gbps)"
-    links = "of each GPU between hosts" if overlap.across_hosts else "between the GPUs of a host"
-    return f"{links} (assumed; data_parallel_gbps in --settings gives another)"
+        saved = f"about {most} ms a step (modelled)"
+    return f"overlap: with --impl chunk, graphs of {layers} save {saved}, out of {communication}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,12 +14,14 @@ from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
 from thdprof.analyze.sweep import Combination, Sweep
 from thdprof.analyze.times.ranking import Ranking, Rate
 from thdprof.files import json_text
-from thdprof.plan import BucketPart, Plan
+from thdprof.plan import Plan
 from thdprof.words import memory_size, percent, ratio, spanned
 
 SCHEMA = "thdprof.sweep/1"
 _STEPS = "steps with an\neager micro-batch"
 _COUNTS = ("micro-batches", "steps", "P50", "P99", "max", "caps", _STEPS)
+_PLAN_PARTS = ("training", "microbatches", "graphs", "predictions", "costs")
+"""Parts of a plan that the JSON object has."""
 _COSTS, _PEAK, _GRAPHS = "run costs", "peak memory", "graph memory"
 
 
@@ -38,9 +40,13 @@ def _parts(sweep: Sweep) -> Iterator[str | Table | Text]:
     yield _table(sweep.names, rows, ranking)
     yield ""
     yield "; ".join(_legend(rows, ranking))
-    for line in _ranked(ranking):
-        yield Text(line, style="bold")
-    for text, where in _by_row(rows, [_unranked(c) for c in rows]):
+    if ranking.measure is not None:
+        yield Text(_ranked(ranking), style="bold")
+    unranked = []
+    for c in rows:
+        what = "No ranking" if c.times is not None and c.times.origin != "none" else "No times and no ranking"
+        unranked.append([] if c.unranked is None else [f"{what} by speed: {c.unranked}"])
+    for text, where in _by_row(rows, unranked):
         yield Text(f"{text}{where}.", style="bold")
     for text, where in _by_row(rows, [list(c.warnings) for c in rows]):
         yield Text(f"warning: {text}{where}", style="yellow")
@@ -64,7 +70,7 @@ def _table(names: Sequence[str], rows: Sequence[Combination], ranking: Ranking) 
     if problems:
         table.add_column("cannot be")
     for number, c in enumerate(rows, start=1):
-        values = [_shown(v) for v in c.values.values()]
+        values = [str(v).lower() if isinstance(v, bool) else str(v) for v in c.values.values()]
         counts = ["-"] * len(_COUNTS) if c.plan is None else plan_cells(c.plan)
         cells = [cell(c) or "-" for cell in columns.values()]
         table.add_row(str(number), *values, *counts, *cells, *([Text(c.problem or "")] if problems else []))
@@ -75,11 +81,15 @@ def _columns(rows: Sequence[Combination], ranking: Ranking) -> dict[str, Callabl
     """The columns beside the counts, by their titles: none on time where no row has times of the user's own model."""
     columns: dict[str, Callable[[Combination], str | None]] = {}
     if ranking.measure is not None:
-        columns["step time"] = _step_time
-        columns["tokens/s"] = lambda c: _tokens_per_second(c.rate)
+        columns["step time"] = lambda c: (
+            None if c.times is None or c.times.relative_step_time is None else ratio(c.times.relative_step_time)
+        )
+        columns["tokens/s"] = lambda c: None if c.rate is None else spanned((c.rate.low, c.rate.high))
     if ranking.measure == "tokens_per_second_per_gpu":
         columns["GPUs"] = lambda c: None if c.rate is None else f"{c.rate.gpus:,}"
-        columns["tokens/s a GPU"] = lambda c: None if c.rate is None else _tokens_per_second(c.rate.per_gpu())
+        columns["tokens/s a GPU"] = lambda c: (
+            None if c.rate is None else spanned((c.rate.per_gpu().low, c.rate.per_gpu().high))
+        )
     if any(c.worth is not None and c.worth.gpu_hour_price is not None for c in rows):
         columns[_COSTS] = _run_costs
         columns["saved"] = lambda c: None if c.worth is None or c.worth.saved is None else spanned(c.worth.saved)
@@ -90,14 +100,6 @@ def _columns(rows: Sequence[Combination], ranking: Ranking) -> dict[str, Callabl
     elif ranking.measure is not None:
         columns[_GRAPHS] = _graph_memory
     return columns
-
-
-def _tokens_per_second(rate: Rate | None) -> str | None:
-    return None if rate is None else spanned((rate.low, rate.high))
-
-
-def _step_time(c: Combination) -> str | None:
-    return None if c.times is None or c.times.relative_step_time is None else ratio(c.times.relative_step_time)
 
 
 def _run_costs(c: Combination) -> str | None:
@@ -127,10 +129,8 @@ def _legend(rows: Sequence[Combination], ranking: Ranking) -> Iterator[str]:
         yield f"{_PEAK if _PEAK in columns else _GRAPHS}: of a pipeline rank"
 
 
-def _ranked(ranking: Ranking) -> Iterator[str]:
-    """What the rows are ranked by, and whether another row is first at an end of the range; nothing without times."""
-    if ranking.measure is None:
-        return
+def _ranked(ranking: Ranking) -> str:
+    """What the rows are ranked by, and whether another row is first at an end of the range."""
     by = (
         "tokens/s"
         if ranking.measure == "tokens_per_second"
@@ -143,19 +143,7 @@ def _ranked(ranking: Ranking) -> Iterator[str]:
         for host, first in ends.items()
         if first is not None and first != ranking.order[0]
     ]
-    yield "; ".join([line + (", on a host in the middle of the range" if others else ""), *others]) + "."
-
-
-def _unranked(c: Combination) -> list[str]:
-    """Why a row has no rank, as a sentence without its full stop; empty where it has one or cannot be."""
-    if c.unranked is None:
-        return []
-    timed = c.times is not None and c.times.origin != "none"
-    return [f"{'No ranking' if timed else 'No times and no ranking'} by speed: {c.unranked}"]
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "; ".join([line + (", on a host in the middle of the range" if others else ""), *others]) + "."
 
 
 def plan_cells(plan: Plan) -> list[str]:
@@ -175,7 +163,8 @@ def _caps(plan: Plan) -> str:
     buckets has the longest documents of each of them behind it."""
     lengths: dict[str, list[int]] = {}
     for bucket in plan.graphs.buckets:
-        lengths.setdefault(_cap(plan, bucket), []).append(bucket.max_seqlen)
+        on = "" if plan.training.max_seqlen_per_dp_cp_rank is None else f" on {bucket.cp_size}"
+        lengths.setdefault(f"{bucket.max_seqs}{on}", []).append(bucket.max_seqlen)
     several = (
         cap + (f" (of {' or '.join(f'{n:,}' for n in of_cap)} tokens)" if len(of_cap) > 1 else "")
         for cap, of_cap in lengths.items()
@@ -183,47 +172,42 @@ def _caps(plan: Plan) -> str:
     return ", ".join(several) or "none"
 
 
-def _cap(plan: Plan, bucket: BucketPart) -> str:
-    if plan.training.max_seqlen_per_dp_cp_rank is None:
-        return f"{bucket.max_seqs}"
-    return f"{bucket.max_seqs} on {bucket.cp_size}"
-
-
 def to_dict(sweep: Sweep) -> dict[str, Any]:
     """The JSON object as a dict: combinations in the order of their values, each with its rank."""
     ranking = sweep.ranking()
-    return {
-        "schema": SCHEMA,
-        "dataset": {**asdict(sweep.dataset), "uris": list(sweep.dataset.uris)},
-        "swept": list(sweep.names),
-        "ranked_by": ranking.measure,
-        "combinations": [_combination(c, place) for c, place in zip(sweep.combinations, ranking.ranks, strict=True)],
-    }
+    value: dict[str, Any] = to_jsonable_python(
+        {
+            "schema": SCHEMA,
+            "dataset": sweep.dataset,
+            "swept": sweep.names,
+            "ranked_by": ranking.measure,
+            "combinations": [
+                _combination(c, place) for c, place in zip(sweep.combinations, ranking.ranks, strict=True)
+            ],
+        }
+    )
+    return value
 
 
 def _combination(c: Combination, place: int | None) -> dict[str, Any]:
-    parts = ("training", "microbatches", "graphs", "predictions", "costs")
-    plan = {} if c.plan is None else c.plan.model_dump(mode="json", by_alias=True)
     return {
         "settings": c.values,
         "problem": c.problem,
         "rank": place,
         "unranked": c.unranked,
-        "tokens_per_second": None if c.rate is None else _rate(c.rate),
-        "tokens_per_second_per_gpu": None if c.rate is None else _rate(c.rate.per_gpu()),
+        "tokens_per_second": _rate(c.rate),
+        "tokens_per_second_per_gpu": _rate(None if c.rate is None else c.rate.per_gpu()),
         "verdict": None if c.verdict is None else c.verdict.ruling,
         "verdict_reason": None if c.verdict is None else c.verdict.reason,
-        "times": None if c.times is None else asdict(c.times),
-        "worth": None if c.worth is None else asdict(c.worth),
-        "memory": None if c.memory is None else asdict(c.memory),
-        **{name: plan.get(name) for name in parts},
-        "assumptions": [asdict(a) for a in c.assumptions],
-        "warnings": list(c.warnings),
+        **{name: getattr(c, name) for name in ("times", "worth", "memory")},
+        **{name: getattr(c.plan, name, None) for name in _PLAN_PARTS},
+        "assumptions": c.assumptions,
+        "warnings": c.warnings,
     }
 
 
-def _rate(rate: Rate) -> dict[str, float]:
-    return {"low": rate.low, "middle": rate.middle, "high": rate.high}
+def _rate(rate: Rate | None) -> dict[str, float] | None:
+    return None if rate is None else {"low": rate.low, "middle": rate.middle, "high": rate.high}
 
 
 def to_json(sweep: Sweep) -> str:

@@ -29,9 +29,8 @@ class Written:
     cap: int
     """Documents of the single cap that the figures are about."""
     findings: tuple[Figure, ...]
-    """The figures of the report."""
     files: tuple[Path, ...]
-    """The written files; empty where only the sentences were asked for."""
+    """The written files; empty where only the sentences were made."""
 
     def to_json(self) -> str:
         """One JSON object, schema `thdprof.report/1`."""
@@ -71,17 +70,15 @@ def write_report(
     """Make the report of the plan file `plan`.
 
     Args:
-        plan: plan file.
         profile: profile file of the plan's data; None: the file beside the plan.
         stats: file of a run's statistics to compare with; None: no comparison.
         cap: documents of the single cap that the figures are about; None: the recommended cap.
         output: a notebook, an HTML page or a directory; None: make only the sentences.
-        force: whether existing files are replaced.
         plan_name: the plan's name in messages; None: its path.
 
     Raises:
         DataError: `open_report` refuses a file.
-        UsageError: `output` cannot be written, or exists and `force` is false; or a notebook is asked for and
+        UsageError: `output` cannot be written, or exists and `force` is false; or a notebook is to be written and
             nbclient or ipykernel is missing.
     """
     form = None if output is None else form_of(output)
@@ -98,11 +95,20 @@ def write_report(
     findings = make_figures(report, cap)
     files: tuple[Path, ...] = ()
     if output is not None and form == "figures":
-        check_not_inputs(_targets(findings, output), (plan, profile, stats))
-        files = _write_figures(cap, findings, output, force=force)
+        names = [f"{figure.id}.svg" for figure in findings if figure.drawn] + [FINDINGS]
+        files = tuple(output / name for name in names)
+        check_not_inputs(files, (plan, profile, stats))
+        texts = [figure.standalone() for figure in findings if figure.drawn]
+        texts.append(json_text(_as_dict(cap, findings)) + "\n")
+        _write_all(dict(zip(files, texts, strict=True)), output, force=force)
     elif output is not None:
         if form == "notebook":
-            text = _notebook(plan=plan, profile=profile, stats=stats, cap=cap, directory=output.absolute().parent)
+            from thdprof.analyze.report.notebook import build_notebook, execute, to_text
+
+            directory = output.absolute().parent
+            notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
+            execute(notebook, directory=directory)
+            text = to_text(notebook)
         else:
             title = printable(f"thdprof report: {(plan_name and Path(plan_name).name) or plan.name}")
             text = to_page(report, cap, title=title, version=__version__)
@@ -111,42 +117,21 @@ def write_report(
     return Written(cap=cap, findings=findings, files=files)
 
 
-def _notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, directory: Path) -> str:
-    """The text of the notebook that has run in `directory`."""
-    from thdprof.analyze.report.notebook import build_notebook, execute, to_text
-
-    notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
-    execute(notebook, directory=directory)
-    return to_text(notebook)
-
-
-def _write_figures(cap: int, findings: tuple[Figure, ...], directory: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write every figure as `{id}.svg` and all sentences as `FINDINGS`; on an error, delete the new files again."""
-    targets = _targets(findings, directory)
+def _write_all(texts: dict[Path, str], directory: Path, *, force: bool) -> None:
+    """Write the files into `directory`; on an error, delete the new ones again."""
     if directory.is_dir():
-        check_targets(targets, force=force)
-    texts = [figure.standalone() for figure in findings if figure.drawn]
-    texts.append(json_text(_as_dict(cap, findings)) + "\n")
-    new_files = [path for path in targets if not os.path.lexists(path)]
+        check_targets(list(texts), force=force)
+    new_files = [path for path in texts if not os.path.lexists(path)]
     new_directories = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path, text in zip(targets, texts, strict=True):
+        for path, text in texts.items():
             write_text(path, text, force=force)
     except BaseException:
-        for path in new_files:
+        for path in (*new_files, *new_directories):
             with contextlib.suppress(OSError):
-                path.unlink()
-        for path in new_directories:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+                path.rmdir() if path.is_dir() else path.unlink()
         raise
-    return tuple(targets)
-
-
-def _targets(findings: tuple[Figure, ...], directory: Path) -> list[Path]:
-    """Paths of the figures and of the sentences in `directory`."""
-    return [directory / f"{figure.id}.svg" for figure in findings if figure.drawn] + [directory / FINDINGS]
 
 
 def _as_dict(cap: int, findings: tuple[Figure, ...]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -271,7 +270,7 @@ def predict(
             gbps=gbps,
         )
     freed = 0 if offload is None else offload.device_bytes_freed
-    planned = times if chosen.buckets else replace(times, step_ms=times.eager_step_ms)
+    planned = times if chosen.buckets else times.model_copy(update={"step_ms": times.eager_step_ms})
     return Predictions(
         times=times,
         verdict=verdict_of(times, modelled),

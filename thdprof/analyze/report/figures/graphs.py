@@ -10,7 +10,7 @@ from typing import Any, Literal
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.analyze.report.drawing import BAR, EM, LINE, Bar, Canvas, Figure, Panel, Row, Scale, write_whole
 from thdprof.compare.statistics import Comparison
 from thdprof.plan import BucketPart, FallbackRate, Plan
 from thdprof.words import counted, listed, memory_size, percent, percentile_name, ratio
@@ -22,26 +22,22 @@ _NEAR = 0.7
 """The share of the longest step time above which all times count as near to one another."""
 _MOST_BARS = 40
 """Most pipeline ranks that are drawn; of more, every second, third, ... is."""
-_BAR = 18
-"""Height of a bar that lies, in pixels."""
 _NAMED = 4
 """Most graphs whose documents are named in a sentence."""
 _ALIKE = 5e-4
 """Difference of two relative step times that no report shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Alternative:
-    """One way to train: eagerly, under a single cap, or by the plan."""
+    """One way to train: by the plan, under the cap that the report is about, or another."""
 
     name: str
-    """The alternative in words."""
     relative_step_time: Range | None
     """Mean step time divided by that of running all micro-batches eagerly; None without times."""
     rate: FallbackRate
     """The three shares that run eagerly."""
     role: Literal["plan", "cap", "other"] = "other"
-    """Whether it is the plan, the cap that the report is asked about, or another alternative."""
     cap: int | None = None
     """The single cap, in documents; None for the plan and for running eagerly."""
 
@@ -49,28 +45,24 @@ class Alternative:
 def caps(report: Report, cap: int) -> Figure:
     """The fallbacks and the step time under every single cap."""
     profile, recommended = report.profile, report.recommended_cap
-    frame = profile.curve()
-    xs = frame["max_seqs"].tolist()
-    rates = {
-        "eager micro-batches": frame["fallback_rate_microbatch"].tolist(),
-        "(rank, step) with an eager one": frame["fallback_rate_rank_step"].tolist(),
-        "steps with an eager one": frame["fallback_rate_step"].tolist(),
-    }
+    curve = profile.curve().to_dict("list")
+    xs, levels = curve["max_seqs"], ("microbatch", "rank_step", "step")
+    names = "eager micro-batches", "(rank, step) with an eager one", "steps with an eager one"
+    rates = {name: curve[f"fallback_rate_{level}"] for name, level in zip(names, levels, strict=True)}
     times, rate = report.relative_step_times([*xs, cap]), profile.fallback_rate(cap)
     tips = [f"cap {n:,} — " + "; ".join(f"{k}: {percent(v[i])}" for k, v in rates.items()) for i, n in enumerate(xs)]
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend(0, 0, [(name, i) for i, name in enumerate(rates)])
-        canvas.text(0, top + 14, "Share that runs eagerly", look="b")
+        top = canvas.legend([(name, i) for i, name in enumerate(rates)])
         x = Scale(max(1, min(xs[0], cap)), max(xs[-1], cap, 2), _LEFT, canvas.width - 8, True)
-        panel = Panel(canvas, x, Scale(0, 1, top + 48 + 190, top + 48))
+        panel = canvas.panel("Share that runs eagerly", x, (0, 1), 190, top=top)
         panel.axes(x_label="" if times is not None else "cap, documents", x_ticks=times is None)
         for style, values in enumerate(rates.values()):
             panel.line(xs, values, style)
         panel.strips(xs, tips)
         panel.cap(cap)
-        for name in ("microbatch", "rank_step", "step"):
-            panel.dot(cap, getattr(rate, name), name)
+        for level, share in rate:
+            panel.dot(cap, share, level)
         if times is not None:
             _paint_times(canvas, report, x, xs, times, cap)
 
@@ -89,12 +81,10 @@ def caps(report: Report, cap: int) -> Figure:
         values={
             "cap_documents": cap,
             "replayed_share": 1 - rate.microbatch,
-            "eager_microbatch_share": rate.microbatch,
-            "eager_rank_step_share": rate.rank_step,
-            "eager_step_share": rate.step,
-            "relative_step_time": None if times is None else list(times[-1]),
+            **{f"eager_{level}_share": share for level, share in rate},
+            "relative_step_time": None if times is None else times[-1],
             "recommended_cap_documents": recommended,
-            "recommended_relative_step_time": None if of_recommended is None else list(of_recommended[0]),
+            "recommended_relative_step_time": None if of_recommended is None else of_recommended[0],
         },
     )
 
@@ -102,13 +92,7 @@ def caps(report: Report, cap: int) -> Figure:
 def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times: list[Range], cap: int) -> None:
     """The step time of every cap, as a band where it is a range, beside that of the plan.
 
-    Args:
-        canvas: the canvas, below whose marks the panel lies.
-        report: the report.
-        x: the scale of caps.
-        xs: the caps of the curve, in documents.
-        times: relative step times of `xs`, then of `cap`.
-        cap: the cap that is marked, in documents.
+    `times` are relative step times of the caps `xs` of the curve, then of `cap`, which is marked.
     """
     lows, highs = [low for low, _ in times[:-1]], [high for _, high in times[:-1]]
     entries: list[tuple[str, int | str]] = [("one cap", 0)]
@@ -118,8 +102,15 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
         entries.append((f"the plan's {counted(num_buckets, 'graph')}: {ratio(plan)}{_own_data(report)}", 2))
     top = canvas.bottom + 20
     canvas.text(0, top + 14, "Step time, all eager = 1", look="b")
-    top = canvas.legend(0, top + 20, entries, marked=False) + 8
-    low, high = _time_limits([*itertools.chain(*times), *(of_plan or ())])
+    top = canvas.legend(entries, top=top + 20, marked=False) + 8
+    every = [*itertools.chain(*times), *(of_plan or ())]
+    low, high = min(every), max(every)
+    spread = max(high - low, 0.01)
+    # From 0, unless the times would then look the same.
+    if low < _NEAR * high:
+        low, high = 0.0, max(1.08, high * 1.05)
+    else:
+        low, high = low - 0.4 * spread, high + 0.3 * spread
     panel = Panel(canvas, x, Scale(low, high, top + 190, top))
     panel.axes(x_label="cap, documents", write_y=lambda value: f"{value:.3g}")
     panel.band(xs, lows, highs, 0)
@@ -136,15 +127,6 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
     panel.cap(cap, named=False)
     for value, name in zip(times[-1], ("time_low", "time_high"), strict=True):
         panel.dot(cap, value, name)
-
-
-def _time_limits(times: list[float]) -> tuple[float, float]:
-    """Lower and upper end of the axis of step times: from 0, unless the times would then look the same."""
-    low, high = min(times), max(times)
-    if low < _NEAR * high:
-        return 0.0, max(1.08, high * 1.05)
-    spread = max(high - low, 0.01)
-    return low - 0.4 * spread, high + 0.3 * spread
 
 
 def cap_sentences(report: Report, caps: list[int]) -> list[str]:
@@ -194,19 +176,25 @@ def cheaper_graph(report: Report) -> str:
 def choice(report: Report, cap: int) -> Figure:
     """The plan's graphs beside their alternatives: step times, or without times what runs eagerly."""
     graphs, rate = report.plan.graphs, report.plan.predictions.fallback_rate
-    every = alternatives(report, cap)
-    shares = [(_label(b, graphs.buckets), b.share) for b in graphs.buckets]
+    every, shares = alternatives(report, cap), list[tuple[str, float]]()
+    differ = {name: len({getattr(b, name) for b in graphs.buckets}) > 1 for name in ("cp_size", "max_seqlen")}
+    for b in graphs.buckets:
+        tail = f" of {counted(b.max_seqlen, 'token')}" if differ["max_seqlen"] else ""
+        tail = f", {counted(b.cp_size, 'rank')}" if differ["cp_size"] else tail
+        shares.append((f"{counted(b.max_seqs, 'document')}{tail}", b.share))
     shares.append(("eager", rate.microbatch))
+
+    rows = [
+        Row(n, (Bar(s, "f1" if n == "eager" else "f2", percent(s)),), f"{n}: {percent(s)} of micro-batches")
+        for n, s in shares
+    ]
 
     def paint(canvas: Canvas) -> None:
         _paint_alternatives(canvas, every)
         canvas.bottom += 12
         left = min(max(len(name) for name, _ in shares) * EM, canvas.width * 0.5) + 20
-        bars = [
-            (n, s, "f1" if n == "eager" else "f2", percent(s), f"{n}: {percent(s)} of micro-batches") for n, s in shares
-        ]
         x = Scale(0, 1, left, canvas.width - 64)
-        _paint_bars(canvas, "Share of micro-batches, by the plan's graphs", x, bars)
+        canvas.rows("Share of micro-batches, by the plan's graphs", x, rows, beside=True)
 
     alt = "Bars of " + "; ".join(
         f"{a.name}: "
@@ -223,27 +211,19 @@ def choice(report: Report, cap: int) -> Figure:
             "impl": graphs.impl,
             "graphs": [{**_sizes(b), "share": b.share} for b in graphs.buckets],
             "times_origin": report.times.origin,
-            "relative_step_time": _pair(report.times.relative_step_time),
+            "relative_step_time": report.times.relative_step_time,
             "eager_step_share": rate.step,
             "one_cap_documents": report.recommended_cap,
             "alternatives": [
-                {"name": a.name, "relative_step_time": _pair(a.relative_step_time), "eager_step_share": a.rate.step}
+                {"name": a.name, "relative_step_time": a.relative_step_time, "eager_step_share": a.rate.step}
                 for a in every
             ],
         },
     )
 
 
-def _pair(times: Range | None) -> list[float] | None:
-    return None if times is None else list(times)
-
-
-def _sizes(bucket: Any) -> dict[str, int]:
-    return {
-        "max_seqs_documents": bucket.max_seqs,
-        "max_seqlen_tokens": bucket.max_seqlen,
-        "cp_size": bucket.cp_size,
-    }
+def _sizes(b: Any) -> dict[str, int]:
+    return {"max_seqs_documents": b.max_seqs, "max_seqlen_tokens": b.max_seqlen, "cp_size": b.cp_size}
 
 
 def alternatives(report: Report, cap: int) -> list[Alternative]:
@@ -263,29 +243,16 @@ def alternatives(report: Report, cap: int) -> list[Alternative]:
         names.setdefault(cap, []).append("your cap")
     times = report.relative_step_times([*names])
     everything = FallbackRate(microbatch=1.0, rank_step=1.0, step=1.0)
-    found = [Alternative(name="all eager", relative_step_time=None if times is None else (1.0, 1.0), rate=everything)]
-    found += [
-        Alternative(
-            name=f"{', '.join(of_cap)}: {at:,}",
-            relative_step_time=None if times is None else times[index],
-            rate=profile.fallback_rate(at),
-            role="cap" if at == cap else "other",
-            cap=at,
-        )
-        for index, (at, of_cap) in enumerate(names.items())
-    ]
+    found = [Alternative("all eager", None if times is None else (1.0, 1.0), everything)]
+    for index, (at, of_cap) in enumerate(names.items()):
+        time = None if times is None else times[index]
+        role: Literal["cap", "other"] = "cap" if at == cap else "other"
+        found.append(Alternative(f"{', '.join(of_cap)}: {at:,}", time, profile.fallback_rate(at), role, at))
     buckets = plan.graphs.buckets
     if buckets:
-        distinct = len({b.max_seqs for b in buckets}) == len(buckets) <= _NAMED
-        graphs = listed([f"{b.max_seqs:,}" for b in buckets]) if distinct else f"{len(buckets)} graphs"
-        found.append(
-            Alternative(
-                name=f"plan{_own_data(report)}: {graphs}",
-                relative_step_time=None if times is None else report.times.relative_step_time,
-                rate=plan.predictions.fallback_rate,
-                role="plan",
-            )
-        )
+        graphs = listed([f"{b.max_seqs:,}" for b in buckets]) if has_short_names(buckets) else f"{len(buckets)} graphs"
+        time = None if times is None else report.times.relative_step_time
+        found.append(Alternative(f"plan{_own_data(report)}: {graphs}", time, plan.predictions.fallback_rate, "plan"))
     return sorted(found, key=lambda a: (sum(a.relative_step_time or ()), a.rate.microbatch, a.name), reverse=True)
 
 
@@ -294,13 +261,9 @@ def _own_data(report: Report) -> str:
     return ", on its own data" if report.profile.num_runs > 1 else ""
 
 
-def _label(bucket: BucketPart, buckets: list[BucketPart]) -> str:
-    tail = ""
-    if len({b.cp_size for b in buckets}) > 1:
-        tail = f", {counted(bucket.cp_size, 'rank')}"
-    elif len({b.max_seqlen for b in buckets}) > 1:
-        tail = f" of {counted(bucket.max_seqlen, 'token')}"
-    return f"{counted(bucket.max_seqs, 'document')}{tail}"
+def has_short_names(buckets: list[BucketPart]) -> bool:
+    """Whether the plan's graphs are few and differ in documents, so that these can stand for each of them."""
+    return len({b.max_seqs for b in buckets}) == len(buckets) <= _NAMED
 
 
 def bucket_names(report: Report) -> str:
@@ -355,45 +318,16 @@ def _paint_alternatives(canvas: Canvas, every: list[Alternative]) -> None:
     """A lying bar for the step time of each alternative; without times, for its steps that wait."""
     known = all(a.relative_step_time is not None for a in every)
     looks = {"other": "f0", "cap": "fc", "plan": "f2"}
-    canvas.text(0, 14, "Step time, all eager = 1" if known else "Steps with an eager micro-batch", look="b")
     longest = max([1.0, *(max(a.relative_step_time) if a.relative_step_time else a.rate.step for a in every)])
+    rows = []
+    for a in every:
+        low, high = a.relative_step_time or (0.0, a.rate.step)
+        words = f"{ratio((low, high))}, {percent(a.rate.step)} of steps wait" if known else percent(a.rate.step)
+        tip = f"{a.name}: {words}; {percent(a.rate.microbatch)} of micro-batches run eagerly"
+        bar = Bar(high, looks[a.role], words, low if known else high)
+        rows.append(Row(a.name, (bar,), tip, "b" if a.role == "plan" else ""))
     x = Scale(0, longest, 0, canvas.width * (0.42 if canvas.narrow else 0.6))
-    at = 24.0
-    for alternative in every:
-        rate = alternative.rate
-        low, high = alternative.relative_step_time or (0.0, rate.step)
-        words = f"{ratio((low, high))}, {percent(rate.step)} of steps wait" if known else percent(rate.step)
-        canvas.text(0, at + 13, canvas.shorten(alternative.name), look="b" if alternative.role == "plan" else "")
-        at += LINE + 2
-        canvas.rect(0, at, max(1.0, x(high)), _BAR, looks[alternative.role])
-        if known and high > low:
-            canvas.rect(x(low), at, x(high) - x(low), _BAR, "hit range", extra=' style="fill-opacity:.35"')
-        tip = f"{alternative.name}: {words}; {percent(rate.microbatch)} of micro-batches run eagerly"
-        canvas.text(x(high) + 8, at + 13, words)
-        canvas.rect(0, at - LINE, canvas.width, LINE + _BAR + 4, "hit", tip=tip)
-        at += _BAR + 8
-    canvas.bottom = at
-
-
-def _paint_bars(canvas: Canvas, title: str, x: Scale, bars: list[tuple[str, float, str, str, str]]) -> None:
-    """Lying bars below the marks of the canvas, each with its name to the left.
-
-    Args:
-        canvas: the canvas.
-        title: what the bars show.
-        x: the scale of their lengths.
-        bars: name, length, look, words behind the bar, and words on hovering.
-    """
-    at = canvas.bottom
-    canvas.text(0, at + 14, title, look="b")
-    at += 24
-    for name, value, look, words, tip in bars:
-        canvas.text(x.start - 8, at + 13, name, anchor="end")
-        canvas.rect(x.start, at, x(value) - x.start, _BAR, look)
-        canvas.text(x(value) + 6, at + 13, words)
-        canvas.rect(0, at - 2, canvas.width, _BAR + 4, "hit", tip=tip)
-        at += _BAR + 6
-    canvas.bottom = at
+    canvas.rows("Step time, all eager = 1" if known else "Steps with an eager micro-batch", x, rows)
 
 
 def memory(report: Report, cap: int) -> Figure:
@@ -403,13 +337,15 @@ def memory(report: Report, cap: int) -> Figure:
     """
     plan, timed = report.plan, report.times.origin != "none"
     slots = plan.graphs.slots
-    num_buckets = 0 if plan.graphs.impl == "none" else len(plan.graphs.buckets)
+    num_buckets = len(plan.captured)
     most, num_models = max(sum(rank) for rank in slots), len(slots) * len(slots[0])
-    freed, host = _offloaded(plan) if num_buckets and timed else (0, None)
-    gib = []
+    freed, host, gib = 0, None, []
+    if num_buckets and timed:
+        freed, host_bytes = plan.predictions.offload_freed_bytes or 0, plan.predictions.offload_host_bytes
+        host = None if host_bytes is None else host_bytes / 2**30
     for buckets in range(1, max(3, num_buckets) + 1) if timed else ():
         size = report.profile.costs.graph_memory_bytes(
-            num_slots=most / num_models, num_buckets=buckets, n_tokens=_tokens_per_rank(plan)
+            num_slots=most / num_models, num_buckets=buckets, n_tokens=max(1, plan.graph_tokens)
         )
         if size is not None:
             gib.append(max(0, size - freed) / 2**30)
@@ -420,21 +356,19 @@ def memory(report: Report, cap: int) -> Figure:
         if gib:
             canvas.bottom += 16 if canvas.bottom else 0
             title = f"Graph memory of the busiest rank{'' if host is None else ', after offloading'}"
-            bars = []
+            rows = []
             for number, size in enumerate(gib, start=1):
                 name, chosen = counted(number, "graph"), number == num_buckets
-                words = f"{size:.2f} GiB{', the plan' if chosen else ''}"
-                bars.append((name, size, "f2" if chosen else "f0", words, f"{name} a slot: {size:.2f} GiB"))
-            _paint_bars(canvas, title, Scale(0, max(gib) or 1, 100, canvas.width - 130), bars)
+                bar = Bar(size, "f2" if chosen else "f0", f"{size:.2f} GiB{', the plan' if chosen else ''}")
+                rows.append(Row(name, (bar,), f"{name} a slot: {size:.2f} GiB"))
+            canvas.rows(title, Scale(0, max(gib) or 1, 100, canvas.width - 130), rows, beside=True)
 
     alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS])
     alt += "".join(f"; {counted(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(gib, start=1))
     alt += "" if host is None else f"; pinned host memory {host:.2f} GiB"
     return Figure(
         id="memory",
-        text=_memory_text(plan, most, gib, num_buckets, host, known=timed)
-        if num_buckets
-        else _nothing_captured(plan, most, gib, cap, known=timed),
+        text=_memory_text(plan, most, gib, cap, host, known=timed),
         alt=f"{alt}.",
         paint=paint if gib or num_models > 1 else None,
         values={
@@ -447,53 +381,30 @@ def memory(report: Report, cap: int) -> Figure:
     )
 
 
-def _offloaded(plan: Plan) -> tuple[int, float | None]:
-    """Bytes of graph memory that offloading frees, and GiB of host memory that it takes; 0 and None without it."""
-    predicted = plan.predictions
-    host = None if predicted.offload_host_bytes is None else predicted.offload_host_bytes / 2**30
-    return predicted.offload_freed_bytes or 0, host
-
-
-def _tokens_per_rank(plan: Plan) -> int:
-    """Tokens of a micro-batch on one context-parallel rank."""
-    fixed = plan.training.max_seqlen_per_dp_cp_rank
-    return fixed or max(1, plan.microbatches.n_tokens_max // plan.training.context_parallel_size)
-
-
-def _busiest_rank(plan: Plan) -> str:
-    ranks = len(plan.graphs.slots)
-    return "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
-
-
-def _nothing_captured(plan: Plan, most: int, gib: list[float], cap: int, *, known: bool) -> str:
-    would = f"with one cap of {counted(cap, 'document')} {_busiest_rank(plan)} would need {counted(most, 'slot')}"
-    size = f" and about {memory_size(gib[0])} of graph memory" if gib else f"; {_unknown('one', known=known)}"
-    return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
-
-
-def _unknown(what: str, *, known: bool) -> str:
-    """Why the memory that `what` takes is not in a sentence."""
-    return f"the cost table does not tell what {what} takes" if known else f"what {what} takes depends on the model"
-
-
-def _memory_text(plan: Plan, most: int, gib: list[float], num_buckets: int, host: float | None, *, known: bool) -> str:
-    rank = _busiest_rank(plan)
+def _memory_text(plan: Plan, most: int, gib: list[float], cap: int, host: float | None, *, known: bool) -> str:
+    """The slots and the graph memory of the busiest rank; of a plan without graphs, what one `cap` would need."""
+    ranks, captured = len(plan.graphs.slots), len(plan.captured)
+    rank = "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
+    unknown = "the cost table does not tell what {} takes" if known else "what {} takes depends on the model"
+    if not captured:
+        would = f"with one cap of {counted(cap, 'document')} {rank} would need {counted(most, 'slot')}"
+        size = f" and about {memory_size(gib[0])} of graph memory" if gib else f"; {unknown.format('one')}"
+        return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
     text = f"{rank[0].upper()}{rank[1:]} needs {counted(most, 'slot')}"
     pinned = "" if host is None else f" and {memory_size(host)} of pinned host memory"
     after = "" if host is None else " after offloading"
     if not gib:
-        return f"{text}{pinned if known else ''}; {_unknown('a slot', known=known)}."
-    text += f"{',' if pinned else ' and'} about {memory_size(gib[num_buckets - 1])}"
-    if num_buckets == 1:
+        return f"{text}{pinned if known else ''}; {unknown.format('a slot')}."
+    text += f"{',' if pinned else ' and'} about {memory_size(gib[captured - 1])}"
+    if captured == 1:
         return f"{text} of graph memory{after}{pinned}."
-    times = gib[num_buckets - 1] / gib[0] if gib[0] else 1.0
-    shared = f"{num_buckets} graphs a slot"
+    times = gib[captured - 1] / gib[0] if gib[0] else 1.0
+    shared = f"{captured} graphs a slot"
+    because = "because all graphs of a slot share its memory."
     if host is not None:
-        return (
-            f"{text} of graph memory for {shared}{after}{pinned}: {times:.2f} times the graph memory of one graph, "
-            "because all graphs of a slot share its memory."
-        )
-    return f"{text} for {shared}, {times:.2f} times that of one, because all graphs of a slot share its memory."
+        shared += f"{after}{pinned}: {times:.2f} times the graph memory of one graph"
+        return f"{text} of graph memory for {shared}, {because}"
+    return f"{text} for {shared}, {times:.2f} times that of one, {because}"
 
 
 def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
@@ -502,9 +413,8 @@ def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
     ranks, chunks = range(0, len(every), stride), len(every[0])
     most = max(sum(rank) for rank in every)
     label = "Slots" + (f"; the pieces are {chunks} model chunks, chunk 0 below" if chunks > 1 else "")
-    canvas.text(0, 14, canvas.shorten(label), look="b")
     x = Scale(-0.5 * stride, ranks[-1] + 0.5 * stride, _LEFT, canvas.width - 8)
-    panel = Panel(canvas, x, Scale(0, most * 1.05, 190, 28))
+    panel = canvas.panel(canvas.shorten(label), x, (0, most * 1.05), 162, gap=28)
     panel.axes(x_label="pipeline rank" + (f", every {stride}th" if stride > 1 else ""), write_y=write_whole)
     for rank in ranks:
         base, left, width = 0, x(rank - 0.35 * stride), x(rank + 0.35 * stride) - x(rank - 0.35 * stride)
@@ -513,7 +423,7 @@ def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
             base += slots
         tip = f"pipeline rank {rank}: {counted(base, 'slot')}"
         tip += f" ({' + '.join(map(str, every[rank]))})" if chunks > 1 else ""
-        canvas.rect(left, 28, width, panel.y.start - 28, "hit", tip=tip)
+        panel.strip(rank - 0.35 * stride, rank + 0.35 * stride, tip)
 
 
 def observed(report: Report, cap: int) -> Figure:
@@ -532,11 +442,27 @@ def observed(report: Report, cap: int) -> Figure:
         for b in comparison.buckets
     ]
     pairs.append(("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate))
+    rows = [
+        Row(
+            name,
+            (Bar(predicted, "f0", f"{predicted:.2%} predicted"), Bar(seen, "f1", f"{seen:.2%} observed")),
+            f"{name}: {predicted:.2%} predicted, {seen:.2%} observed",
+        )
+        for name, predicted, seen in pairs
+    ]
+
+    def paint(canvas: Canvas) -> None:
+        x = Scale(0, max(max(p, o) for _, p, o in pairs) or 1, 0, canvas.width - 150)
+        canvas.rows("Share of dispatched micro-batches", x, rows, height=BAR - 4)
+        for line in textwrap.wrap(_observed_note(comparison), int(canvas.width / EM)):
+            canvas.text(0, canvas.bottom + 13, line, look="q")
+            canvas.bottom += LINE
+
     return Figure(
         id="observed",
         text=_observed_text(comparison),
         alt=f"Predicted and observed shares: {'; '.join(f'{n} {p:.2%} and {o:.2%}' for n, p, o in pairs)}.",
-        paint=lambda canvas: _paint_pairs(canvas, pairs, _observed_note(comparison)),
+        paint=paint,
         values={
             "dispatched_microbatches": comparison.dispatched,
             "predicted_fallback_share": comparison.predicted_fallback_rate,
@@ -580,24 +506,3 @@ def _observed_note(comparison: Comparison) -> str:
         if ms is not None:
             notes.append(f"{way} micro-batch took {ms:.2f} ms.")
     return " ".join(notes)
-
-
-def _paint_pairs(canvas: Canvas, pairs: list[tuple[str, float, float]], note: str) -> None:
-    """A predicted and an observed bar for each name, and the note below."""
-    canvas.text(0, 14, "Share of dispatched micro-batches", look="b")
-    x = Scale(0, max(max(p, o) for _, p, o in pairs) or 1, 0, canvas.width - 150)
-    at = 24.0
-    for name, predicted, seen in pairs:
-        canvas.text(0, at + 13, name)
-        at += LINE + 2
-        for value, kind, look in ((predicted, "predicted", "f0"), (seen, "observed", "f1")):
-            canvas.rect(0, at, max(1.0, x(value)), _BAR - 4, look)
-            canvas.text(x(value) + 8, at + 11, f"{value:.2%} {kind}")
-            at += _BAR - 2
-        tip = f"{name}: {predicted:.2%} predicted, {seen:.2%} observed"
-        canvas.rect(0, at - 2 * _BAR - LINE, canvas.width, 2 * _BAR + LINE, "hit", tip=tip)
-        at += 8
-    for line in textwrap.wrap(note, int(canvas.width / EM)):
-        canvas.text(0, at + 13, line, look="q")
-        at += LINE
-    canvas.bottom = at

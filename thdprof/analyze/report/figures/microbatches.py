@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.profile.file import PartOfRun
-from thdprof.analyze.profile.run_profile import histogram_of, share_over
+from thdprof.analyze.profile.run_profile import PartOfRun, histogram_of, share_over
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.drawing import EM, LINE, MARKERS, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
 from thdprof.words import counted, percent, percentile_name, printable, shortened
 
 NO_PARTS = (
@@ -66,25 +65,29 @@ def distribution(histogram: Histogram) -> Distribution:
     """The distribution that `histogram` counts."""
     logarithmic = _is_skewed(histogram)
     edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=logarithmic)
-    cumulative = np.concatenate(([0], np.cumsum(histogram.counts)))
-    below = cumulative[np.clip(np.ceil(edges).astype(np.int64), 0, len(histogram.counts))]
-    values = _thin(np.flatnonzero(histogram.counts))
+    shares = np.histogram(np.arange(len(histogram.counts)), edges, weights=histogram.counts)[0] / histogram.total
+    values = _thin_out(np.flatnonzero(histogram.counts))
     return Distribution(
         edges=edges,
-        shares=np.diff(below) / histogram.total,
-        densities=np.diff(below) / histogram.total / np.diff(edges),
+        shares=shares,
+        densities=shares / np.diff(edges),
         values=values,
-        cumulative=cumulative[values + 1] / histogram.total,
+        cumulative=np.cumsum(histogram.counts)[values] / histogram.total,
         percentiles={name: histogram.percentile(p) for name, p in PERCENTILES.items()},
         logarithmic=logarithmic,
     )
+
+
+def _list_percentiles(percentiles: dict[str, int]) -> str:
+    """The percentiles in a list of words."""
+    return ", ".join(f"{percentile_name(name)} {value:,}" for name, value in percentiles.items())
 
 
 def _is_skewed(histogram: Histogram) -> bool:
     return histogram.percentile(100.0) > _SKEWED * max(1, histogram.percentile(50.0))
 
 
-def _thin(values: NDArray[np.int64]) -> NDArray[np.int64]:
+def _thin_out(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """At most `_POINTS` of the values, evenly spaced."""
     if len(values) <= _POINTS:
         return values
@@ -114,10 +117,8 @@ def shapes(report: Report, cap: int) -> Figure:
     """Histograms and cumulative curves of a micro-batch's documents and of the tokens of its longest document."""
     documents, tokens = report.profile.histogram(), report.profile.histogram(measure="max_seqlen")
     n_seqs, longest = distribution(documents), distribution(tokens)
-    measures = (
-        ("documents of a micro-batch", "document", n_seqs),
-        ("tokens of its longest document", "token", longest),
-    )
+    labels = "documents of a micro-batch", "tokens of its longest document"
+    measures = tuple(zip(labels, ("document", "token"), (n_seqs, longest), strict=True))
 
     def paint(canvas: Canvas) -> None:
         columns = 1 if canvas.narrow else 2
@@ -131,15 +132,14 @@ def shapes(report: Report, cap: int) -> Figure:
             if index == 0:
                 for panel in panels:
                     panel.cap(cap, named=panel is panels[0])
-            _paint_percentiles(canvas, left + _LEFT, top + 352, spread)
+            names = [f"{percentile_name(name)} {value:,}" for name, value in spread.percentiles.items()]
+            for row, words in enumerate((names[:3], names[3:])):
+                y = top + 352 + (3 + row) * LINE + 4
+                canvas.text(left + _LEFT, y, "   ".join(words), look="q", extra=' xml:space="preserve"')
+            canvas.bottom = max(canvas.bottom, top + 352 + 4 * LINE + 8)
 
-    alt = (
-        "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
-        + "; ".join(
-            f"{label}: " + ", ".join(f"{percentile_name(n)} {v:,}" for n, v in spread.percentiles.items())
-            for label, _, spread in measures
-        )
-    )
+    alt = "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
+    alt += "; ".join(f"{label}: {_list_percentiles(spread.percentiles)}" for label, _, spread in measures)
     return Figure(
         id="shapes",
         text=f"{_spread(documents, n_seqs.percentiles)}; the longest document has "
@@ -154,12 +154,7 @@ def shapes(report: Report, cap: int) -> Figure:
 
 
 def _spread(documents: Histogram, p: dict[str, int]) -> str:
-    """The documents of a micro-batch in words.
-
-    Args:
-        documents: micro-batches by their number of documents.
-        p: percentiles of that number, by name.
-    """
+    """The documents of a micro-batch in words; `p` are their percentiles by name."""
     most = percent(share_over(documents, p["max"] - 1))
     if p["p50"] == p["max"]:
         if documents.counts[-1] == documents.total:
@@ -176,10 +171,9 @@ def _paint_distribution(
 ) -> tuple[Panel, Panel]:
     """The histogram and the cumulative curve of one measure."""
     low, high = float(spread.edges[0]), float(spread.edges[-1])
-    canvas.text(left, top + 14, f"Share of micro-batches, per {unit}", look="b")
     x = Scale(low, high, left + _LEFT, left + width - 6, spread.logarithmic)
-    y = Scale(0, float(spread.densities.max()) * 1.05, top + 180, top + 48)
-    panel = Panel(canvas, x, y)
+    most = float(spread.densities.max()) * 1.05
+    panel = canvas.panel(f"Share of micro-batches, per {unit}", x, (0, most), 132, top=top, left=left)
     panel.axes(x_ticks=False)
     for at, (density, part) in enumerate(zip(spread.densities, spread.shares, strict=True)):
         if part == 0:
@@ -187,13 +181,9 @@ def _paint_distribution(
         begin, end = spread.edges[at : at + 2]
         first, last = int(begin + 0.5), int(end - 0.5)
         numbers = counted(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
-        tip = f"{numbers}: {percent(float(part))} of micro-batches"
-        start, stop = x(begin), x(end)
-        gap = 0.6 if stop - start > 3 else 0
-        canvas.rect(start + gap, y(density), stop - start - 2 * gap, y.start - y(density), "f0")
-        canvas.rect(start, y.end, stop - start, y.start - y.end, "hit", tip=tip)
-    canvas.text(left, top + 210, "Share with at most so many", look="b")
-    below = Panel(canvas, x, Scale(0, 1, top + 352, top + 222))
+        panel.column(begin, end, density, "f0", inset=0.6 if x(end) - x(begin) > 3 else 0)
+        panel.strip(begin, end, f"{numbers}: {percent(float(part))} of micro-batches")
+    below = canvas.panel("Share with at most so many", x, (0, 1), 130, top=top + 196, gap=26, left=left)
     below.axes(x_label=label)
     below.stairs([low, *spread.values], [0.0, *spread.cumulative], 0)
     values = spread.values.tolist()
@@ -204,15 +194,6 @@ def _paint_distribution(
     return panel, below
 
 
-def _paint_percentiles(canvas: Canvas, left: float, top: float, spread: Distribution) -> None:
-    """The percentiles below a cumulative curve, in two lines."""
-    names = [f"{percentile_name(name)} {value:,}" for name, value in spread.percentiles.items()]
-    half = -(-len(names) // 2)
-    for row, words in enumerate((names[:half], names[half:])):
-        canvas.text(left, top + (3 + row) * LINE + 4, "   ".join(words), look="q", extra=' xml:space="preserve"')
-    canvas.bottom = max(canvas.bottom, top + 4 * LINE + 8)
-
-
 def joint(report: Report, cap: int) -> Figure:
     """A map of micro-batches by documents and by tokens of the longest document."""
     rows = report.profile.rows("microbatch")
@@ -221,21 +202,17 @@ def joint(report: Report, cap: int) -> Figure:
     logarithmic = _is_skewed(documents)
     xs = bin_edges(documents.percentile(100.0), _BINS, logarithmic=logarithmic)
     ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
-    column = np.clip(np.searchsorted(xs, n_seqs) - 1, 0, len(xs) - 2)
-    row = np.clip(np.searchsorted(ys, max_seqlen) - 1, 0, len(ys) - 2)
-    shape = (len(ys) - 1, len(xs) - 1)
-    counts = np.bincount(row * shape[1] + column, weights=count, minlength=shape[0] * shape[1])
-    cells = counts.astype(np.int64).reshape(shape)
-    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    placed = np.maximum(max_seqlen, 1), np.maximum(n_seqs, 1)
+    cells = np.histogram2d(*placed, bins=(ys, xs), weights=count)[0].astype(np.int64)
+    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
     buckets = [(b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets]
     top = float(max([xs[-1], *(s + 0.5 for s, _ in buckets), cap]))
     most = max(1, int(cells.max()))
 
     def paint(canvas: Canvas) -> None:
-        canvas.text(0, 14, "Longest document of a micro-batch, tokens", look="b")
-        height = 300 if canvas.narrow else 340
         x = Scale(float(xs[0]), top * (1.1 if logarithmic else 1.03), _LEFT, canvas.width - 8, logarithmic)
-        panel = Panel(canvas, x, Scale(float(ys[0]), float(ys[-1]) * 1.04, 48 + height, 48))
+        limits, height = (float(ys[0]), float(ys[-1]) * 1.04), 300 if canvas.narrow else 340
+        panel = canvas.panel("Longest document of a micro-batch, tokens", x, limits, height)
         panel.axes(x_label="documents of a micro-batch", write_y=write_whole)
         _paint_cells(panel, xs, ys, cells)
         _paint_borders(panel, buckets)
@@ -290,7 +267,7 @@ def _paint_borders(panel: Panel, buckets: Sequence[tuple[int, int]]) -> None:
         right, up = panel.x(seqs + 0.5), panel.y(length + 0.5)
         dash = f"1 {1 + 2 * (number % 4)}"
         path = f"M{panel.x.start:.1f} {up:.1f}H{right:.1f}V{panel.y.start:.1f}"
-        panel.canvas.add(f'<path class="m a" stroke-dasharray="{dash}" d="{path}"/>')
+        panel.canvas.marks.append(f'<path class="m a" stroke-dasharray="{dash}" d="{path}"/>')
         if length < max(longest for other, longest in buckets if other == seqs):
             continue  # a number of documents is named once, at its longest bucket
         if any(abs(right - other) < LINE for other in named):
@@ -300,18 +277,18 @@ def _paint_borders(panel: Panel, buckets: Sequence[tuple[int, int]]) -> None:
         panel.canvas.text(right - 5, up + 6, f"graph {seqs:,}", anchor="end", extra=turned)
 
 
-def _apart(
+def _split_at_p90(
     n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
 ) -> tuple[int, int | None, int]:
     """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
     border = documents.percentile(90.0)
     many = n_seqs > border
-    few = _median(max_seqlen[~many], count[~many])
-    return border, _median(max_seqlen[many], count[many]) if many.any() else None, few
-
-
-def _median(values: NDArray[np.int64], count: NDArray[np.int64]) -> int:
-    return Histogram(np.bincount(values, weights=count).astype(np.int64)).percentile(50.0)
+    medians = [
+        Histogram(np.bincount(max_seqlen[group], weights=count[group]).astype(np.int64)).percentile(50.0)
+        for group in (~many, many)
+        if group.any()
+    ]
+    return border, medians[1] if len(medians) > 1 else None, medians[0]
 
 
 def joint_text(
@@ -319,13 +296,10 @@ def joint_text(
 ) -> str:
     """A sentence that says whether micro-batches of many documents have longer or shorter documents than the others.
 
-    Args:
-        n_seqs: documents of each distinct shape of a micro-batch, of shape (shapes,).
-        max_seqlen: tokens of the longest document of each shape.
-        count: micro-batches of each shape.
-        documents: micro-batches by their number of documents, whose P90 parts the many from the others.
+    The arrays have shape [shapes]: documents, tokens of the longest one and number of the micro-batches of each shape.
+    The P90 of `documents` parts the many from the others.
     """
-    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
     if long_many is None:
         most = percent(float(count[n_seqs == border].sum() / count.sum()))
         return f"{most} of micro-batches hold the most documents there are, {border:,}."
@@ -342,12 +316,12 @@ def steps(report: Report, cap: int) -> Figure:
     """Documents of a micro-batch beside those of the fullest micro-batch of a rank and of a step."""
     units = ("a micro-batch", "fullest of a rank's step", "fullest of a step")
     histograms = [report.profile.histogram(kind) for kind in ("microbatch", "rank_step_max", "step_max")]
-    curves = {name: _exceeding(h) for name, h in zip(units, histograms, strict=True)}
+    curves = {name: _count_larger(h) for name, h in zip(units, histograms, strict=True)}
     at_cap = [share_over(h, cap) for h in histograms]
     largest = max(int(values[-1]) for values, _ in curves.values())
-    logarithmic = largest > 40
+    logarithmic, rate = largest > 40, report.profile.fallback_rate(cap)
 
-    def tell(documents: int) -> str:
+    def describe(documents: int) -> str:
         shares = []
         for name, (values, over) in curves.items():
             index = int(np.searchsorted(values, documents, side="right")) - 1
@@ -355,20 +329,18 @@ def steps(report: Report, cap: int) -> Figure:
         return f"over {counted(documents, 'document')} — {'; '.join(shares)}"
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend(0, 0, [(name, i) for i, name in enumerate(curves)], marked=False)
-        canvas.text(0, top + 14, "Share with more documents", look="b")
+        top = canvas.legend([(name, i) for i, name in enumerate(curves)], marked=False)
         x = Scale(1 if logarithmic else 0, max(largest, cap, 2), _LEFT, canvas.width - 8, logarithmic)
-        panel = Panel(canvas, x, Scale(0, 1, top + 48 + 200, top + 48))
+        panel = canvas.panel("Share with more documents", x, (0, 1), 200, top=top)
         panel.axes(x_label="documents")
         for style, (values, over) in enumerate(curves.values()):
             panel.stairs(values.tolist(), over.tolist(), style)
         every = sorted({int(v) for values, _ in curves.values() for v in values if v >= x.low})
-        panel.strips(every, [tell(at) for at in every])
+        panel.strips(every, [describe(at) for at in every])
         panel.cap(cap)
-        for name, value in zip(("microbatch", "rank_step", "step"), at_cap, strict=True):
-            panel.dot(cap, value, name)
+        for (level, _), value in zip(rate, at_cap, strict=True):
+            panel.dot(cap, value, level)
 
-    rate = report.profile.fallback_rate(cap)
     return Figure(
         id="steps",
         text=steps_head(report) + steps_over(report, cap),
@@ -379,9 +351,7 @@ def steps(report: Report, cap: int) -> Figure:
             "cap_documents": cap,
             "microbatch_p50_documents": histograms[0].percentile(50.0),
             "step_max_p50_documents": histograms[2].percentile(50.0),
-            "over_cap_microbatch_share": rate.microbatch,
-            "over_cap_rank_step_share": rate.rank_step,
-            "over_cap_step_share": rate.step,
+            **{f"over_cap_{level}_share": share for level, share in rate},
         },
     )
 
@@ -404,10 +374,10 @@ def steps_over(report: Report, cap: int) -> str:
     )
 
 
-def _exceeding(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _count_larger(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Values of the histogram, at most `_POINTS`, and the share of larger values than each."""
     present = np.flatnonzero(histogram.counts)
-    values = _thin(np.concatenate(([max(0, int(present[0]) - 1)], present)))
+    values = _thin_out(np.concatenate(([max(0, int(present[0]) - 1)], present)))
     over = histogram.total - np.cumsum(histogram.counts)
     return values, over[values] / histogram.total
 
@@ -425,36 +395,29 @@ def drift(report: Report, cap: int) -> Figure:
     label = f"segment of {'the run' if num_runs == 1 else 'each run'}, about {counted(each, 'step')} each"
     order = _ENDS[::-1]
     tips = [
-        f"segment {i + 1:,}: "
-        + ", ".join(f"{percentile_name(n)} {percentiles[n][i]:,}" for n in order)
-        + f"; fullest of a step at the median {step_median[i]:,}"
-        for i in range(number)
+        f"segment {i + 1:,}: {_list_percentiles({n: percentiles[n][i] for n in order})}; "
+        f"fullest of a step at the median {median:,}"
+        for i, median in enumerate(step_median)
     ]
 
     def paint(canvas: Canvas) -> None:
         names = [(f"{percentile_name(name)} of micro-batches", i) for i, name in enumerate(order)]
-        top = canvas.legend(0, 0, [*names, ("the cap", "cap")])
-        canvas.text(0, top + 14, "Documents", look="b")
-        x = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8)
-        upper = Panel(canvas, x, Scale(1 if logarithmic else 0, most, top + 220, top + 28, logarithmic))
+        top = canvas.legend([*names, ("the cap", "cap")])
+        x, limits = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8), (1 if logarithmic else 0, most)
+        upper = canvas.panel("Documents", x, limits, 192, top=top, gap=28, logarithmic=logarithmic)
         upper.axes(x_ticks=False, write_y=write_whole)
         at = list(range(1, number + 1))
         for style, name in enumerate(order):
             upper.line(at, percentiles[name], style)
         upper.level(cap)
         upper.strips(at, tips)
-        below = top + 236
-        canvas.text(0, below + 14, "Steps over the cap", look="b")
-        y = Scale(0, 1, below + 150, below + 28)
-        Panel(canvas, x, y).axes(x_label=label)
+        below = canvas.panel("Steps over the cap", x, (0, 1), 122, top=top + 236, gap=28)
+        below.axes(x_label=label)
         for i, value in enumerate(stalled):
-            left, right = x(i + 0.55), x(i + 1.45)
-            data = f' data-bar="segments {i}" data-y="{y.data}"'
-            canvas.rect(left, y(value), right - left, y.start - y(value), "fc", extra=data)
-            canvas.rect(
-                x(i + 0.5), y.end, x(i + 1.5) - x(i + 0.5), y.start - y.end, "hit",
-                tip=f"segment {i + 1:,}: {percent(value)} of steps over the cap", extra=f' data-told="segments {i}"',
-            )  # fmt: skip
+            data = f' data-bar="segments {i}" data-y="{below.y.data}"'
+            below.column(i + 0.55, i + 1.45, value, "fc", extra=data)
+            tip = f"segment {i + 1:,}: {percent(value)} of steps over the cap"
+            below.strip(i + 0.5, i + 1.5, tip, extra=f' data-tip="segments {i}"')
 
     return Figure(
         id="drift",
@@ -491,7 +454,7 @@ def cut_run(report: Report, kind: str) -> list[Histogram]:
     return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
 
 
-def _compared(stretches: Sequence[Histogram]) -> tuple[Histogram, Histogram, str]:
+def _cut_ends(stretches: Sequence[Histogram]) -> tuple[Histogram, Histogram, str]:
     """The first and the last third of the run, or halves of two stretches, and the name of what they are."""
     length, share = (1, "half") if len(stretches) == 2 else (len(stretches) // 3, "third")
     first, last = (reduce(Histogram.merge, part) for part in (stretches[:length], stretches[-length:]))
@@ -504,7 +467,7 @@ def drift_head(report: Report) -> str:
     if len(micro) == 1:
         return f"{'One of the runs that were joined' if several else 'The run'} is too short to tell a drift; "
     run = "the runs that were joined, each by itself," if several else "the run"
-    first, last, share = _compared(micro)
+    first, last, share = _cut_ends(micro)
     apart, by_chance = _distance(first, last)
     if apart <= by_chance:
         return (
@@ -522,16 +485,12 @@ def drift_over(largest: Sequence[Histogram], cap: int, *, several: bool) -> str:
     """The end of the sentence of `drift`: the steps over `cap` at the begin and at the end of the run.
 
     The shares of single segments are left out: a segment has few steps, so that its share jumps where nothing drifts.
-
-    Args:
-        largest: steps of each stretch by the documents of their fullest micro-batch.
-        cap: documents.
-        several: whether several runs were joined.
+    `largest` are the steps of each stretch by their fullest micro-batch; `several` runs may have been joined.
     """
     over = f"over a cap of {cap:,} are "
     if len(largest) == 1:
         return f"{over}{percent(share_over(largest[0], cap))} of {'all' if several else 'its'} steps."
-    first, last, stretch = _compared(largest)
+    first, last, stretch = _cut_ends(largest)
     early, late = share_over(first, cap), share_over(last, cap)
     if early == late:
         return f"{over}{percent(early)} of the steps of both."
@@ -568,27 +527,25 @@ def parts(report: Report, cap: int) -> Figure:
     names = [printable(p.name) for p in shown]
     stalled = [report.profile.fallback_rate(cap, part=p.name).step for p in shown]
     left_out = len(report.profile.parts) - len(shown)
+    of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
     row, largest = 44, max(2, *percentiles["max"], cap)
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend(0, 0, [(percentile_name(name), i) for i, name in enumerate(_ENDS)])
+        top = canvas.legend([(percentile_name(name), i) for i, name in enumerate(_ENDS)])
         split = canvas.width * (0.6 if canvas.narrow else 0.66)
         x, wide = Scale(1, largest, 8, split - 16, True), Scale(0, 1, split, canvas.width - 52)
-        canvas.text(0, top + 14, "Documents", look="b")
+        panel, begin = canvas.panel("Documents", x, (0, 1), row * len(names), top=top, gap=44), top + 44
         canvas.text(wide.start, top + 14, "Steps over the cap", look="b")
-        begin = top + 44
-        panel = Panel(canvas, x, Scale(0, 1, begin + row * len(names), begin))
         panel.axes(x_label="documents of a micro-batch", write_y=lambda value: "")
         for index, (name, share) in enumerate(zip(names, stalled, strict=True)):
             at = begin + row * index
             canvas.text(8, at + 15, shortened(name, int((split - 30) / EM)))
             line = at + 29
-            values = [percentiles[p][index] for p in _ENDS]
+            values = [*of_part[index].values()]
             canvas.line([(x(values[0]), line), (x(values[-1]), line)], "a")
             for style, value in enumerate(values):
-                canvas.marker(x(value), line, MARKERS[style], f"m s{style}")
-            tip = f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in zip(_ENDS, values, strict=True))
-            canvas.rect(0, at, split - 8, row, "hit", tip=tip)
+                canvas.marker(x(value), line, style)
+            canvas.rect(0, at, split - 8, row, "hit", tip=f"{name}: {_list_percentiles(of_part[index])}")
             data = f' data-row="parts {index}" data-x="{wide.data}"'
             canvas.rect(wide.start, line - 9, wide(share) - wide.start, 16, "fc", extra=data)
             words = f' data-row-text="parts {index}" data-x="{wide.data}"'
@@ -598,15 +555,20 @@ def parts(report: Report, cap: int) -> Figure:
             canvas.text(8, canvas.bottom + LINE, f"{counted(left_out, 'smaller part')} left out", look="q")
             canvas.bottom += LINE
 
-    of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
+    p99 = percentiles["p99"]
+    if min(p99) == max(p99):
+        text = f"P99 of documents is {p99[0]:,} in all {counted(len(shown), 'part')} that are shown."
+    else:
+        most, least = (shortened(shown[p99.index(n)].name, LONGEST_NAME) for n in (max(p99), min(p99)))
+        text = (
+            f"P99 of documents is {max(p99):,} in {most} and {min(p99):,} in {least}: "
+            "a cap at the P99 of all is not that of each."
+        )
     return Figure(
         id="parts",
-        text=_parts_text([p.name for p in shown], percentiles["p99"]),
+        text=text,
         alt="Percentiles of each part: "
-        + "; ".join(
-            f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in values.items())
-            for name, values in zip(names, of_part, strict=True)
-        ),
+        + "; ".join(f"{name}: {_list_percentiles(values)}" for name, values in zip(names, of_part, strict=True)),
         paint=paint,
         values={
             "cap_documents": cap,
@@ -616,15 +578,4 @@ def parts(report: Report, cap: int) -> Figure:
             ],
             "left_out_parts": left_out,
         },
-    )
-
-
-def _parts_text(names: Sequence[str], p99: Sequence[int]) -> str:
-    low, high = int(np.argmin(p99)), int(np.argmax(p99))
-    if p99[low] == p99[high]:
-        return f"P99 of documents is {p99[low]:,} in all {counted(len(names), 'part')} that are shown."
-    most, least = (shortened(names[index], LONGEST_NAME) for index in (high, low))
-    return (
-        f"P99 of documents is {p99[high]:,} in {most} and {p99[low]:,} in {least}: "
-        "a cap at the P99 of all is not that of each."
     )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,10 +30,24 @@ from thdprof.training import GraphKind, TailPolicy, TrainingSettings, definition
 from thdprof.training.stamp import Stamp
 from thdprof.words import counted, html_table
 
+SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
+_MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
+_SHOWN = 200
+"""Most characters of a wrong value that an error message shows."""
+_ROUNDING = 1e-6
+"""How much shares may exceed 1, summed up."""
+_TIMES = ("decoder_replay_ms", "decoder_eager_ms", "outside_decoder_ms", "relative_step_time", "step_ms")
+"""Times of `predictions.times`, of which at least one stands where they have an origin."""
+
 Impl = Literal["none", GraphKind]
 Module = Literal["attn", "moe_router", "moe_preprocess"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Range = Annotated[tuple[float, float], Field(strict=False)]
+"""The lowest and the highest value; a file has a list."""
+Origin = Literal["measured", "modelled", "none"]
+"""Where times come from: a cost table of this model, a model of its kernels, or nowhere."""
+Ruling = Literal["graphs pay", "graphs do not pay", "measure first"]
 
 
 class Part(BaseModel):
@@ -201,14 +215,10 @@ class GraphsPart(Part):
         return buckets
 
 
-Range = Annotated[tuple[float, float], Field(strict=False)]
-"""The lowest and the highest value; a file has a list."""
-
-
 class TimesPart(Part):
     """Times of the median micro-batch on one rank, and of a step."""
 
-    origin: Literal["measured", "modelled", "none"]
+    origin: Origin
     """Where the times come from: a cost table of this model, a model of its kernels, or nowhere."""
     basis: str
     """The model and the GPU that the times are of; without times, how to get them."""
@@ -245,7 +255,7 @@ class PredictionsPart(Part):
     """Mean step time in milliseconds with all micro-batches run eagerly; null without times of the model."""
     times: TimesPart | None = None
     """Times with their origin and range."""
-    verdict: Literal["graphs pay", "graphs do not pay", "measure first"] | None = None
+    verdict: Ruling | None = None
     """Whether graphs pay; null without times of the model."""
     graph_memory_bytes: int | None
     """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
@@ -323,135 +333,8 @@ Training = Annotated[TrainingSettings, _AsInAFile()]
 """The settings of a run as a plan or a profile holds them: validated and complete."""
 
 
-def html_of(
-    data: DatasetPart,
-    microbatches: MicrobatchesPart,
-    graphs: GraphsPart,
-    predictions: PredictionsPart,
-    *,
-    times_of: str | None,
-) -> str:
-    """A plan's buckets and predictions as two small tables.
-
-    Args:
-        data: the plan's part dataset.
-        microbatches: the plan's part microbatches.
-        graphs: the plan's part graphs.
-        predictions: the plan's part predictions.
-        times_of: the model and the GPU that times are of; None: they are of another model.
-    """
-    source = data.uris[0] if len(data.uris) == 1 else f"{len(data.uris)} files"
-    shares = [f"{b.share:.2%}" for b in graphs.buckets]
-    buckets = [(b.max_seqs, b.max_seqlen, b.cp_size, share) for b, share in zip(graphs.buckets, shares, strict=True)]
-    facts: list[tuple[str, str]] = [
-        ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
-        ("micro-batches", f"{microbatches.count:,} in {counted(microbatches.steps, 'step')}, {_how(microbatches)}"),
-        ("step time, eager = 1", _relative(predictions)),
-        ("steps with an eager micro-batch", f"{predictions.fallback_rate.step:.2%}"),
-        ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in graphs.slots))),
-    ]
-    if predictions.relative_step_time is not None and times_of is not None:
-        if predictions.graph_memory_bytes is not None:
-            facts.append(("graph memory", f"{predictions.graph_memory_bytes / 2**30:.2f} GiB"))
-        facts.append(("times are of", times_of))
-    captured = html_table(
-        f"Plan: graphs to capture ({graphs.impl})",
-        ["documents", "longest document, tokens", "context-parallel size", "share of micro-batches"],
-        buckets or [("none: run eagerly", "", "", "")],
-    )
-    return captured + html_table("What it rests on, and predicts", [], facts)
-
-
-def _relative(predictions: PredictionsPart) -> str:
-    """The relative step time as a range, or that it is not known."""
-    times = predictions.times
-    if predictions.relative_step_time is None:
-        return "not known" if times is None else f"not known: {times.basis}"
-    if times is None or times.relative_step_time is None or times.origin != "modelled":
-        return f"{predictions.relative_step_time:.3f}"
-    low, high = times.relative_step_time
-    return f"{low:.2f} to {high:.2f}, modelled"
-
-
-def _how(microbatches: MicrobatchesPart) -> str:
-    return "replayed exactly" if microbatches.exact else "not replayed exactly"
-
-
-_ROUNDING = 1e-6
-"""How much shares may exceed 1, summed up."""
-_TIMES = ("decoder_replay_ms", "decoder_eager_ms", "outside_decoder_ms", "relative_step_time", "step_ms")
-"""Times of `predictions.times`, of which at least one stands where they have an origin."""
-
 Contradiction = tuple[tuple[str | int, ...], Any, str]
 """A field as the names and numbers on the way to it, its value, and what is wrong with it and to be done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of a plan whose fields are compared."""
-
-    training: TrainingSettings
-    """The run's settings."""
-    microbatches: MicrobatchesPart
-    """The run's micro-batches."""
-    graphs: GraphsPart
-    """What is captured."""
-    predictions: PredictionsPart
-    """What was predicted."""
-
-
-def contradictions(plan: Parts) -> Iterator[Contradiction]:
-    """Every field that cannot be beside the others, in the file's order."""
-    yield from _buckets(plan)
-    yield from _slots(plan)
-    times = plan.predictions.times
-    if times is not None and times.origin != "none" and all(getattr(times, name) is None for name in _TIMES):
-        where = ("predictions", "times", "origin")
-        yield where, times.origin, "no time stands beside it: must be none, or give the times"
-
-
-def _buckets(plan: Parts) -> Iterator[Contradiction]:
-    buckets = plan.graphs.buckets
-    seen: dict[tuple[int, int, int], int] = {}
-    for index, bucket in enumerate(buckets):
-        where = ("graphs", "buckets", index)
-        shape = (bucket.max_seqs, bucket.max_seqlen, bucket.cp_size)
-        if shape in seen:
-            text = f"{bucket.max_seqs} documents of at most {bucket.max_seqlen} tokens"
-            yield where, text, f"is the same as bucket {seen[shape]}: leave one out"
-        seen.setdefault(shape, index)
-        most = _longest(plan, bucket.cp_size)
-        if bucket.max_seqlen > most:
-            yield (*where, "max_seqlen"), bucket.max_seqlen, f"must be at most {most}, the tokens of a micro-batch"
-    if (total := sum(bucket.share for bucket in buckets)) > 1 + _ROUNDING:
-        yield ("graphs", "buckets"), total, "shares must add up to 1 at most: a micro-batch replays one bucket"
-
-
-def _longest(plan: Parts, cp_size: int) -> int:
-    """Tokens of the longest document that a graph of this context-parallel size may see."""
-    run = plan.training
-    if run.max_seqlen_per_dp_cp_rank is not None:
-        return run.max_seqlen_per_dp_cp_rank * cp_size
-    return max(plan.microbatches.n_tokens_max, run.micro_batch_size * run.seq_length)
-
-
-def _slots(plan: Parts) -> Iterator[Contradiction]:
-    run, slots = plan.training, plan.graphs.slots
-    ranks, chunks = run.pipeline_parallel_size, run.virtual_pipeline_size or 1
-    if len(slots) != ranks:
-        yield ("graphs", "slots"), slots, f"must be {ranks} lists, one for each of training.pipeline_parallel_size"
-        return
-    for rank, counts in enumerate(slots):
-        if len(counts) != chunks:
-            what = "a number for each chunk of training.virtual_pipeline_size" if chunks > 1 else "one number"
-            yield ("graphs", "slots", rank), counts, f"must hold {what}: {chunks}"
-
-
-SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
-_MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
-
-_SHOWN = 200
-"""Most characters of a wrong value that an error message shows."""
 
 
 class Plan(Part):
@@ -470,21 +353,44 @@ class Plan(Part):
 
     @model_validator(mode="after")
     def _without_contradictions(self) -> Self:
-        parts = Parts(
-            training=self.training,
-            microbatches=self.microbatches,
-            graphs=self.graphs,
-            predictions=self.predictions,
-        )
         wrong = [
             InitErrorDetails(
-                type=PydanticCustomError("contradiction", "{said}", {"said": said}), loc=where, input=value
+                type=PydanticCustomError("contradiction", "{text}", {"text": text}), loc=where, input=value
             )
-            for where, value, said in contradictions(parts)
+            for where, value, text in self._contradictions()
         ]
         if wrong:
             raise ValidationError.from_exception_data("Plan", wrong)
         return self
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        """Every field that cannot be beside the others, in the file's order."""
+        run, buckets, seen = self.training, self.graphs.buckets, dict[Bucket, int]()
+        for index, bucket in enumerate(buckets):
+            where = ("graphs", "buckets", index)
+            first = seen.setdefault(bucket.bucket(0), index)
+            if first != index:
+                text = f"{bucket.max_seqs} documents of at most {bucket.max_seqlen} tokens"
+                yield where, text, f"is the same as bucket {first}: leave one out"
+            if run.max_seqlen_per_dp_cp_rank is not None:
+                most = run.max_seqlen_per_dp_cp_rank * bucket.cp_size
+            else:
+                most = max(self.microbatches.n_tokens_max, run.micro_batch_size * run.seq_length)
+            if bucket.max_seqlen > most:
+                yield (*where, "max_seqlen"), bucket.max_seqlen, f"must be at most {most}, the tokens of a micro-batch"
+        if (total := sum(bucket.share for bucket in buckets)) > 1 + _ROUNDING:
+            yield ("graphs", "buckets"), total, "shares must add up to 1 at most: a micro-batch replays one bucket"
+        slots, ranks, chunks = self.graphs.slots, run.pipeline_parallel_size, run.virtual_pipeline_size or 1
+        if len(slots) != ranks:
+            yield ("graphs", "slots"), slots, f"must be {ranks} lists, one for each of training.pipeline_parallel_size"
+        for rank, counts in enumerate(slots if len(slots) == ranks else ()):
+            if len(counts) != chunks:
+                what = "a number for each chunk of training.virtual_pipeline_size" if chunks > 1 else "one number"
+                yield ("graphs", "slots", rank), counts, f"must hold {what}: {chunks}"
+        times = self.predictions.times
+        if times is not None and times.origin != "none" and all(getattr(times, name) is None for name in _TIMES):
+            where_times = ("predictions", "times", "origin")
+            yield where_times, times.origin, "no time stands beside it: must be none, or give the times"
 
     @property
     def graph_tokens(self) -> int:
@@ -534,15 +440,38 @@ class Plan(Part):
         write_text(Path(path), self.to_yaml(), force=force)
 
     def _repr_html_(self) -> str:
-        return html_of(
-            self.dataset,
-            self.microbatches,
-            self.graphs,
-            self.predictions,
-            times_of=f"{self.costs.name} on {self.costs.hardware}"
-            if self.costs.calibrated or self.costs.modelled
-            else None,
+        data, microbatches, graphs, predicted = self.dataset, self.microbatches, self.graphs, self.predictions
+        source = data.uris[0] if len(data.uris) == 1 else f"{len(data.uris)} files"
+        how = "replayed exactly" if microbatches.exact else "not replayed exactly"
+        facts = [
+            ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
+            ("micro-batches", f"{microbatches.count:,} in {counted(microbatches.steps, 'step')}, {how}"),
+            ("step time, eager = 1", _relative(predicted)),
+            ("steps with an eager micro-batch", f"{predicted.fallback_rate.step:.2%}"),
+            ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in graphs.slots))),
+        ]
+        if predicted.relative_step_time is not None and (self.costs.calibrated or self.costs.modelled):
+            if predicted.graph_memory_bytes is not None:
+                facts.append(("graph memory", f"{predicted.graph_memory_bytes / 2**30:.2f} GiB"))
+            facts.append(("times are of", f"{self.costs.name} on {self.costs.hardware}"))
+        captured = html_table(
+            f"Plan: graphs to capture ({graphs.impl})",
+            ["documents", "longest document, tokens", "context-parallel size", "share of micro-batches"],
+            [(b.max_seqs, b.max_seqlen, b.cp_size, f"{b.share:.2%}") for b in graphs.buckets]
+            or [("none: run eagerly", "", "", "")],
         )
+        return captured + html_table("What it rests on, and predicts", [], facts)
+
+
+def _relative(predictions: PredictionsPart) -> str:
+    """The relative step time as a range, or that it is not known."""
+    times = predictions.times
+    if predictions.relative_step_time is None:
+        return "not known" if times is None else f"not known: {times.basis}"
+    if times is None or times.relative_step_time is None or times.origin != "modelled":
+        return f"{predictions.relative_step_time:.3f}"
+    low, high = times.relative_step_time
+    return f"{low:.2f} to {high:.2f}, modelled"
 
 
 def load_plan(path: Path | str) -> Plan:
@@ -573,8 +502,17 @@ def parse_plan(loaded: Any, *, where: str) -> Plan:
             f"{where}: schema {schema}, written by thdprof {writer}; this thdprof reads {SCHEMA}: "
             "install the version that wrote it, or analyse again"
         )
+    return validate(Plan, loaded, where=where)
+
+
+def validate[P: BaseModel](model: type[P], loaded: Any, *, where: str) -> P:
+    """What the mapping `loaded`, read from the file `where`, holds.
+
+    Raises:
+        DataError: a field is wrong; the message names the first, and its value.
+    """
     try:
-        return Plan.model_validate(loaded)
+        return model.model_validate(loaded)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
