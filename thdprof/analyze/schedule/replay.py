@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.rows import dataset_shuffle, schedule_rows
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, with_tails
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, filled_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings
@@ -44,21 +43,14 @@ def build_schedule(
 def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings, memo: Memo) -> Schedule:
     """The schedule of documents that `settings.packer` packs, before training starts or step by step."""
     if settings.packer in DYNAMIC_CP:
-        return _schedule_dynamic_cp(documents, settings)
+        from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
+
+        return dynamic_cp(documents.document_tokens, settings)
     from thdprof.analyze.schedule import packers
 
     if settings.packer == "dp_balanced":
         rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
-        n_seqs, max_seqlen, tokens, squared = with_tails(rows, settings)
-        table = MicrobatchTable(
-            n_seqs=n_seqs,
-            max_seqlen=max_seqlen,
-            n_tokens=tokens,
-            squared=squared,
-            data_parallel_size=settings.data_parallel_size,
-            num_microbatches=num_microbatches,
-            exact=settings.loader == "single",
-        )
+        table = filled_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
         used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
@@ -87,22 +79,6 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         independent=schedule.independent,
         packing_efficiency=packing.efficiency,
         packing_efficiency_without_cap=packing.efficiency_without_cap,
-    )
-
-
-def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
-    """The schedule of documents under dynamic context parallelism."""
-    from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
-
-    table, used, notes, warnings = dynamic_cp(documents.document_tokens, settings=settings)
-    one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
-    independent = max(1, min(len(table), one_epoch))
-    return Schedule(
-        table=table,
-        notes=tuple(notes),
-        warnings=tuple(warnings),
-        independent=independent,
-        packing_efficiency=used,
     )
 
 
