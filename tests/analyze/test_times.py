@@ -124,11 +124,14 @@ def test_attention_is_dearer_by_steps_of_the_cap_and_by_squared_lengths():
 
 def test_sharing_a_layer_over_ranks_shortens_it_and_adds_communication():
     shared = replace(LLAMA, tensor_model_parallel_size=4, sequence_parallel=True)
-    time = Decoder(shared, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=64)
-    alone = Decoder(LLAMA, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=64)
+
+    def time_of(model, gpu=GPUS["h100"]):
+        return Decoder(model, gpu).time(tokens=4096, squared=2e6, max_seqs=64)
+
+    time, alone, slow = time_of(shared), time_of(LLAMA), replace(GPUS["h100"], link_gbps=10)
     assert alone.gpu_ms / 4 < time.gpu_ms < alone.gpu_ms / 2
-    assert "communication" in time.ms_by_kind
-    assert "communication" not in alone.ms_by_kind
+    assert time_of(shared, slow).gpu_ms > 2 * time.gpu_ms
+    assert time_of(LLAMA, slow) == alone
     assert time.launches > alone.launches
 
 
