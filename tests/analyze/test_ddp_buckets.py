@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from support.overlapping import BIG
@@ -35,7 +36,7 @@ def first_stage(model: Model, pipeline_size: int = 1, num_chunks: int = 1) -> St
 
 
 def by_layer(model: Model, ranks: int = 2) -> list[list[Bucket]]:
-    return buckets_of(model, first_stage(model), ranks=ranks).layers
+    return buckets_of(model, first_stage(model), ranks=ranks)[1:-1]
 
 
 def sizes(of_parts: list[list[Bucket]]) -> list[list[float]]:
@@ -106,8 +107,8 @@ def test_buckets_are_megatrons(model, ranks, pipeline_size, monkeypatch):
     referee = pytest.importorskip("support.ddp_referee")
     real = referee.real_buckets(model, monkeypatch, ranks=ranks, pipeline_size=pipeline_size)
     found = buckets_of(model, first_stage(model, pipeline_size), ranks=ranks, pipeline_size=pipeline_size)
-    parts = {"output": found.output} | {str(place): layer for place, layer in reversed([*enumerate(found.layers)])}
-    parts["embedding"] = found.embedding
+    parts = {"output": found[-1]} | {str(place): layer for place, layer in reversed([*enumerate(found[1:-1])])}
+    parts["embedding"] = found[0]
     told = [(bucket, part) for part, of_part in parts.items() for bucket in of_part]
     of_experts = expert_ranks(model, ranks) // model.num_distributed_optimizer_instances
     for experts in (False, True):
@@ -175,12 +176,12 @@ def test_parameters_in_fp8_have_buckets_of_their_own():
     model = replace(SMALL, fp8_recipe="tensorwise", fp8_param_gather=True, ddp_bucket_size=400_000)
     plain = buckets_of(replace(model, fp8_param_gather=False), first_stage(model), ranks=4)
     found = buckets_of(model, first_stage(model), ranks=4)
-    assert (len(plain.output), found.output) == (1, [])  # it travels with the last bucket of FP8
-    whole = sum(bucket.elements for bucket in plain.all)
-    assert sum(bucket.elements for bucket in found.all) == pytest.approx(whole, rel=0.001)
+    assert (len(plain[-1]), found[-1]) == (1, [])  # it travels with the last bucket of FP8
+    whole = sum(bucket.elements for bucket in chain(*plain))
+    assert sum(bucket.elements for bucket in chain(*found)) == pytest.approx(whole, rel=0.001)
     tables = 2 * 2048 * 256
-    assert sum(bucket.gathered_bytes for bucket in found.all) == pytest.approx(whole + tables, rel=0.001)
-    assert sum(bucket.gathered_bytes for bucket in plain.all) == 2 * whole
+    assert sum(bucket.gathered_bytes for bucket in chain(*found)) == pytest.approx(whole + tables, rel=0.001)
+    assert sum(bucket.gathered_bytes for bucket in chain(*plain)) == 2 * whole
     of_mxfp8 = buckets_of(replace(model, fp8_recipe="mxfp8"), first_stage(model), ranks=4)
     assert of_mxfp8 == plain
 
@@ -188,15 +189,15 @@ def test_parameters_in_fp8_have_buckets_of_their_own():
 def test_multi_token_prediction_comes_before_the_layers_in_a_backward():
     model = replace(SMALL, mtp_num_layers=1, ddp_bucket_size=10_000)
     more, kind = buckets_of(model, first_stage(model), ranks=2), len(by_layer(model)[0])
-    assert [len(of_layer) for of_layer in more.layers] == 4 * [kind]
-    assert len(more.output) == 1 + kind + 1
+    assert [len(of_layer) for of_layer in more[1:-1]] == 4 * [kind]
+    assert len(more[-1]) == 1 + kind + 1
     first = buckets_of(model, first_stage(model, 2), ranks=2, pipeline_size=2)
-    assert first.output == []
+    assert first[-1] == []
 
 
 def test_ranks_of_one_instance_share_a_bucket():
     model = replace(SMALL, num_distributed_optimizer_instances=2)
-    assert {bucket.ranks for bucket in buckets_of(model, first_stage(model), ranks=8).all} == {4}
+    assert {bucket.ranks for bucket in chain(*buckets_of(model, first_stage(model), ranks=8))} == {4}
 
 
 def test_kinds_of_layers_have_matrices_as_large_as_their_parameters():
@@ -204,7 +205,7 @@ def test_kinds_of_layers_have_matrices_as_large_as_their_parameters():
     hybrid = replace(SMALL, hybrid_layer_pattern="M*-M", mamba_num_groups=2)
     assert len(by_layer(hybrid)) == 4
     assert kinds[1] in first_stage(hybrid).chunks[0]
-    whole = sum(bucket.elements for bucket in buckets_of(hybrid, first_stage(hybrid), ranks=2).all)
+    whole = sum(bucket.elements for bucket in chain(*buckets_of(hybrid, first_stage(hybrid), ranks=2)))
     assert bucket_size(replace(hybrid, ddp_num_buckets=1), first_stage(hybrid), ranks=2) == pytest.approx(
         whole, rel=0.01
     )

@@ -425,7 +425,8 @@ class TestDynamicCp:
             size = ranks * int(rng.integers(1, 12))
             lengths = random_lengths(rng, ranks * room, size * 3)
             values = run_settings("dynamic_cp", ranks, room, global_batch_size=size, pad_seq_to_mult=mult)
-            table, used, _, _ = dynamic_cp.dynamic_cp(lengths.astype(np.int32), settings=values)
+            found = dynamic_cp.dynamic_cp(lengths.astype(np.int32), values)
+            table, used = found.table, found.packing_efficiency
             groups = table.groups
             padded = -(-lengths // mult) * mult
             assert int(table.n_seqs.sum()) == len(lengths)

@@ -17,7 +17,6 @@ from thdprof.analyze.times.gpus import GPUS
 from thdprof.analyze.times.overlap import (
     GRAPH_MS,
     SLOWED,
-    Outside,
     Task,
     Transfer,
     backward_ms,
@@ -125,7 +124,7 @@ def test_two_queues_take_what_was_measured(how, one_connection):
     def transfers(total_ms, nbytes, per_graph):
         whole = 12 * sum(ELEMENTS)
         of_layer = [Transfer(ms=total_ms * count / whole, nbytes=nbytes * count) for count in ELEMENTS]
-        return [of_layer * per_graph] * (12 // per_graph)
+        return [[], *[of_layer * per_graph] * (12 // per_graph), []]
 
     found = []
     for per_graph in (12, 4, 1):
@@ -157,22 +156,22 @@ def test_two_queues_share_the_gpu():
 def test_buckets_that_no_graph_completes_are_reduced_before_and_after_the_graphs():
     one, two = Transfer(ms=1.0, nbytes=0.0), Transfer(ms=2.0, nbytes=0.0)
 
-    def taken(graphs, outside, **changes):
-        return backward_ms(10.0, graphs, H200, checked=False, one_connection=False, outside=outside, **changes)
+    def taken(*parts, **changes):
+        return backward_ms(10.0, parts, H200, checked=False, one_connection=False, **changes)
 
-    whole = taken([[one]], Outside())
+    whole = taken([], [one], [])
     assert whole == pytest.approx(11.0)
-    assert taken([[one]], Outside(before=[two])) == pytest.approx(whole + 2 * SLOWED)  # beside the graph
-    assert taken([[one]], Outside(after=[two])) == pytest.approx(whole + 2.0)
-    assert taken([[one], [one]], Outside(before=[two]), all_at_end=True) == pytest.approx(10.0 + 4.0)
+    assert taken([two], [one], []) == pytest.approx(whole + 2 * SLOWED)  # beside the graph
+    assert taken([], [one], [two]) == pytest.approx(whole + 2.0)
+    assert taken([two], [one], [one], [], all_at_end=True) == pytest.approx(10.0 + 4.0)
 
-    def waited(graphs, outside):
-        return forward_ms(10.0, graphs, all_ahead=False, one_connection=False, outside=outside)
+    def waited(*parts):
+        return forward_ms(10.0, parts, all_ahead=False, one_connection=False)
 
-    whole = waited([[one]], Outside())
+    whole = waited([], [one], [])
     assert whole == pytest.approx(11.0)
-    assert waited([[one]], Outside(before=[two])) == pytest.approx(whole + 2.0)
-    assert waited([[one]], Outside(after=[two])) == pytest.approx(whole + 2 * SLOWED)
+    assert waited([two], [one], []) == pytest.approx(whole + 2.0)
+    assert waited([], [one], [two]) == pytest.approx(whole + 2 * SLOWED)
 
 
 def test_the_bandwidth_is_assumed_and_can_be_given():

@@ -22,7 +22,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, MeasuredModel
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.errors import UsageError
 from thdprof.offload.allocator import Gradients, Segments, reserved
-from thdprof.offload.plan import Choice, OffloadPlan, SavedStorage, plan_offload
+from thdprof.offload.plan import Choice, SavedStorage, plan_offload
 from thdprof.training import Model
 
 Kind = Literal["attention+mlp", "attention+moe", "attention", "mlp", "moe", "mamba"]
@@ -64,12 +64,7 @@ def layer_kinds(model: Model) -> list[Kind]:
 
 
 def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
-    """What one layer saves, in the order in which it is saved; its own input comes first.
-
-    Args:
-        model: the model.
-        kind: what the layer holds.
-    """
+    """What one layer saves, in the order in which it is saved; its own input comes first."""
     layer = _Layer(model)
     if "attention" in kind:
         (layer.latent_attention if model.multi_latent_attention else layer.attention)()
@@ -90,10 +85,6 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
 def around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
     """What one layer of a model with dropless experts saves inside a graph that ends at its router, where nothing is
     recomputed, and behind it. A layer without experts is a graph, whole.
-
-    Args:
-        model: the model.
-        kind: what the layer holds.
     """
     inside = layer_tensors(replace(model, recompute_granularity=None), kind)
     return _split_at_router(inside, kind)[0], _split_at_router(layer_tensors(model, kind), kind)[1]
@@ -126,7 +117,6 @@ def mtp_around_router(model: Model) -> tuple[list[Saved], list[Saved]]:
 
 
 def _split_at_router(tensors: Sequence[Saved], kind: Kind) -> tuple[list[Saved], list[Saved]]:
-    """The tensors of a layer that holds `kind`, up to its router and behind it."""
 
     def follows(one: Saved) -> bool:
         return "moe" in kind and (one.module in ("mlp", _LAST_NORM) or one.module.startswith(_EXPERTS))
@@ -182,9 +172,7 @@ class _Layer:
             self._adapter(module, width, drop=drop)
 
     def _adapter(self, module: str, width: float, *, drop: str = "", given: bool = False) -> None:
-        """What the adapter of a frozen linear layer saves, if it has one: its input, and what is between its two
-        products.
-        """
+        """The input and the inner product of a frozen linear layer's adapter, if it has one."""
         dim = self._model.lora_dim
         if dim is None or module.rpartition(".")[2] not in (self._adapted or ()):
             return
@@ -231,7 +219,6 @@ class _Layer:
         self._dropout(f"{at}.linear_proj")
 
     def _core(self, heads: float, *, head: int, keys: float, values: float, output: float, drop: str = "") -> None:
-        """Attention itself, and the linear layer behind it."""
         core, proj = "self_attention.core_attention", "self_attention.linear_proj"
         for part in (heads * head, keys, values):
             self._add(core, part, self._element, drop=drop)
@@ -318,12 +305,7 @@ class _Layer:
 
 
 def pass_bytes(layers: Sequence[Sequence[Saved]], n_tokens: int) -> int:
-    """Bytes that one forward and backward of `layers` reserve: saved tensors, and gradients during the backward.
-
-    Args:
-        layers: what each layer saves.
-        n_tokens: tokens of the micro-batch on one context-parallel rank.
-    """
+    """Bytes that one forward and backward of `layers` reserve: saved tensors, and gradients during the backward."""
     return reserved(partial(_reserved, [_bytes(layer, n_tokens) for layer in layers]))
 
 
@@ -337,7 +319,6 @@ def _bytes(layer: Sequence[Saved], n_tokens: int) -> list[tuple[int, bool]]:
 
 
 def _reserved(layers: Sequence[Sequence[tuple[int, bool]]], shared: bool) -> int:
-    """Bytes that the allocator reserves."""
     segments = Segments(shared=shared)
     gradients = Gradients(segments)
 
@@ -367,10 +348,6 @@ def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
 
     Layers are those of `saved_tensors`, without biases and dropout. The decoder's input and output are left out,
     because the decoder does not own them.
-
-    Args:
-        model: sizes of the model.
-        n_tokens: tokens of a micro-batch on one context-parallel rank.
     """
     layer = layer_tensors(
         Model(
@@ -410,8 +387,6 @@ def predict_offload(
 
     Args:
         costs: the cost table, with the sizes of its model.
-        choice: the activations that are moved.
-        n_tokens: tokens of a micro-batch on one context-parallel rank.
         num_slots: slots of the pipeline rank that needs most, in whole models (`AnalyzedRun.num_slots`).
         graph_memory_bytes: graph memory of this rank in bytes with all activations on the device; None where it is not
             known.
@@ -419,20 +394,6 @@ def predict_offload(
     Raises:
         UsageError: the cost table does not give the sizes of the model that it was measured on.
     """
-    moved = _planned(costs, choice, n_tokens)
-    freed = round(num_slots * moved.device_bytes_freed)
-    return OffloadPrediction(
-        choice=choice,
-        offloaded_bytes=moved.offloaded_bytes,
-        host_bytes=round(num_slots * moved.host_bytes),
-        device_bytes_freed=freed,
-        graph_memory_bytes=None if graph_memory_bytes is None else max(0, graph_memory_bytes - freed),
-        model=costs.name,
-    )
-
-
-def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
-    """The plan of moves for one slot of the cost table's model."""
     if costs.model is None:
         raise UsageError(
             "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "
@@ -442,4 +403,13 @@ def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
     at = [0] * (storages[-1].last + 1)
     for number, storage in enumerate(storages):
         at[storage.first] = at[storage.last] = number
-    return plan_offload(at, storages, choice)
+    moved = plan_offload(at, storages, choice)  # of one slot
+    freed = round(num_slots * moved.device_bytes_freed)
+    return OffloadPrediction(
+        choice=choice,
+        offloaded_bytes=moved.offloaded_bytes,
+        host_bytes=round(num_slots * moved.host_bytes),
+        device_bytes_freed=freed,
+        graph_memory_bytes=None if graph_memory_bytes is None else max(0, graph_memory_bytes - freed),
+        model=costs.name,
+    )

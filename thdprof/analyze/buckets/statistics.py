@@ -89,10 +89,6 @@ class Profile:
             for size in np.unique(sizes)
         }
 
-    def merge(self, other: Profile) -> Profile:
-        """The profile of both tables together."""
-        return Profile(n_seqs=self.n_seqs.merge(other.n_seqs), max_seqlen=self.max_seqlen.merge(other.max_seqlen))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyzedRun:
@@ -158,7 +154,6 @@ def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> Fall
     """The shares of micro-batches, (rank, step) pairs and steps with a fallback.
 
     Args:
-        table: the micro-batches.
         falls_back: whether each micro-batch runs eagerly, shape [micro-batches].
     """
     per_rank_step = table.any_per_rank_step(falls_back)

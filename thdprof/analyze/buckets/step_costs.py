@@ -49,7 +49,6 @@ class RankCounts:
         Args:
             table: the micro-batches, without `groups`.
             classes: class of each micro-batch, from 0, shape [micro-batches].
-            num_classes: number of classes.
         """
         base = int(table.num_microbatches.max()) + 1
         row: NDArray[np.integer] = np.zeros((table.num_steps, table.data_parallel_size), dtype=np.int32)
@@ -71,11 +70,7 @@ class RankCounts:
         return cls(counts=counts, row=row.astype(np.int32, copy=False))
 
     def any_in(self, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whether each rank runs a micro-batch of a marked class in each step, shape [steps, ranks].
-
-        Args:
-            marked: whether each class is marked, shape [classes].
-        """
+        """Whether each rank runs a micro-batch of a marked class in each step, shape [steps, ranks]."""
         return np.asarray((self.counts[:, marked] > 0).any(axis=1)[self.row])
 
 
@@ -106,11 +101,8 @@ class StepCosts:
         """Step costs of `table`.
 
         Args:
-            table: the micro-batches.
-            costs: the cost table.
             caps: values of max_seqs that buckets are made of, ascending.
             lengths: values of max_seqlen that buckets are made of, ascending.
-            pipeline: pipeline-parallel size, for the bubble.
             n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
             cp_size: the run's context-parallel size, which `costs` are of; `table.groups` has the micro-batches' own
                 sizes, if any.
@@ -141,7 +133,7 @@ class StepCosts:
         self._class = renumber[pair]
         self.class_counts = np.bincount(self._class, minlength=len(used))
         self._eager_ms = costs.eager_ms(numbers)
-        self._num_steps, self._is_uniform = table.num_steps, table.uniform
+        self._num_steps, self._optimizer_ms = table.num_steps, costs.optimizer_ms or 0.0
         self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
 
     def _fit(self, buckets: Iterable[Bucket]) -> Mapping[Bucket, NDArray[np.bool_]]:
@@ -195,17 +187,11 @@ class StepCosts:
     def _mean_step_ms(
         self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None, stride: int
     ) -> NDArray[np.float64]:
-        """Mean step time of choices with these `weights`, shape [choices].
-
-        Args:
-            weights: as `_weights` gives them, shape [2 * classes, choices].
-            squared: milliseconds that each micro-batch takes beyond its class's, shape [micro-batches]; None: 0.
-            stride: every so-many-th step is looked at.
-        """
+        """Mean step time, [choices]; `squared` are milliseconds of micro-batches beyond those of their class."""
         table = self._table
         if table.groups is not None:
             return self._step_ms_by_round(weights, table.groups, squared, stride)
-        if table.data_parallel_size == 1 and self._is_uniform:
+        if table.data_parallel_size == 1 and table.uniform:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
             totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / self._num_steps)
@@ -235,16 +221,9 @@ class StepCosts:
         totals = np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
         return totals if squared is None else totals + squared.sum()
 
-    @property
-    def _optimizer_ms(self) -> float:
-        return self._costs.optimizer_ms or 0.0
-
     @functools.cached_property
     def _squared_ms(self) -> NDArray[np.float64] | None:
-        """Milliseconds by which each micro-batch's attention differs from the cost table's, shape [micro-batches].
-
-        None where times do not depend on it.
-        """
+        """Milliseconds that each micro-batch takes beyond the cost table's; None: times do not depend on it."""
         table = self._table
         if table.squared is None:
             return None
@@ -293,13 +272,7 @@ class StepCosts:
         return weights
 
     def _counts(self, cells: NDArray[np.integer], groups: int, n_seqs: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Micro-batches and eager milliseconds of every class, shape [groups, 2 * classes].
-
-        Args:
-            cells: group * classes + class of each micro-batch, shape [micro-batches].
-            groups: number of groups.
-            n_seqs: documents of each micro-batch, shape [micro-batches].
-        """
+        """Micro-batches and eager milliseconds, [groups, 2 * classes]; `cells` are group * classes + class of each."""
         shape = (groups, len(self.class_counts))
         counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
         if self._same_eager_ms:
@@ -358,13 +331,7 @@ class StepCosts:
 
 
 def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32], more: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """The slowest rank's time in milliseconds in every step under each choice, shape [steps, choices].
-
-    Args:
-        ms: milliseconds of each distinct row of counts, shape [rows, choices].
-        row: index of the row of each rank in each step, shape [steps, ranks].
-        more: milliseconds that each rank takes beyond those of its row in each step, shape [steps, ranks]; None: 0.
-    """
+    """The slowest rank's time in every step, [steps, choices]: `ms` [rows, choices] of its `row`, plus `more`."""
     slowest = ms[row[:, 0]]
     if more is not None:
         slowest += more[:, :1]
@@ -390,20 +357,17 @@ def one_cap_step_ms(
     longest: Mapping[int, int],
     n_tokens: int,
     pipeline_size: int,
-    cp_size: int | None = None,
+    cp_size: int,
 ) -> NDArray[np.float64]:
     """Mean step time under each of `caps` alone, in milliseconds, shape [caps].
 
     Args:
-        table: the micro-batches.
-        costs: the cost table.
         caps: documents that a graph of every context-parallel size is captured for.
         longest: tokens of the longest document that a graph is captured for, by context-parallel size.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        pipeline_size: pipeline-parallel size, for the bubble.
-        cp_size: the run's context-parallel size, which `costs` are of; None: the least of `longest`.
+        cp_size: the run's context-parallel size, which `costs` are of.
     """
-    lengths, cp_size = sorted(set(longest.values())), cp_size or min(longest)
+    lengths = sorted(set(longest.values()))
     step_costs = StepCosts(table, costs, sorted(caps), lengths, pipeline_size, n_tokens=n_tokens, cp_size=cp_size)
     options = [tuple(Bucket(n, length, n_tokens, size) for size, length in longest.items()) for n in caps]
     return step_costs.step_ms(options)

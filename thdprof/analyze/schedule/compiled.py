@@ -6,6 +6,7 @@ numba keeps the machine code in its cache on disk, so that a loop compiles once 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,6 +18,9 @@ _WORTH_COMPILING = 200_000
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
+    called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    helpers = {name: _compiled(helper) for name, helper in called.items() if isinstance(helper, types.FunctionType)}
+    function = types.FunctionType(function.__code__, function.__globals__ | helpers)  # numba compiles no helper itself
     try:
         compiled = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # numba finds no writable directory for its cache
@@ -27,7 +31,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def run[R](function: Callable[..., R], work: int, /, *args: Any) -> R:
     """Return `function(*args)`, compiled if `work`, the number of its loop turns, is large.
 
-    The result does not depend on whether it was compiled.
+    The result does not depend on whether it was compiled. Functions of its module that it calls are compiled with it.
     """
     chosen = _compiled(function) if work >= _WORTH_COMPILING else function
     return cast("R", chosen(*args))

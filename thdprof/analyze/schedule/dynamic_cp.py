@@ -13,8 +13,7 @@ change between rounds, so a round ends when its slowest group does: megatron-cor
 `compiled.run` runs the loops, as plain Python or compiled by numba. Inputs of the two schedulers: `offsets` [steps + 1]
 give the documents of each step, the longest first; `tokens`, `needed` and `work` [documents] are a document's tokens,
 the fewest ranks that have room for it, and its work on each of these ranks (tokens squared / ranks); `room` is the
-tokens of one rank. Results are the arrays `out_...` [documents], as `Placement` describes them. The other arrays are
-room to work in.
+tokens of one rank. Both return document, round, first rank and width as `Placement` describes them, [4, documents].
 """
 
 from __future__ import annotations
@@ -28,250 +27,219 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled, packers, samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+from thdprof.analyze.schedule.schedule import Samples, Schedule
 from thdprof.errors import DataError, ThdprofError
 from thdprof.training import TrainingSettings, shown
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 _SLACK = 0.05
 """Share by which the work of ranks may differ: `delta` of BalancedCPScheduler, and the dev branch's share by which a
 rank's work may exceed that of the longest document."""
 
 
-def number(step, first, width, ran, microbatch) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    """Number each micro-batch by its position on its first rank; `ran` [steps, ranks] counts those of each rank."""
+def _number(step: Ints, first: Ints, width: Ints, steps: int, ranks: int) -> tuple[Ints, Ints]:
+    """The position of each micro-batch on its first rank, and the micro-batches of each rank, [steps, ranks]."""
+    microbatch, ran = np.empty_like(first), np.zeros((steps, ranks), dtype=np.int64)
     for i in range(len(first)):
         microbatch[i] = ran[step[i], first[i]]
         for rank in range(first[i], first[i] + width[i]):
             ran[step[i], rank] += 1
+    return microbatch, ran
 
 
-def deal_balanced(  # type: ignore[no-untyped-def]
-    offsets, needed, work, ranks, pending, heads, ends, placed, trimmed, width, last, held, load,  # noqa: ANN001
-    out_document, out_round, out_first, out_width,  # noqa: ANN001
-) -> int:  # fmt: skip
+def _deal_balanced(offsets: Ints, needed: Ints, work: Floats, ranks: int) -> tuple[Ints, int]:
     """Run `BalancedCPScheduler.get_groups_and_subsamples` over every step.
 
     A new group takes the lowest free ranks and keeps them. A group is therefore known by its `width` in ranks, and its
-    first rank is the sum of the widths before it. `held` is the number of a group's documents, and `last` the position
-    of its last document in `placed`.
-
-    Returns the first step that the scheduler stops on, or -1.
+    first rank is the sum of the widths before it. The second result is the first step that the scheduler stops on, or
+    -1.
     """
+    out = np.zeros((4, len(needed)), dtype=np.int64)
     done = rounds = 0
     for step in range(len(offsets) - 1):
-        left = offsets[step + 1] - offsets[step]
-        for i in range(left):
-            pending[i] = offsets[step] + i
-        while left > 0:
-            # make_buckets_equal: cut the pending documents into at most as many buckets as there are group sizes
-            total, sizes, kinds = 0.0, 0, 0
-            for i in range(left):
-                total += work[pending[i]]
-                if sizes & needed[pending[i]] == 0:
-                    sizes |= needed[pending[i]]
-                    kinds += 1
-            target, buckets, here, spare = total / kinds, 0, 0.0, kinds
-            heads[0] = 0
-            for i in range(left):
-                full = here + work[pending[i]] > target * 1.1 or left - i <= spare - buckets
-                if i > heads[buckets] and full:
-                    ends[buckets] = i
-                    buckets += 1
-                    spare -= 1
-                    heads[buckets] = i
-                    here = 0.0
-                here += work[pending[i]]
-            ends[buckets] = left
-            buckets += 1
-            # next_hdp_group
-            groups = used = count = front = first_size = 0
-            check = False
-            while front < buckets:
-                bucket = -1
-                for b in range(front, buckets):
-                    if heads[b] < ends[b]:
-                        size = needed[pending[heads[b]]]
-                        open_to_it = used + size <= ranks
-                        for g in range(groups):
-                            open_to_it = open_to_it or width[g] == size
-                        if open_to_it:
-                            bucket = b
-                            break
-                if bucket < 0:
-                    break
-                document = pending[heads[bucket]]
-                size = needed[document]
-                if first_size == 0:
-                    first_size = size
-                if used + size <= ranks:  # idle ranks have the least work
-                    group = groups
-                    width[group], held[group], last[group], load[group] = size, 0, -1, 0.0
-                    groups += 1
-                    used += size
-                else:
-                    group = -1
-                    for g in range(groups):
-                        if width[g] == size and (group < 0 or load[g] < load[group]):
-                            group = g
-                load[group] += work[document]
-                held[group] += 1
-                placed[count] = document
-                out_document[done + count], out_first[done + count] = document, group
-                last[group] = count
-                count += 1
-                heads[bucket] += 1
-                while front < buckets and heads[front] == ends[front]:
-                    front += 1
-                check = check or size < first_size
-                if check and front < buckets and used == ranks:
-                    most, least = load[0], load[0]
-                    for g in range(groups):
-                        most, least = max(most, load[g]), min(least, load[g])
-                    if most - least <= _SLACK * most:
-                        break
-            left = 0
-            for b in range(front, buckets):
-                for i in range(heads[b], ends[b]):
-                    pending[left] = pending[i]
-                    left += 1
-            # trim_overload: take the last document from the most loaded group, while that makes loads more equal
-            cut = 0
-            while used == ranks:
-                heaviest, least = 0, load[0]
-                for g in range(groups):
-                    if load[g] > load[heaviest]:
-                        heaviest = g
-                    least = min(least, load[g])
-                most = load[heaviest]
-                if most - least <= _SLACK * most or held[heaviest] <= 1:
-                    break
-                document = placed[last[heaviest]]
-                without = most - work[document]
-                peak, low = without, without
-                for g in range(groups):
-                    if g != heaviest:
-                        peak, low = max(peak, load[g]), min(low, load[g])
-                if peak - low >= most - least:
-                    break
-                load[heaviest] = without
-                held[heaviest] -= 1
-                placed[last[heaviest]] = -1
-                trimmed[cut] = document
-                cut += 1
-                last[heaviest] -= 1
-                while placed[last[heaviest]] < 0 or out_first[done + last[heaviest]] != heaviest:
-                    last[heaviest] -= 1
-            for i in range(cut):
-                pending[left] = trimmed[i]
-                left += 1
-            # fill_empty_gpus: while ranks are idle, double the narrowest group
-            while used < ranks:
-                narrow = 0
-                for g in range(groups):
-                    if width[g] < width[narrow]:
-                        narrow = g
-                wider = min(2 * width[narrow], ranks)
-                used += wider - width[narrow]
-                width[narrow] = wider
-                if used > ranks:
-                    return step
-            kept = done
-            for i in range(count):
-                if placed[i] >= 0:
-                    group = out_first[done + i]
-                    out_document[kept], out_round[kept], out_width[kept] = placed[i], rounds, width[group]
-                    out_first[kept] = 0
-                    for g in range(group):
-                        out_first[kept] += width[g]
-                    kept += 1
-            done = kept
+        pending = np.arange(offsets[step], offsets[step + 1])
+        while len(pending) > 0:
+            bounds = _cut_into_buckets(pending, needed, work)
+            document, group, width, load, pending = _fill_groups(pending, bounds, needed, work, ranks)
+            if width.sum() == ranks:
+                pending = np.append(pending, _trim_overload(document, group, load, work))
+            while width.sum() < ranks:  # fill_empty_gpus: while ranks are idle, double the narrowest group
+                narrow = width.argmin()
+                width[narrow] = min(2 * width[narrow], ranks)
+            if width.sum() > ranks:
+                return out, step
+            for i in range(len(document)):
+                if group[i] >= 0:
+                    out[0, done], out[1, done] = document[i], rounds
+                    out[2, done], out[3, done] = width[: group[i]].sum(), width[group[i]]
+                    done += 1
             rounds += 1
-    return -1
+    return out, -1
 
 
-def deal_dynamic(  # type: ignore[no-untyped-def]
-    offsets, tokens, needed, ranks, room, pending, group_of, width, held, load, stopped,  # noqa: ANN001
-    out_document, out_round, out_first, out_width,  # noqa: ANN001
-) -> None:  # fmt: skip
+def _cut_into_buckets(pending: Ints, needed: Ints, work: Floats) -> Ints:
+    """`make_buckets_equal`: where buckets of the pending documents, about as many as group sizes, begin and end."""
+    total, sizes, kinds = 0.0, 0, 0
+    for document in pending:
+        total += work[document]
+        if sizes & needed[document] == 0:
+            sizes |= needed[document]
+            kinds += 1
+    bounds = np.zeros(len(pending) + 1, dtype=np.int64)
+    target, buckets, here = total / kinds, 0, 0.0
+    for i in range(len(pending)):
+        added = work[pending[i]]
+        if i > bounds[buckets] and (here + added > target * 1.1 or len(pending) - i <= kinds - 2 * buckets):
+            buckets += 1
+            bounds[buckets] = i
+            here = 0.0
+        here += added
+    bounds[buckets + 1] = len(pending)
+    return bounds[: buckets + 2]
+
+
+def _fill_groups(
+    pending: Ints, bounds: Ints, needed: Ints, work: Floats, ranks: int
+) -> tuple[Ints, Ints, Ints, Floats, Ints]:
+    """`next_hdp_group`: the documents of a round and their groups, these groups' widths and work, and what is left."""
+    document, group = np.empty_like(pending), np.empty_like(pending)
+    width, load, left = np.zeros(ranks, dtype=np.int64), np.zeros(ranks), np.ones(len(pending), dtype=np.bool_)
+    heads, buckets = bounds[:-1].copy(), len(bounds) - 1
+    groups = used = count = front = first_size = 0
+    check = False
+    while front < buckets:
+        bucket, size = -1, 0
+        for b in range(front, buckets):
+            if heads[b] < bounds[b + 1]:
+                size = needed[pending[heads[b]]]
+                if used + size <= ranks or (width[:groups] == size).any():
+                    bucket = b
+                    break
+        if bucket < 0:
+            break
+        at = heads[bucket]
+        if first_size == 0:
+            first_size = size
+        if used + size <= ranks:  # idle ranks have the least work
+            chosen = groups
+            width[chosen] = size
+            groups += 1
+            used += size
+        else:
+            chosen = -1
+            for g in range(groups):
+                if width[g] == size and (chosen < 0 or load[g] < load[chosen]):
+                    chosen = g
+        load[chosen] += work[pending[at]]
+        document[count], group[count], left[at] = pending[at], chosen, False
+        count += 1
+        heads[bucket] += 1
+        while front < buckets and heads[front] == bounds[front + 1]:
+            front += 1
+        check = check or size < first_size
+        if check and front < buckets and used == ranks:
+            most = load[:groups].max()
+            if most - load[:groups].min() <= _SLACK * most:
+                break
+    return document[:count], group[:count], width[:groups], load[:groups], pending[left]
+
+
+def _trim_overload(document: Ints, group: Ints, load: Floats, work: Floats) -> Ints:
+    """`trim_overload`: the last documents of the most loaded groups, taken while that makes loads more equal.
+
+    `group` becomes -1 for them.
+    """
+    trimmed, count = np.empty_like(document), 0
+    while True:
+        heaviest, least = load.argmax(), load.min()
+        most, own = load[heaviest], np.flatnonzero(group == heaviest)
+        if most - least <= _SLACK * most or len(own) <= 1:
+            return trimmed[:count]
+        load[heaviest] = most - work[document[own[-1]]]
+        if load.max() - load.min() >= most - least:
+            return trimmed[:count]
+        trimmed[count], group[own[-1]] = document[own[-1]], -1
+        count += 1
+
+
+def _deal_dynamic(offsets: Ints, tokens: Ints, needed: Ints, ranks: int, room: int) -> tuple[Ints, NDArray[np.bool_]]:
     """`next_hdp_group_packing_aware` of Megatron-LM's dev branch, repeated until every step has placed its documents.
 
     Within a round groups lie side by side on the ranks, in the order in which they were opened, so that a group is its
-    `width` in ranks; `held` are the tokens and `load` is the work of each of its ranks, added up in floats as there.
-    Work is tokens squared per rank. A step in which Megatron's code raises IndexError is marked in `stopped` [steps],
-    and there the rest of the round is as if Megatron had fallen back to one group of all ranks.
+    `width` in ranks. The second result marks steps in which Megatron's code raises IndexError, [steps]. There the rest
+    of the round is as if Megatron had fallen back to one group of all ranks.
     """
+    out, stopped = np.zeros((4, len(tokens)), dtype=np.int64), np.zeros(len(offsets) - 1, dtype=np.bool_)
     done = rounds = 0
     for step in range(len(offsets) - 1):
-        left = offsets[step + 1] - offsets[step]
-        for i in range(left):
-            pending[i] = offsets[step] + i
-        while left > 0:
-            groups = used = 0
-            peak, cap = 0.0, tokens[pending[0]] * room * (1 + _SLACK)
-            for i in range(left):
-                length, size = tokens[pending[i]], needed[pending[i]]
-                best, best_group, best_size = np.inf, -1, 0
-                while size <= ranks:
-                    own = length * length / size
-                    for g in range(groups):
-                        if width[g] == size and held[g] + length / size <= room:
-                            reached = max(peak, load[g] + own)
-                            if reached <= cap and reached < best:
-                                best, best_group, best_size = reached, g, size
-                    if used + size <= ranks:
-                        reached = max(peak, own)
-                        if reached <= cap and reached < best:
-                            best, best_group, best_size = reached, groups, size
-                    if i == 0:
-                        break  # the longest document takes the fewest ranks that have room for it
-                    size *= 2
-                group_of[i] = best_group
-                if best_group >= 0:
-                    if best_group == groups:
-                        width[groups], held[groups], load[groups] = best_size, 0.0, 0.0
-                        groups += 1
-                        used += best_size
-                    held[best_group] += length / best_size
-                    load[best_group] += length * length / best_size
-                    peak = best
-            # fill_empty_gpus_once: while ranks are idle, widen the first of the narrowest groups
-            while used < ranks:
-                narrow = end = 0
-                for g in range(groups):
-                    if width[g] < width[narrow]:
-                        narrow = g
-                for g in range(narrow + 1):
-                    end += width[g]
+        pending = np.arange(offsets[step], offsets[step + 1])
+        while len(pending) > 0:
+            group, width = _pack_round(pending, tokens, needed, ranks, room)
+            while width.sum() < ranks:  # fill_empty_gpus_once: widen the first of the narrowest groups
+                narrow = width.argmin()
                 more = min(width[narrow], ranks - width[narrow])
-                if used + more > ranks:
-                    if end + more <= ranks:  # later groups are pushed beyond the last rank: IndexError
+                if width.sum() + more > ranks:
+                    if width[: narrow + 1].sum() + more <= ranks:  # later groups are pushed beyond the last rank
                         stopped[step] = True
                     break
                 width[narrow] += more
-                used += more
-            if used < ranks:
+            if width.sum() < ranks:
                 # fill_with_full_dpxcp_group: the longest documents that fit, added up per rank in floats as there
                 width[0] = ranks
                 per_rank = 0.0
-                for i in range(left):
+                for i in range(len(pending)):
                     share = tokens[pending[i]] / ranks
+                    group[i] = -1
                     if per_rank + share <= room:
                         per_rank += share
-                        group_of[i] = 0
-                    else:
-                        group_of[i] = -1
-            remaining = 0
-            for i in range(left):
-                if group_of[i] < 0:
-                    pending[remaining] = pending[i]
-                    remaining += 1
-                else:
-                    out_document[done], out_round[done] = pending[i], rounds
-                    out_width[done], out_first[done] = width[group_of[i]], 0
-                    for g in range(group_of[i]):
-                        out_first[done] += width[g]
+                        group[i] = 0
+            for i in range(len(pending)):
+                if group[i] >= 0:
+                    out[0, done], out[1, done] = pending[i], rounds
+                    out[2, done], out[3, done] = width[: group[i]].sum(), width[group[i]]
                     done += 1
-            left = remaining
+            pending = pending[group < 0]
             rounds += 1
+    return out, stopped
+
+
+def _pack_round(pending: Ints, tokens: Ints, needed: Ints, ranks: int, room: int) -> tuple[Ints, Ints]:
+    """The group of each pending document in a round, -1 for none, and the groups' widths.
+
+    Tokens and work of each rank of a group are added up in floats, as in Megatron.
+    """
+    group, width = np.empty_like(pending), np.zeros(ranks, dtype=np.int64)
+    held, load = np.zeros(ranks), np.zeros(ranks)
+    groups = used = 0
+    peak, cap = 0.0, tokens[pending[0]] * room * (1 + _SLACK)
+    for i in range(len(pending)):
+        length, size = tokens[pending[i]], needed[pending[i]]
+        best, best_group, best_size = np.inf, -1, 0
+        while size <= ranks:
+            own = length * length / size
+            for g in range(groups):
+                if width[g] == size and held[g] + length / size <= room:
+                    reached = max(peak, load[g] + own)
+                    if reached <= cap and reached < best:
+                        best, best_group, best_size = reached, g, size
+            if used + size <= ranks:
+                reached = max(peak, own)
+                if reached <= cap and reached < best:
+                    best, best_group, best_size = reached, groups, size
+            if i == 0:
+                break  # the longest document takes the fewest ranks that have room for it
+            size *= 2
+        group[i] = best_group
+        if best_group >= 0:
+            if best_group == groups:
+                width[groups] = best_size
+                groups += 1
+                used += best_size
+            held[best_group] += length / best_size
+            load[best_group] += length * length / best_size
+            peak = best
+    return group, width[:groups]
 
 
 class StoppedError(ThdprofError):
@@ -296,29 +264,22 @@ def aligned(rounds: list[Round], multiple: int, ranks: int) -> list[Round]:
     """The rounds of a step, cut in two, from the last one back, until their number is a multiple of `multiple`.
 
     Args:
-        rounds: the rounds of a step, in order.
         multiple: micro-batches that a virtual pipeline runs in a group.
-        ranks: data-parallel x context-parallel ranks.
 
     Raises:
         StoppedError: no round can be cut, or one is of groups that Megatron cannot cut.
     """
     rounds = list(rounds)
     missing = -len(rounds) % multiple
-    at, uncut = len(rounds) - 1, 0
+    at = len(rounds) - 1
     while missing:
-        if at < 0:
-            if uncut >= len(rounds):
-                raise StoppedError("no round has groups to part")
-            at = len(rounds) - 1
+        if all(len(groups) == 1 for groups in rounds):
+            raise StoppedError("no round has groups to part")
         if len(rounds[at]) > 1:
-            first, second = _parted(rounds[at], ranks)
-            rounds[at] = second
+            first, rounds[at] = _parted(rounds[at], ranks)
             rounds.append(first)
-            missing, uncut = missing - 1, 0
-        else:
-            uncut += 1
-        at -= 1
+            missing -= 1
+        at = at - 1 if at else len(rounds) - 1
     return rounds
 
 
@@ -368,21 +329,15 @@ class Placement:
     rounds are left whole."""
 
 
-def dynamic_cp(
-    document_tokens: NDArray[np.int32], *, settings: TrainingSettings
-) -> tuple[MicrobatchTable, float, list[str], list[str]]:
-    """Form the micro-batches of `settings.packer`, which is `balanced_cp` or `dynamic_cp`.
+def dynamic_cp(document_tokens: NDArray[np.int32], settings: TrainingSettings) -> Schedule:
+    """The schedule of `settings.packer`, which is `balanced_cp` or `dynamic_cp`.
 
     Documents are cut to `seq_length` and padded to a multiple of `pad_seq_to_mult`; empty ones are left out, as in
-    Megatron. With a tail policy every micro-batch has `max_seqlen_per_dp_cp_rank` tokens on each of its ranks.
+    Megatron. With a tail policy every micro-batch has `max_seqlen_per_dp_cp_rank` tokens on each of its ranks. The
+    packing efficiency is the share of these tokens that hold documents.
 
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents]. They repeat over epochs.
-        settings: the training run.
-
-    Returns:
-        The micro-batch table; the share of the ranks' `max_seqlen_per_dp_cp_rank` tokens that hold documents, 0 to 1;
-        notes on documents that were cut or left out; and warnings that training may stop.
 
     Raises:
         DataError: the documents do not fill one step; a step has only empty documents; a document needs more ranks
@@ -397,13 +352,18 @@ def dynamic_cp(
     placement, dealt = deal(by_step, settings)
     tokens = dealt[placement.document]
     table = _table(placement, tokens, len(by_step), settings)
-    warnings = _warnings_on_ranks(placement, tokens, len(by_step), settings)
-    warnings += _warnings_on_rounds(placement, table, len(by_step), settings)
-    return table, float(tokens.sum()) / float(capacity(table, settings).sum()), notes, warnings
+    one_epoch = len(table) * len(document_tokens) // by_step.size
+    return Schedule(
+        table=table,
+        notes=tuple(notes),
+        warnings=tuple(_warnings(placement, table, tokens, len(by_step), settings)),
+        independent=max(1, min(len(table), one_epoch)),
+        packing_efficiency=float(tokens.sum()) / float(capacity(table, settings).sum()),
+    )
 
 
-def _warnings_on_ranks(
-    placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
+def _warnings(
+    placement: Placement, table: MicrobatchTable, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
 ) -> list[str]:
     """Reasons why Megatron may stop, although the scheduler places documents of `tokens` [documents placed]."""
     warnings = []
@@ -435,14 +395,6 @@ def _warnings_on_ranks(
             f"{int((~grouped).sum())} documents run on ranks that Megatron makes no process group of: its groups begin "
             f"at multiples of their size, which is at most {most} or all {ranks}; training may stop or hang there"
         )
-    return warnings
-
-
-def _warnings_on_rounds(
-    placement: Placement, table: MicrobatchTable, num_steps: int, settings: TrainingSettings
-) -> list[str]:
-    """Reasons why the dev branch may stop on the rounds of a step, or on the documents of a micro-batch."""
-    warnings = []
     uncut, cap = placement.uncut_steps, settings.max_docs_per_pack
     if uncut.size:
         warnings.append(
@@ -471,7 +423,6 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
 
     Args:
         by_step: tokens of the documents, in the order in which Megatron gathers them, shape [steps, documents].
-        settings: the training run.
 
     Returns:
         The placement, and the tokens of the documents that were dealt, int64, shape [documents dealt]: without the
@@ -502,34 +453,24 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
             f"--max-seqlen-per-dp-cp-rank {room}, and there are {ranks}; raise it, or give a smaller --seq-length"
         )
     offsets = np.concatenate(([0], np.cumsum(sizes)))
-    most, count = int(sizes.max()), len(tokens)
-    turns = count * (ranks + 8)
-    width, held, load = (np.zeros(ranks, dtype=t) for t in (np.int64, np.int64, np.float64))
-    document, round_, group_first, group_width = (np.empty(count, dtype=np.int64) for _ in range(4))
-    out = (document, round_, group_first, group_width)
+    turns = len(tokens) * (ranks + 8)
     stopped = np.zeros(len(by_step), dtype=np.bool_)
     if settings.packer == "balanced_cp":
-        work, last = tokens * tokens / needed, np.zeros(ranks, dtype=np.int64)
-        scratch = [np.empty(most + 1, dtype=np.int64) for _ in range(5)]
-        failed = compiled.run(
-            deal_balanced, turns, offsets, needed, work, ranks, *scratch, width, last, held, load, *out
-        )
+        placed, failed = compiled.run(_deal_balanced, turns, offsets, needed, tokens * tokens / needed, ranks)
         if failed >= 0:
             raise DataError(
                 f"step {failed}: {ranks} ranks cannot all be given work, and Megatron stops on it; give a number of "
                 "data-parallel x context-parallel ranks that is a power of 2"
             )
     else:
-        scratch, per_rank = [np.empty(most, dtype=np.int64) for _ in range(2)], np.zeros(ranks, dtype=np.float64)
-        compiled.run(
-            deal_dynamic, turns, offsets, tokens, needed, ranks, room, *scratch, width, per_rank, load, stopped, *out
-        )
+        placed, stopped = compiled.run(_deal_dynamic, turns, offsets, tokens, needed, ranks, room)
+    document, round_, first_rank, cp_size = placed
     placement = Placement(
         document=document,
         step=step[document],
         round=round_,
-        first_rank=group_first,
-        cp_size=group_width,
+        first_rank=first_rank,
+        cp_size=cp_size,
         stopped_steps=np.flatnonzero(stopped),
         uncut_steps=np.empty(0, dtype=np.int64),
     )
@@ -537,7 +478,6 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
 
 
 def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
-    """The placement with rounds cut in two until each step has a multiple of `multiple` of them."""
     _, of_steps = np.unique(np.unique(np.stack((placement.step, placement.round)), axis=1)[0], return_counts=True)
     if not (of_steps % multiple).any():
         return placement
@@ -562,13 +502,13 @@ def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
                 rows += [(document, step, round_, first, group.width) for document in group.documents]
                 first += group.width
         count += len(rounds)
-    values = np.array(rows, dtype=np.int64).T
+    document, step, round_, first_rank, cp_size = np.array(rows, dtype=np.int64).T
     return Placement(
-        document=values[0],
-        step=values[1],
-        round=values[2],
-        first_rank=values[3],
-        cp_size=values[4],
+        document=document,
+        step=step,
+        round=round_,
+        first_rank=first_rank,
+        cp_size=cp_size,
         stopped_steps=placement.stopped_steps,
         uncut_steps=np.array(uncut, dtype=np.int64),
     )
@@ -577,7 +517,6 @@ def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
 def _table(
     placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
 ) -> MicrobatchTable:
-    """The micro-batches that form where `placement` puts documents of `tokens` [documents placed]."""
     ranks = settings.data_parallel_size * settings.context_parallel_size
     order = np.lexsort((placement.first_rank, placement.round))  # stable: a group's documents stay in placing order
     step, round_, first, width, tokens = (
@@ -592,25 +531,13 @@ def _table(
     squared = np.add.reduceat(np.square(tokens, dtype=np.float64), starts)
     step, round_, first, width = (a[starts] for a in (step, round_, first, width))
     tail = width * (settings.max_seqlen_per_dp_cp_rank or 0) - total
-    if settings.tail_policy == "append_dummy_seq":
-        documents, longest = documents + (tail > 0), np.maximum(longest, tail)
-        squared = squared + np.square(tail, dtype=np.float64)
-    elif settings.tail_policy == "extend_last":
-        last = tokens[np.append(starts[1:], len(tokens)) - 1]
-        longest = np.maximum(longest, last + tail)
-        squared = squared + np.multiply(tail, 2 * last + tail, dtype=np.float64)
-    if settings.tail_policy != "none":
-        total = total + tail
-    ran, microbatch = np.zeros((num_steps, ranks), dtype=np.int64), np.empty_like(first)
-    compiled.run(number, len(first), step, first, width, ran, microbatch)
+    last = tokens[np.append(starts[1:], len(tokens)) - 1]
+    samples = Samples(documents, longest, squared, total).fill(tail, settings.tail_policy, last)
+    microbatch, ran = compiled.run(_number, len(first), step, first, width, num_steps, ranks)
     by_rank = np.lexsort((microbatch, first, step))
-    return MicrobatchTable(
-        n_seqs=documents[by_rank].astype(np.int32),
-        max_seqlen=longest[by_rank].astype(np.int32),
-        n_tokens=total[by_rank],
-        squared=squared[by_rank],
-        data_parallel_size=ranks,
-        num_microbatches=ran.max(axis=1).astype(np.int32),
+    return samples.apply(lambda values: values[by_rank]).table(
+        settings,
+        ran.max(axis=1).astype(np.int32),
         exact=placement.stopped_steps.size == 0 and placement.uncut_steps.size == 0,
         groups=RankGroups(
             cp_size=width[by_rank].astype(np.int32),

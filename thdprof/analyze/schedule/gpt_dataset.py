@@ -13,15 +13,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled, samplers
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, in_file_order, merged, num_steps
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Samples, Schedule, Tick, num_steps
 from thdprof.analyze.sources.base import ConversationFile, Conversations, TokenStream
 from thdprof.errors import DataError, UsageError
 from thdprof.training import TrainingSettings
@@ -31,90 +29,32 @@ SURPLUS = 0.005
 (mid_level_dataset_surplus)."""
 
 
-def _normalize(weights: Sequence[float]) -> list[float]:
+def _normalize(weights: Sequence[float]) -> NDArray[np.float64]:
     """Scale weights so that they add up to 1, with the rounding of Megatron's float64 arithmetic."""
     values = np.array(weights, dtype=np.float64)
-    normalized: list[float] = (values / np.sum(values)).tolist()
-    return normalized
+    return np.asarray(values / np.sum(values))
 
 
-def _drawn_and_built(weights: Sequence[float], size: int) -> list[tuple[int, int]]:
-    """Two numbers for each dataset: samples that the blend of `size` samples counts on, and samples that are built.
-
-    `weights` hold one normalized weight for each dataset.
-    """
-    drawn = [math.ceil(size * w) for w in weights]
-    return [(d, math.ceil(d * (1 + SURPLUS))) for d in drawn]
-
-
-def _blend_order(weights: Sequence[float], size: int) -> NDArray[np.int16]:
+def _blend_order(weights: Sequence[float], size: int, most: Sequence[int] | None = None) -> NDArray[np.int16]:
     """Index of the dataset that gives each sample of a blend, int16, shape [size].
 
-    Every dataset gives its samples in its own order. `weights` are normalized once more, as in BlendedDataset.
+    Every dataset gives its samples in its own order, and at most as many as `most` says. `weights` are normalized, in a
+    weighted blend once more, as in BlendedDataset.
     """
-    order = np.empty(size, dtype=np.int16)
-    parts = np.array(_normalize(weights), dtype=np.float64)
-    filled: NDArray[np.int16] = compiled.run(_fill_order, size * len(parts), order, parts, np.zeros(len(parts)))
-    return filled
+    parts = _normalize(weights)
+    limits = np.full(len(parts), size) if most is None else np.array(most, dtype=np.int64)
+    return compiled.run(_lagging, size * len(parts), parts, size, limits)
 
 
-def _exhaustive_order(sizes: Sequence[int]) -> NDArray[np.int16]:
-    """Index of the dataset that gives each sample of a blend that uses up every dataset, int16, shape [sum of sizes].
-
-    `sizes` are the samples of each dataset.
-    """
-    counts = np.array(sizes, dtype=np.int64)
-    total = int(counts.sum())
-    order = np.empty(total, dtype=np.int16)
-    parts = counts / float(total)
-    filled: NDArray[np.int16] = compiled.run(
-        _fill_exhaustive, total * len(parts), order, parts, np.zeros(len(parts)), counts
-    )
-    return filled
-
-
-def _check_draws(order: NDArray[np.int16], sizes: Sequence[int], names: Sequence[str]) -> None:
-    """Refuse a blend that draws more samples from a dataset than the dataset has, as Megatron does.
-
-    Args:
-        order: index of the dataset that gives each sample, shape [samples of the blend].
-        sizes: samples of each dataset.
-        names: name of each dataset, for the error.
-    """
-    for drawn, size, name in zip(np.bincount(order, minlength=len(sizes)), sizes, names, strict=True):
-        if drawn > size:
-            raise DataError(
-                f"{name}: the blend draws {drawn} samples, but the dataset has {size}, and Megatron stops on this: "
-                "change --weights, or raise mid_level_dataset_surplus in Megatron"
-            )
-
-
-def _fill_order(order: Any, parts: Any, counts: Any) -> Any:
-    """Fill `order` sample by sample with the dataset that lags furthest behind its share in `parts`.
-
-    `counts` starts as zeros and counts the samples of each dataset. Of equal datasets the first gives the sample.
-    """
-    for i in range(len(order)):
-        position = float(max(i, 1))
-        best = 0
-        error = parts[0] * position - counts[0]
-        for j in range(1, len(parts)):
-            candidate = parts[j] * position - counts[j]
-            if candidate > error:
-                best, error = j, candidate
-        order[i] = best
-        counts[best] += 1.0
-    return order
-
-
-def _fill_exhaustive(order: Any, parts: Any, counts: Any, sizes: Any) -> Any:
-    """Fill `order` as `_fill_order` does, without the datasets that have given all of their `sizes` samples."""
+def _lagging(parts: NDArray[np.float64], size: int, limits: NDArray[np.int64]) -> NDArray[np.int16]:
+    """The dataset that lags furthest behind its share in `parts`, sample by sample; of equal ones the first."""
+    order, counts = np.empty(size, dtype=np.int16), np.zeros(len(parts))
     for i in range(len(order)):
         position = float(max(i, 1))
         best = -1
         error = 0.0
         for j in range(len(parts)):
-            if counts[j] >= sizes[j]:
+            if counts[j] >= limits[j]:
                 continue
             candidate = parts[j] * position - counts[j]
             if best < 0 or candidate > error:
@@ -130,21 +70,6 @@ _SEQUENCES_A_CHUNK = 1 << 18
 """Sequences that one thread counts at a time."""
 _SHUFFLE_SHARE = 0.7
 """Share of the time that shuffling takes, for the progress bar."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    """Samples in the order in which the dataset serves them."""
-
-    n_seqs: NDArray[np.int32]
-    """Documents of every sample, int32, shape [samples]."""
-    max_seqlen: NDArray[np.int32]
-    """Tokens of the longest document of every sample, int32, shape [samples]."""
-    squared: NDArray[np.float64]
-    """Sum of the squared lengths of every sample's documents, float64, shape [samples]."""
-
-    def __len__(self) -> int:
-        return len(self.n_seqs)
 
 
 def train_share(split: str, num_sequences: int) -> slice:
@@ -181,12 +106,9 @@ def gpt_samples(
 
     Args:
         sequence_tokens: tokens of the split's sequences, int32, shape [sequences].
-        seq_length: tokens of a sample.
         num_samples: least number of samples to build, for which the data repeats; None builds one epoch.
         seed: seed of the one RandomState that shuffles sequences first, then samples.
         add_extra_token: whether a sample reads one token beyond seq_length.
-        where: names the dataset in errors.
-        tick: called with the share of the work that is done, 0 to 1.
         memo: keeps the shuffled sequences of the dataset `where` for the next call.
 
     Raises:
@@ -233,12 +155,11 @@ def gpt_samples(
     if last_apart:
         random.shuffle(shuffled[before:])
     if bits is not None:
-        return _unpacked(shuffled, bits)
-    n_seqs, max_seqlen = (a[shuffled] for a in (samples.n_seqs, samples.max_seqlen))
-    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=samples.squared[shuffled])
+        return _unpacked(shuffled, bits, seq_length)
+    return samples.apply(lambda values: values[shuffled])
 
 
-def _bits(n_seqs: NDArray[np.int32], seq_length: int) -> tuple[int, int] | None:
+def _bits(n_seqs: NDArray[np.integer], seq_length: int) -> tuple[int, int] | None:
     """Bits of the documents and of the longest document of a sample; None if one int64 cannot hold a sample.
 
     Above them stand the squared lengths, which add up to no more than seq_length squared.
@@ -248,7 +169,6 @@ def _bits(n_seqs: NDArray[np.int32], seq_length: int) -> tuple[int, int] | None:
 
 
 def _packed(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
-    """Every sample as one integer, int64, shape [samples]."""
     packed = samples.squared.astype(np.int64)
     packed <<= bits[1]
     packed |= samples.max_seqlen
@@ -257,13 +177,12 @@ def _packed(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
     return packed
 
 
-def _unpacked(packed: NDArray[np.int64], bits: tuple[int, int]) -> Samples:
-    """The samples of `packed`, which is used up."""
+def _unpacked(packed: NDArray[np.int64], bits: tuple[int, int], seq_length: int) -> Samples:
     n_seqs = (packed & ((1 << bits[0]) - 1)).astype(np.int32)
     packed >>= bits[0]
     max_seqlen = (packed & ((1 << bits[1]) - 1)).astype(np.int32)
     packed >>= bits[1]
-    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=packed.astype(np.float64))
+    return Samples(n_seqs, max_seqlen, packed.astype(np.float64), seq_length)
 
 
 def _shuffled_ends(
@@ -308,7 +227,7 @@ def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tic
         for done, chunk_counted in enumerate(counted, start=1):
             chunk_counted.result()
             tick(done / len(counted))
-    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=squared)
+    return Samples(n_seqs, max_seqlen, squared, seq_length)
 
 
 def _longest_and_squared(
@@ -343,19 +262,18 @@ def _longest_and_squared(
     return longest, squared
 
 
-def _sft_samples(
-    file: ConversationFile, *, seq_length: int, context_parallel_size: int, split: str, num_samples: int | None
-) -> Samples:
+def _sft_samples(file: ConversationFile, settings: TrainingSettings, num_samples: int | None) -> Samples:
     """The samples that SFTDataset serves of the training part of `file`; None samples: every line once.
 
     A sample has `seq_length` tokens. With context parallelism every conversation is padded until the tokens so far
     are a multiple of 2 x context_parallel_size. The conversation that reaches beyond the sample is cut, those behind
     it are dropped, and the padding of a sample that is not full belongs to its last conversation.
     """
-    lines = train_share(split, len(file.line_numbers)).stop
+    seq_length, context_parallel_size = settings.seq_length, settings.context_parallel_size
+    lines = train_share(settings.split, len(file.line_numbers)).stop
     if lines == 0:
         raise DataError(
-            f"{file.path}: {len(file.line_numbers)} lines, of which --split {split} leaves none to training"
+            f"{file.path}: {len(file.line_numbers)} lines, of which --split {settings.split} leaves none to training"
         )
     used = lines if num_samples is None else min(lines, num_samples)
     n_seqs, max_seqlen = (np.empty(used, dtype=np.int32) for _ in range(2))
@@ -366,11 +284,10 @@ def _sft_samples(
         n_seqs[line], max_seqlen[line] = len(lengths), lengths.max()
         squared[line] = np.square(lengths, dtype=np.float64).sum()
     read = np.arange(lines if num_samples is None else num_samples) % used
-    return Samples(n_seqs=n_seqs[read], max_seqlen=max_seqlen[read], squared=squared[read])
+    return Samples(n_seqs[read], max_seqlen[read], squared[read], seq_length)
 
 
 def _boundaries(file: ConversationFile, line: int, *, seq_length: int, multiple: int) -> NDArray[np.int64]:
-    """The boundaries of the sample of a line, from 0 to `seq_length`, shape [documents + 1]."""
     first, behind = (int(n) for n in file.line_offsets[line : line + 2])
     where = f"{file.path}: line {file.line_numbers[line]}"
     ends: list[int] = []
@@ -398,11 +315,42 @@ def _boundaries(file: ConversationFile, line: int, *, seq_length: int, multiple:
 
 def schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Schedule:
     """The schedule of Megatron's GPTDataset over one token stream, or over a blend of several."""
-    samples = (
-        _blended(streams, settings, tick, memo)
-        if len(streams) > 1 or settings.weights
-        else _samples_of(streams[0], settings.train_samples, settings, tick, memo)
-    )
+    ends = [0.0, *np.cumsum([len(s.sequence_tokens) for s in streams]) / sum(len(s.sequence_tokens) for s in streams)]
+
+    def samples_of(number: int, num_samples: int | None) -> Samples:
+        """The samples of one token stream's training split; None samples: one epoch."""
+        path, lengths = streams[number].path, streams[number].sequence_tokens
+        lengths = lengths[train_share(settings.split, len(lengths))]
+        seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
+        low, high = ends[number : number + 2]
+        return memo.get(
+            ("samples", path),
+            (len(lengths), seq_length, num_samples, seed, add_extra_token),
+            lambda: gpt_samples(
+                lengths,
+                seq_length=seq_length,
+                num_samples=num_samples,
+                seed=seed,
+                add_extra_token=add_extra_token,
+                where=path,
+                tick=lambda done: tick(low + (high - low) * done),
+                memo=memo,
+            ),
+        )
+
+    paths = [stream.path for stream in streams]
+    if settings.weights is not None:
+        samples = _weighted_blend(samples_of, paths, settings)
+    elif len(streams) == 1:
+        samples = samples_of(0, settings.train_samples)
+    else:
+        parts = [samples_of(number, None) for number in range(len(streams))]
+        sizes = [len(part.n_seqs) for part in parts]
+        if settings.train_samples is None:
+            order = _blend_order(sizes, sum(sizes), most=sizes)
+        else:
+            order = _blend_order(sizes, min(settings.train_samples, sum(sizes)))
+        samples = _in_order(order, parts, paths)
     if int(samples.n_seqs.max()) > settings.seq_length:
         raise DataError(
             f"a sample of {settings.seq_length} tokens holds {samples.n_seqs.max()} documents, empty ones among them; "
@@ -414,24 +362,13 @@ def schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings,
 def schedule_conversations(conversations: Conversations, settings: TrainingSettings) -> Schedule:
     """The schedule of Megatron's SFTDataset over one file, or over a blend of several."""
 
-    def samples_of(file: int, num_samples: int | None) -> Samples:
-        return _sft_samples(
-            conversations.files[file],
-            seq_length=settings.seq_length,
-            context_parallel_size=settings.context_parallel_size,
-            split=settings.split,
-            num_samples=num_samples,
-        )
+    def samples_of(number: int, num_samples: int | None) -> Samples:
+        return _sft_samples(conversations.files[number], settings, num_samples)
 
     if settings.weights is None:
         samples = samples_of(0, settings.train_samples)
     else:
-        assert settings.train_samples is not None  # resolve_settings refuses weights without it
-        weights = _normalize(settings.weights)
-        sizes = _drawn_and_built(weights, settings.train_samples)
-        parts = [samples_of(file, built) for file, (_, built) in enumerate(sizes)]
-        order = _blend_order(weights, sum(drawn for drawn, _ in sizes))
-        samples = _in_order(order, parts, [file.path for file in conversations.files])
+        samples = _weighted_blend(samples_of, [file.path for file in conversations.files], settings)
     distinct = max(1, conversations.num_lines() // settings.micro_batch_size)
     schedule = _schedule_samples(samples, settings)
     row_tokens = np.concatenate([file.line_tokens() for file in conversations.files])
@@ -443,74 +380,55 @@ def schedule_conversations(conversations: Conversations, settings: TrainingSetti
 
 
 def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
-    """The schedule of samples of equal length, which Megatron's samplers `single` and `cyclic` read."""
-    steps, warnings = num_steps(len(samples), settings)
+    num_samples = len(samples.n_seqs)
+    steps, warnings = num_steps(num_samples, settings)
     if settings.loader == "cyclic":
-        rows = samplers.cyclic_rows(len(samples), steps, settings)
-        n_seqs, max_seqlen, squared = samples.n_seqs[rows], samples.max_seqlen[rows], samples.squared[rows]
+        rows = samplers.cyclic_rows(num_samples, steps, settings)
+        read = samples.apply(lambda values: values[rows])
     else:
-        n_seqs, max_seqlen = (in_file_order(a, steps, settings) for a in (samples.n_seqs, samples.max_seqlen))
-        squared = in_file_order(samples.squared, steps, settings)
-    tokens = settings.micro_batch_size * settings.seq_length
-    table = merged(n_seqs, max_seqlen, squared, tokens, settings)
+        read = samples.apply(lambda values: _in_file_order(values, steps, settings))
+    table = read.merge_rows(settings).table(settings, exact=settings.loader is not None)
     return Schedule(table=table, warnings=warnings, independent=len(table))
 
 
-def _samples_of(
-    stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick, memo: Memo
+def _in_file_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
+    """Deal `values` [samples] as the sampler `single` does: shape [steps, ranks, samples of one rank and step]."""
+    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
+    dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
+    return dealt.reshape(steps, settings.data_parallel_size, -1)
+
+
+def _weighted_blend(
+    samples_of: Callable[[int, int], Samples], paths: Sequence[str], settings: TrainingSettings
 ) -> Samples:
-    """The samples of one token stream's training split; None samples: one epoch."""
-    lengths = stream.sequence_tokens[train_share(settings.split, len(stream.sequence_tokens))]
-    seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
-    return memo.get(
-        ("samples", stream.path),
-        (len(lengths), seq_length, num_samples, seed, add_extra_token),
-        lambda: gpt_samples(
-            lengths,
-            seq_length=seq_length,
-            num_samples=num_samples,
-            seed=seed,
-            add_extra_token=add_extra_token,
-            where=stream.path,
-            tick=tick,
-            memo=memo,
-        ),
-    )
-
-
-def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Samples:
-    """The samples of a blend of several token streams, in the order in which BlendedDataset serves them."""
-    ends = np.cumsum([len(s.sequence_tokens) for s in streams]) / sum(len(s.sequence_tokens) for s in streams)
-    ticks = [partial(_tick_between, tick, low, high) for low, high in zip([0.0, *ends], ends, strict=False)]
-    if settings.weights is not None:
-        assert settings.train_samples is not None  # resolve_settings refuses weights without it
-        weights: Sequence[float] = _normalize(settings.weights)
-        sizes = _drawn_and_built(weights, settings.train_samples)
-        parts = [_samples_of(s, n, settings, t, memo) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
-        order = _blend_order(weights, sum(drawn for drawn, _ in sizes))
-    else:
-        parts = [_samples_of(s, None, settings, t, memo) for s, t in zip(streams, ticks, strict=True)]
-        weights = [len(p) for p in parts]
-        if settings.train_samples is None:
-            order = _exhaustive_order([len(p) for p in parts])
-        else:
-            order = _blend_order(weights, min(settings.train_samples, sum(len(p) for p in parts)))
-    return _in_order(order, parts, [s.path for s in streams])
+    """The samples of a blend of datasets by the run's weights; `samples_of` builds so many of the n-th dataset."""
+    assert settings.weights is not None
+    assert settings.train_samples is not None  # resolve_settings refuses weights without it
+    weights = _normalize(settings.weights).tolist()
+    drawn = [math.ceil(settings.train_samples * weight) for weight in weights]
+    parts = [samples_of(number, math.ceil(count * (1 + SURPLUS))) for number, count in enumerate(drawn)]
+    return _in_order(_blend_order(weights, sum(drawn)), parts, paths)
 
 
 def _in_order(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequence[str]) -> Samples:
-    """The samples of a blend: `order` has the index of the dataset that gives each, and `parts` their samples."""
-    _check_draws(order, [len(p) for p in parts], paths)
+    """The samples of a blend in the order in which BlendedDataset serves them.
+
+    Args:
+        order: index of the dataset that gives each sample, shape [samples of the blend].
+
+    Raises:
+        DataError: the blend draws more samples from a dataset than it has, on which Megatron stops.
+    """
     n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
     squared = np.empty(len(order), dtype=np.float64)
-    for index, part in enumerate(parts):
+    for index, (part, path) in enumerate(zip(parts, paths, strict=True)):
         here = order == index  # every dataset gives its samples in its own order
-        count = int(here.sum())
+        count, size = int(here.sum()), len(part.n_seqs)
+        if count > size:
+            raise DataError(
+                f"{path}: the blend draws {count} samples, but the dataset has {size}, and Megatron stops on this: "
+                "change --weights, or raise mid_level_dataset_surplus in Megatron"
+            )
         n_seqs[here], max_seqlen[here] = part.n_seqs[:count], part.max_seqlen[:count]
         squared[here] = part.squared[:count]
-    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=squared)
-
-
-def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
-    """Report share `done` of a part of the work that reaches from share `low` to share `high` of all work."""
-    tick(low + (high - low) * done)
+    return Samples(n_seqs, max_seqlen, squared, parts[0].n_tokens)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.rows import dataset_shuffle, schedule_rows
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, with_tails
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, filled_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings
@@ -20,9 +19,6 @@ def build_schedule(
     """Predict the micro-batches of a training run.
 
     Args:
-        dataset: the data.
-        settings: the run.
-        tick: called with the share of the work that is done, 0 to 1.
         memo: keeps work for the next schedule of this dataset; a memo must not serve two datasets.
 
     Raises:
@@ -44,41 +40,23 @@ def build_schedule(
 def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings, memo: Memo) -> Schedule:
     """The schedule of documents that `settings.packer` packs, before training starts or step by step."""
     if settings.packer in DYNAMIC_CP:
-        return _schedule_dynamic_cp(documents, settings)
+        from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
+
+        return dynamic_cp(documents.document_tokens, settings)
     from thdprof.analyze.schedule import packers
 
     if settings.packer == "dp_balanced":
         rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
-        n_seqs, max_seqlen, tokens, squared = with_tails(rows, settings)
-        table = MicrobatchTable(
-            n_seqs=n_seqs,
-            max_seqlen=max_seqlen,
-            n_tokens=tokens,
-            squared=squared,
-            data_parallel_size=settings.data_parallel_size,
-            num_microbatches=num_microbatches,
-            exact=settings.loader == "single",
-        )
+        table = filled_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
         used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, independent=independent, packing_efficiency=used)
-    adds_tail = settings.packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
-    options: dict[str, Any] = {
-        "packer": settings.packer,
-        "pack_tokens": settings.seq_length,
-        "seed": settings.seed,
-        "max_documents": settings.max_docs_per_pack,
-        "pad_to_multiple": settings.pad_seq_to_mult,
-        "tail_documents": int(adds_tail),
-        "processes": settings.packing_processes,
-    }
     lengths = documents.document_tokens
     if settings.shuffle_seed is not None:  # TRL shuffles before it packs, and the rows after
         lengths = lengths[dataset_shuffle(len(lengths), settings.shuffle_seed)]
-    packing = memo.get(
-        "packed", (*options.items(), settings.shuffle_seed), lambda: packers.pack_rows(lengths, **options)
-    )
+    key = tuple(getattr(settings, name) for name in _OF_PACKING)
+    packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings))
     schedule = schedule_rows(packing.rows, settings)
     return Schedule(
         table=schedule.table,
@@ -90,22 +68,9 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     )
 
 
-def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
-    """The schedule of documents under dynamic context parallelism."""
-    from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
-
-    table, used, notes, warnings = dynamic_cp(documents.document_tokens, settings=settings)
-    one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
-    independent = max(1, min(len(table), one_epoch))
-    return Schedule(
-        table=table,
-        notes=tuple(notes),
-        warnings=tuple(warnings),
-        independent=independent,
-        packing_efficiency=used,
-    )
-
-
+_OF_PACKING = ("packer", "seq_length", "seed", "max_docs_per_pack", "pad_seq_to_mult", "tail_policy",
+               "packing_processes", "shuffle_seed")  # fmt: skip
+"""Settings that decide the rows of a packer."""
 _DEFAULT_LOADERS: dict[str, Loader] = {
     "megatron": "single",
     "megatron-sft": "single",
@@ -181,13 +146,14 @@ def replay(
         UsageError: settings that cannot be.
     """
     kind = _kind(dataset)
+    packed_by_step = kind == "documents" and given.get("packer") in STEP_PACKERS
     fullest = _fullest_row(dataset)
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
         size_guessed=fullest is not None,
         dataset_format=dataset.format,
-        default_loader=_default_loader(dataset, given),
+        default_loader="single" if packed_by_step else _DEFAULT_LOADERS.get(dataset.format),
         num_datasets=len(dataset.uris),
         kind=kind,
     )
@@ -209,13 +175,6 @@ def replay(
         pack_size_guessed=guessed,
         notes=vain,
     )
-
-
-def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None:
-    """The sampler that the format's own training code uses by default; None where the order is not known."""
-    if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") in STEP_PACKERS:
-        return "single"
-    return _DEFAULT_LOADERS.get(dataset.format)
 
 
 def _kind(dataset: Dataset) -> Kind:

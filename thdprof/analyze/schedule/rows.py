@@ -6,15 +6,13 @@ Rules of Hugging Face's Trainer: transformers 5.23, `trainer.py`; accelerate 1.1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.samplers import torch_randperm
-from thdprof.analyze.schedule.schedule import Schedule, num_steps, table_of, with_tails
+from thdprof.analyze.schedule.schedule import Samples, Schedule, filled_rows, num_steps
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
 from thdprof.training import TrainingSettings
@@ -48,39 +46,12 @@ def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray
     return filled.reshape(-1, ranks, size)
 
 
-def _steps_of_an_epoch(num_rows: int, settings: TrainingSettings) -> int:
-    """Number of optimizer steps of one epoch; the last may accumulate fewer micro-batches."""
-    together = settings.data_parallel_size * settings.micro_batch_size
-    batches = num_rows // together if settings.drop_last else -(-num_rows // together)
-    return -(-batches // settings.num_microbatches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """What a micro-batch takes from each row; every array has one entry more, of zeros, at `NO_ROW`."""
-
-    documents: NDArray[np.int64]
-    longest: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    squared: NDArray[np.float64]
-    last: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, rows: PackedRows) -> _Rows:
-        """The sums of `rows`."""
-        return cls(
-            documents=np.append(rows.num_documents(), 0).astype(np.int64),
-            longest=np.append(rows.longest(), 0).astype(np.int64),
-            tokens=np.append(rows.num_tokens(), 0).astype(np.int64),
-            squared=np.append(rows.squared(), 0.0),
-            last=np.append(rows.last(), 0).astype(np.int64),
-        )
-
-
 def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
     """The micro-batches that the Trainer forms of `rows`, with what the collator and the tail policy add."""
     num_rows = rows.num_rows()
-    one_epoch = _steps_of_an_epoch(num_rows, settings)
+    together = settings.data_parallel_size * settings.micro_batch_size
+    batches = num_rows // together if settings.drop_last else -(-num_rows // together)
+    one_epoch = -(-batches // settings.num_microbatches)  # the last step may accumulate fewer micro-batches
     if one_epoch == 0:
         raise DataError(
             f"{num_rows} rows do not fill one micro-batch of every rank with drop_last; give more data, or a smaller "
@@ -91,7 +62,6 @@ def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTa
     else:
         steps = one_epoch * (settings.train_epochs or 1)
     stored = dataset_shuffle(num_rows, settings.shuffle_seed) if settings.shuffle_seed is not None else None
-    sums = _Rows.of(rows)
     parts: list[NDArray[np.int64]] = []
     counts: list[int] = []
     for epoch in range(-(-steps // one_epoch)):
@@ -104,38 +74,18 @@ def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTa
             step = read[start : start + settings.num_microbatches]
             parts.append(step.transpose(1, 0, 2).reshape(-1, settings.micro_batch_size))
             counts.append(len(step))
-    return _table(np.concatenate(parts), np.array(counts, dtype=np.int32), sums, settings)
-
-
-def _table(
-    read: NDArray[np.int64], counts: NDArray[np.int32], rows: _Rows, settings: TrainingSettings
-) -> MicrobatchTable:
-    """The table of micro-batches of the rows `read`, shape [micro-batches, rows of one], in the table's order."""
-    documents, tokens = rows.documents[read].sum(axis=1), rows.tokens[read].sum(axis=1)
-    longest, squared = rows.longest[read].max(axis=1), rows.squared[read].sum(axis=1)
-    # every padding token of TRL's collator has position 0 and so begins a document
-    padding = -tokens % settings.pad_seq_to_mult
-    documents, tokens, squared = documents + padding, tokens + padding, squared + padding
-    if settings.tail_policy != "none":
-        room = settings.micro_batch_size * settings.seq_length
-        tail = np.maximum(room + (-room % settings.pad_seq_to_mult) - tokens, 0)
-        tokens = tokens + tail
-        if settings.tail_policy == "append_dummy_seq":
-            documents, before = documents + (tail > 0), np.zeros_like(tail)
-        else:
-            end = (read != NO_ROW).sum(axis=1) - 1
-            before = np.where(padding > 0, 1, rows.last[read[np.arange(len(read)), end]])
-        longest = np.maximum(longest, np.where(tail > 0, before + tail, 0))
-        squared = squared + np.multiply(tail, 2 * before + tail, dtype=np.float64)
-    return MicrobatchTable(
-        n_seqs=documents.astype(np.int32),
-        max_seqlen=longest.astype(np.int32),
-        n_tokens=tokens,
-        squared=squared,
-        data_parallel_size=settings.data_parallel_size,
-        num_microbatches=counts,
-        exact=True,
+    read = np.concatenate(parts)
+    present = read != NO_ROW
+    n_seqs, max_seqlen, squared, n_tokens = Samples.from_rows(rows).apply(
+        lambda values: np.where(present, values[read], 0)
     )
+    collated = Samples(n_seqs.sum(axis=1), max_seqlen.max(axis=1), squared.sum(axis=1), np.sum(n_tokens, axis=1))
+    padded = collated.pad(settings.pad_seq_to_mult)
+    room = settings.micro_batch_size * settings.seq_length
+    tail = np.maximum(room + (-room % settings.pad_seq_to_mult) - padded.n_tokens, 0)
+    end = read[np.arange(len(read)), present.sum(axis=1) - 1]
+    last = np.where(padded.n_tokens > collated.n_tokens, 1, rows.last()[end])
+    return padded.fill(tail, settings.tail_policy, last).table(settings, np.array(counts, dtype=np.int32), exact=True)
 
 
 _BRIDGE_ROUNDING = 16
@@ -171,16 +121,10 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         together = settings.num_microbatches if settings.loader == "batch" else 1
         independent = max(1, min(len(table), rows.num_rows()) // together)
         return Schedule(table=table, warnings=warnings, independent=independent)
-    documents, longest, tokens_by_row, squared_by_row = with_tails(rows, settings)
-    shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
-    n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
-    max_seqlen = longest[read].reshape(shape).max(axis=3)
-    tokens = tokens_by_row[read].reshape(shape).sum(axis=3)
-    squared = squared_by_row[read].reshape(shape).sum(axis=3)
+    samples = filled_rows(rows, settings).apply(lambda values: values[read]).merge_rows(settings)
     if rows.rule == "trl":
-        padding = -tokens % settings.pad_seq_to_mult  # every padding token has position 0 and so begins a document
-        n_seqs, tokens, squared = n_seqs + padding, tokens + padding, squared + padding
-    table = table_of(n_seqs, max_seqlen, tokens, squared, settings)
+        samples = samples.pad(settings.pad_seq_to_mult)
+    table = samples.table(settings, exact=settings.loader is not None)
     distinct = max(1, rows.num_rows() // settings.micro_batch_size)
     return Schedule(table=table, warnings=warnings, independent=min(len(table), distinct))
 
@@ -204,8 +148,8 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
     row is collated alone. Rows that are collated together get equal lengths, and `cu_seqlens` as long as those of the
     row with the most documents.
     """
-    documents, longest = rows.num_documents()[read], rows.longest()[read]
-    totals = rows.num_tokens()[read]
+    samples = Samples.from_rows(rows).apply(lambda values: values[read])
+    totals = np.asarray(samples.n_tokens)
     together = settings.loader == "batch"
     if settings.pad_to_max_length:
         length = np.full_like(totals, settings.seq_length)
@@ -213,9 +157,8 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
         collated = totals.max(axis=2, keepdims=True) if together else totals
         rounded = -(-collated // _BRIDGE_ROUNDING) * _BRIDGE_ROUNDING
         length = np.broadcast_to(np.minimum(rounded, settings.seq_length), totals.shape)
-    tail = length - totals
-    n_seqs = documents + (tail > 0)
+    samples = samples.fill(length - totals, "append_dummy_seq", rows.last()[read])
     if together:
-        n_seqs = np.broadcast_to(n_seqs.max(axis=2, keepdims=True), n_seqs.shape)
-    squared = rows.squared()[read] + np.square(tail, dtype=np.float64)
-    return table_of(n_seqs, np.maximum(longest, tail), length, squared, settings)
+        most = samples.n_seqs.max(axis=2, keepdims=True)
+        samples = samples._replace(n_seqs=np.broadcast_to(most, samples.n_seqs.shape))
+    return samples.table(settings, exact=settings.loader is not None)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import samplers
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError, UsageError
-from thdprof.training import TrainingSettings
+from thdprof.training import TailPolicy, TrainingSettings
 
 
 class Memo:
@@ -82,73 +82,99 @@ def num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str
     return steps, ()
 
 
-def table_of(
-    n_seqs: NDArray[np.integer],
-    max_seqlen: NDArray[np.integer],
-    n_tokens: NDArray[np.integer],
-    squared: NDArray[np.float64],
-    settings: TrainingSettings,
-) -> MicrobatchTable:
-    """Make a table of arrays of shape [steps, ranks, micro-batches]."""
-    steps = n_seqs.shape[0]
-    if int(n_seqs.max()) > np.iinfo(np.int32).max:
-        raise UsageError("a micro-batch has more than 2**31 - 1 documents; give a smaller --micro-batch-size")
-    constant = n_tokens.strides == (0, 0, 0)
-    flat_tokens = (
-        np.broadcast_to(np.int64(n_tokens[0, 0, 0]), n_seqs.size) if constant else n_tokens.reshape(-1).astype(np.int64)
-    )
-    return MicrobatchTable(
-        n_seqs=np.ascontiguousarray(n_seqs, dtype=np.int32).reshape(-1),
-        max_seqlen=np.ascontiguousarray(max_seqlen, dtype=np.int32).reshape(-1),
-        n_tokens=flat_tokens,
-        squared=np.ascontiguousarray(squared).reshape(-1),
-        data_parallel_size=settings.data_parallel_size,
-        num_microbatches=np.broadcast_to(np.int32(settings.num_microbatches), steps),
-        exact=settings.loader is not None,
-    )
+class Samples(NamedTuple):
+    """Sequences as attention sees them: stored rows, samples of a dataset, or micro-batches. All arrays have one shape.
 
-
-def merged(
-    n_seqs: NDArray[np.int32],
-    max_seqlen: NDArray[np.int32],
-    squared: NDArray[np.float64],
-    tokens: int,
-    settings: TrainingSettings,
-) -> MicrobatchTable:
-    """Merge every `micro_batch_size` rows into a micro-batch, as Megatron's flatten_batch_for_packed_sequences does.
-
-    The arrays have shape [steps, ranks, rows]; a micro-batch has `tokens` tokens.
+    Rows that ranks read have shape [steps, ranks, rows of one rank and step].
     """
-    if settings.micro_batch_size > 1:
-        shape = (*n_seqs.shape[:2], settings.num_microbatches, settings.micro_batch_size)
-        n_seqs = n_seqs.reshape(shape).sum(axis=3, dtype=np.int32)
-        max_seqlen = max_seqlen.reshape(shape).max(axis=3)
-        squared = squared.reshape(shape).sum(axis=3)
-    return table_of(n_seqs, max_seqlen, np.broadcast_to(np.int64(tokens), n_seqs.shape), squared, settings)
+
+    n_seqs: NDArray[np.integer]
+    """Documents of each."""
+    max_seqlen: NDArray[np.integer]
+    """Tokens of the longest document of each."""
+    squared: NDArray[np.float64]
+    """Sum of the squared lengths of the documents of each, float64."""
+    n_tokens: NDArray[np.int64] | int
+    """Tokens of each; one number where all have as many."""
+
+    @classmethod
+    def from_rows(cls, rows: PackedRows) -> Samples:
+        """Stored rows, without what training adds to them, shape [rows]."""
+        return cls(rows.num_documents(), rows.longest(), rows.squared(), rows.num_tokens())
+
+    def apply(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> Samples:
+        """The samples whose arrays are `function` of these, such as some of them in another order."""
+        n_seqs, max_seqlen, squared, n_tokens = self
+        tokens = n_tokens if isinstance(n_tokens, int) else function(n_tokens)
+        return Samples(function(n_seqs), function(max_seqlen), function(squared), tokens)
+
+    def merge_rows(self, settings: TrainingSettings) -> Samples:
+        """Every `micro_batch_size` rows of a rank and step as a micro-batch, as Megatron-LM flattens them."""
+        if settings.micro_batch_size == 1:
+            return self
+        shape = (*self.n_seqs.shape[:2], settings.num_microbatches, settings.micro_batch_size)
+        n_seqs, max_seqlen, squared, n_tokens = self.apply(lambda values: values.reshape(shape))
+        return Samples(
+            n_seqs.sum(axis=3, dtype=np.int64),
+            max_seqlen.max(axis=3),
+            squared.sum(axis=3),
+            n_tokens * settings.micro_batch_size if isinstance(n_tokens, int) else n_tokens.sum(axis=3),
+        )
+
+    def pad(self, multiple: int) -> Samples:
+        """Pad to a multiple of `multiple` tokens, as TRL does: each has position 0 and so begins a document."""
+        padding = -self.n_tokens % multiple
+        return Samples(
+            self.n_seqs + padding, self.max_seqlen, self.squared + padding, np.asarray(self.n_tokens + padding)
+        )
+
+    def fill(self, tail: NDArray[np.int64], policy: TailPolicy, last: NDArray[np.integer]) -> Samples:
+        """Add `tail` unused tokens by the tail policy `policy`; `last` are the tokens of each last document."""
+        if policy == "none":
+            return self
+        documents, before = self.n_seqs, last.astype(np.int64)
+        if policy == "append_dummy_seq":
+            documents, before = documents + (tail > 0).astype(np.int32), np.zeros_like(tail)
+        return Samples(
+            documents,
+            np.maximum(self.max_seqlen, before + tail),
+            self.squared + np.multiply(tail, 2 * before + tail, dtype=np.float64),
+            np.asarray(self.n_tokens + tail),
+        )
+
+    def table(
+        self,
+        settings: TrainingSettings,
+        num_microbatches: NDArray[np.int32] | None = None,
+        *,
+        exact: bool,
+        groups: RankGroups | None = None,
+    ) -> MicrobatchTable:
+        """The table of these micro-batches, which are in its order.
+
+        Args:
+            num_microbatches: micro-batches of one rank in every step; None: arrays have shape [steps, ranks, ...].
+        """
+        if int(self.n_seqs.max()) > np.iinfo(np.int32).max:
+            raise UsageError("a micro-batch has more than 2**31 - 1 documents; give a smaller --micro-batch-size")
+        if num_microbatches is None:
+            num_microbatches = np.broadcast_to(np.int32(settings.num_microbatches), len(self.n_seqs))
+        n_tokens = self.n_tokens
+        return MicrobatchTable(
+            n_seqs=np.ascontiguousarray(self.n_seqs, dtype=np.int32).reshape(-1),
+            max_seqlen=np.ascontiguousarray(self.max_seqlen, dtype=np.int32).reshape(-1),
+            n_tokens=np.broadcast_to(np.int64(n_tokens), self.n_seqs.size)
+            if isinstance(n_tokens, int)
+            else n_tokens.reshape(-1).astype(np.int64, copy=False),
+            squared=np.ascontiguousarray(self.squared).reshape(-1),
+            data_parallel_size=settings.data_parallel_size * (settings.context_parallel_size if groups else 1),
+            num_microbatches=num_microbatches,
+            exact=exact,
+            groups=groups,
+        )
 
 
-def in_file_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
-    """Deal `values` [rows] as the sampler `single` deals rows: shape [steps, ranks, rows of one rank and step]."""
-    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
-    dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
-    return dealt.reshape(steps, settings.data_parallel_size, -1)
-
-
-def with_tails(
-    rows: PackedRows, settings: TrainingSettings
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
-    """Documents, tokens of the longest document, tokens, and sum of squared lengths of every row; each [rows].
-
-    They are as after the tail policy.
-    """
-    documents, longest, totals, squared = rows.num_documents(), rows.longest(), rows.num_tokens(), rows.squared()
-    if settings.tail_policy == "none":
-        return documents, longest, totals, squared
-    tail = settings.seq_length - totals
-    if settings.tail_policy == "append_dummy_seq":
-        documents = documents + (tail > 0).astype(np.int32)
-        longest = np.maximum(longest, tail).astype(np.int32)
-        return documents, longest, totals + tail, squared + np.square(tail, dtype=np.float64)
-    last = rows.last().astype(np.int64)
-    longest = np.maximum(longest, last + tail).astype(np.int32)
-    return documents, longest, totals + tail, squared + np.multiply(tail, 2 * last + tail, dtype=np.float64)
+def filled_rows(rows: PackedRows, settings: TrainingSettings) -> Samples:
+    """Stored rows, each filled up to `seq_length` by the tail policy, shape [rows]."""
+    samples = Samples.from_rows(rows)
+    return samples.fill(settings.seq_length - rows.num_tokens(), settings.tail_policy, rows.last())

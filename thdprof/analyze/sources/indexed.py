@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thdprof.analyze.sources.base import Dataset, Format, TokenStream, check_lengths, fingerprint
+from thdprof.analyze.sources.base import Dataset, Format, TokenStream, check_lengths
 from thdprof.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -28,7 +28,6 @@ def recognises(path: Path) -> bool:
 
 
 def _read_stream(path: Path) -> TokenStream:
-    """Read the sequence lengths of one `.idx` file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -55,13 +54,7 @@ def _read_stream(path: Path) -> TokenStream:
 
 def read(paths: Sequence[Path]) -> Dataset:
     """Read one token stream from each of `paths`, in their order; several streams are a blend."""
-    streams = [_read_stream(path) for path in paths]
-    return Dataset(
-        format=FORMAT.name,
-        uris=tuple(s.path for s in streams),
-        fingerprint=fingerprint(s.sequence_tokens for s in streams),
-        content=streams,
-    )
+    return Dataset.from_content(FORMAT.name, paths, [_read_stream(path) for path in paths])
 
 
 FORMAT = Format(

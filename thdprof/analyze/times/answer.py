@@ -35,7 +35,6 @@ def predict_capture(*, num_buckets: int, slots: Sequence[Sequence[int]], costs: 
     an eager run needs it too.
 
     Args:
-        num_buckets: shapes that are captured.
         slots: slots of each model chunk, for every pipeline rank.
         costs: the cost table, whose times are of all layers of one rank.
     """
@@ -75,28 +74,24 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     ruling = rule(high / most, replay / middle, quickest)
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
-    gpu = f"{_digits(time.gpu_ms / layers)} ms"
-    launching = f"{_digits(low)} to {_digits(high)} ms"
+    computing, launching = f"{_digits(time.gpu_ms / layers)} ms", f"{_digits(low)} to {_digits(high)} ms"
+    both = f"launching a layer takes the host {launching}, computing it the GPU {computing}"
     if modelled.replay_range(time) is not None:
-        left = modelled.host.partly_replayed_ms(time)[2] / layers
-        return Verdict(
-            ruling=ruling,
-            reason=f"launching a layer takes the host {launching}, computing it the GPU {gpu}; dropless experts stay "
-            f"with the host, so that a replayed layer takes up to {_digits(left)} ms",
-        )
+        left = _digits(modelled.host.partly_replayed_ms(time)[2] / layers)
+        stay = f"dropless experts stay with the host, so that a replayed layer takes up to {left} ms"
+        return Verdict(ruling=ruling, reason=f"{both}; {stay}")
+    if ruling == "graphs pay":
+        return Verdict(ruling=ruling, reason=both)
+    if ruling == "graphs do not pay":
+        reason = f"computing a layer takes the GPU {computing}, and launching it the host {launching}"
+        return Verdict(ruling=ruling, reason=f"{reason}: eager training hides it")
     decides = (
         "the processor decides; run thdprof calibrate on it"
         if slower == 1
         else "the processor decides, and whether PlanCallback(compile=True) fuses the layers; train some steps by the "
         "plan and some without"
     )
-    reason = {
-        "graphs pay": f"launching a layer takes the host {launching}, computing it the GPU {gpu}",
-        "graphs do not pay": f"computing a layer takes the GPU {gpu}, and launching it the host {launching}: eager "
-        "training hides it",
-        "measure first": f"launching a layer takes the host {launching}, computing it the GPU {gpu}: {decides}",
-    }[ruling]
-    return Verdict(ruling=ruling, reason=reason)
+    return Verdict(ruling=ruling, reason=f"{both}: {decides}")
 
 
 def rule(slowest: float, middle: float, quickest: float) -> Ruling:
@@ -109,7 +104,6 @@ def rule(slowest: float, middle: float, quickest: float) -> Ruling:
 
 
 def _measured_verdict(times: Times) -> Verdict:
-    """The verdict on measured times."""
     assert times.relative_step_time is not None
     assert times.step_ms is not None
     assert times.eager_step_ms is not None
@@ -130,13 +124,6 @@ def _digits(ms: float) -> str:
     return f"{ms:.{max(0, 1 - math.floor(math.log10(ms)))}f}"
 
 
-def _num_gpus(settings: TrainingSettings, model: Model | None) -> int:
-    """GPUs of the run: data x context x pipeline x tensor parallel sizes."""
-    tensor = 1 if model is None else model.tensor_model_parallel_size
-    sizes = settings.data_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size
-    return sizes[0] * sizes[1] * sizes[2] * tensor
-
-
 def document_tokens(
     table: MicrobatchTable,
     settings: TrainingSettings,
@@ -151,9 +138,6 @@ def document_tokens(
     padded, the documents' tokens are those of the mean row.
 
     Args:
-        table: the run's micro-batches.
-        settings: the run.
-        kind: what the dataset holds.
         row_tokens: tokens of the mean row of the dataset, for rows that were packed before.
         packing_efficiency: share of the packed rows' tokens that hold documents; None where thdprof did not pack.
     """
@@ -187,16 +171,14 @@ def worth_of(
     """What the plan is worth; None without times.
 
     Args:
-        times: the step times, with the plan and eagerly.
-        settings: the run.
-        model: the model, for its tensor-parallel size.
-        table: the run's micro-batches.
         price: price of a GPU-hour; None: not given.
         tokens: tokens that the run trains on; None: all those of its micro-batches.
     """
     if times.step_ms is None or times.eager_step_ms is None:
         return None
-    gpus, steps = _num_gpus(settings, model), table.num_steps
+    tensor, steps = 1 if model is None else model.tensor_model_parallel_size, table.num_steps
+    ranks = settings.data_parallel_size * settings.context_parallel_size
+    gpus = ranks * settings.pipeline_parallel_size * tensor
     in_step = (float(table.n_tokens.sum()) if tokens is None else tokens) / steps
     hours = gpus * steps / 3.6e6
     saved = (
@@ -240,11 +222,9 @@ def predict(
 
     Args:
         run: the run, whose model is known, or whose costs were measured.
-        costs: the cost table.
         chosen: the buckets, chosen by `costs`.
         modelled: the model of times that `costs` are of; None: they were measured, or are of another model.
         unknown: how to get times, where `costs` are of another model.
-        offload: activations that wait on the host.
         watched: whether some replayed micro-batches are verified (`graphs.verify`).
         tokens: tokens that the run trains on; None: all those of its micro-batches.
         price: price of a GPU-hour; None: not given.
@@ -285,8 +265,6 @@ def times_of(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, b
     """Times of the median micro-batch and of a step by `costs`, which are of the user's model.
 
     Args:
-        run: the run.
-        costs: the cost table, measured or modelled.
         buckets: the buckets that are captured, ascending.
         basis: the model and the GPU that the times are of.
     """

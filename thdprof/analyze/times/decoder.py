@@ -9,7 +9,6 @@ of the rows of benchmarks/results/decoder-times.md. Other GPUs are scaled by the
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +30,7 @@ class Kernels:
     """Some kernels of one kind, in one pass of one layer."""
 
     kind: str
-    """products, attention, norms, elementwise, experts, adapters, state space, quantization or communication."""
+    """The work that they do, by which selective recompute chooses them."""
     us: float
     """Time of all of them on the GPU, in microseconds, gaps included."""
     launches: float = 1.0
@@ -47,20 +46,9 @@ class Device:
         self.gpu = gpu
         self._slower = 1 / gpu.other_kernels
 
-    def product(
-        self, m: int, n: int, k: int, *, fp8: bool = False, accumulates: bool = False, kind: str = "products"
-    ) -> Kernels:
-        """A matrix product of shapes [m, k] and [k, n].
-
-        Args:
-            m: rows of the output.
-            n: columns of the output.
-            k: length of the sums.
-            fp8: whether operands are in FP8.
-            accumulates: whether the output is added to a matrix in fp32, as for weight gradients in main_grad.
-            kind: kind of the kernels.
-        """
-        return Kernels(kind=kind, us=self.product_us(m, n, k, fp8=fp8, accumulates=accumulates) + GAP_US)
+    def product(self, m: int, n: int, k: int, *, fp8: bool, accumulates: bool = False) -> Kernels:
+        """A matrix product of shapes [m, k] and [k, n]; with `accumulates` its output is added to a matrix in fp32."""
+        return Kernels(kind="products", us=self.product_us(m, n, k, fp8=fp8, accumulates=accumulates) + GAP_US)
 
     def product_us(self, m: int, n: int, k: int, *, fp8: bool = False, accumulates: bool = False) -> float:
         """Microseconds of `product`, without the gap."""
@@ -78,11 +66,8 @@ class Device:
 
     def moves(self, megabytes: float, tbps: float, *, kind: str = "elementwise", launches: float = 1.0) -> Kernels:
         """Kernels that read and write `megabytes` in all, at `tbps` TB/s on an H200."""
-        return Kernels(
-            kind=kind,
-            us=self.memory_us(megabytes, tbps) + launches * (_MOVE_US + GAP_US),
-            launches=launches,
-        )
+        us = self.memory_us(megabytes, tbps) + launches * (_MOVE_US + GAP_US)
+        return Kernels(kind=kind, us=us, launches=launches)
 
     def memory_us(self, megabytes: float, tbps: float) -> float:
         """Microseconds of moving `megabytes` at `tbps` TB/s on an H200; what fits the cache takes no memory."""
@@ -94,14 +79,25 @@ class Device:
         """`us` of arithmetic on an H200, on this GPU."""
         return us * self._slower
 
-    def tiny(self, count: float, us: float = 1.3, *, kind: str = "elementwise", light: bool = True) -> Kernels:
+    def tiny(self, count: float, us: float, *, kind: str = "elementwise") -> Kernels:
         """`count` kernels that do next to nothing."""
-        return Kernels(
-            kind=kind,
-            us=count * (us + GAP_US),
-            launches=0.0 if light else count,
-            light_launches=count if light else 0.0,
-        )
+        return Kernels(kind=kind, us=count * (us + GAP_US), launches=0.0, light_launches=count)
+
+    def _passed_us(self, megabytes: float) -> float:
+        return megabytes / (self.gpu.link_gbps * 1e-3 * _EFFICIENCY)
+
+    def collective(self, megabytes: float, ranks: int) -> list[Kernels]:
+        """An all-gather, reduce-scatter or all-to-all of `megabytes` over all ranks, if there are several."""
+        if ranks == 1:
+            return []
+        return [Kernels(kind="communication", us=_LATENCY_US + self._passed_us(megabytes * (ranks - 1) / ranks))]
+
+    def ring(self, megabytes: float, ranks: int) -> list[Kernels]:
+        """The exposed part of the ring over which context-parallel ranks pass `megabytes` of keys and values on."""
+        if ranks == 1:
+            return []
+        us = (ranks - 1) * _LATENCY_US + self._passed_us(0.2 * megabytes * (ranks - 1))
+        return [Kernels(kind="communication", us=us, launches=4.0 * (ranks - 1))]
 
 
 _PRODUCT_US = 1.5
@@ -145,18 +141,8 @@ def rounded_documents(max_seqs: int) -> int:
     return 1 << math.ceil(math.log2(max_seqs)) if max_seqs <= 512 else max_seqs
 
 
-def _attention_forward(
-    device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int
-) -> list[Kernels]:
-    """The kernels of a forward: its set-up, zeroing of the output, and the fused kernel.
-
-    Args:
-        device: kernel times of the GPU.
-        shape: the attention's shape.
-        tokens: tokens of the micro-batch.
-        squared: sum of its documents' squared lengths.
-        max_seqs: documents that the kernel is called for: the cap of a graph, or the micro-batch's own number.
-    """
+def _attention_forward(device: Device, shape: Attention, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
+    """The kernels of a forward, of micro-batches as `Work` has them: set-up, zeroed output, and the fused kernel."""
     documents, rows = rounded_documents(max_seqs), shape.heads * tokens
     width = (shape.query_dim + shape.value_dim) / 2
     us = device.scaled(2.0 * shape.heads * width * squared * 1.79e-9 + rows * (0.24e-3 + 0.00109e-3 * width))
@@ -169,12 +155,8 @@ def _attention_forward(
     ]
 
 
-def _attention_backward(
-    device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int
-) -> list[Kernels]:
-    """The kernels of a backward: set-up, zeroed gradients, the product of output and its gradient, the fused kernel,
-    the conversion of the queries' gradient and, where heads share keys, the sums over them.
-    """
+def _attention_backward(device: Device, shape: Attention, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
+    """The kernels of a backward: set-up, zeroed gradients, products, the fused kernel, and sums over heads."""
     documents, rows = rounded_documents(max_seqs), shape.heads * tokens
     width = (shape.query_dim + shape.value_dim) / 2
     us = device.scaled(5.0 * shape.heads * width * squared * 2.05e-9 + rows * (0.38e-3 + 0.0027e-3 * width))
@@ -236,39 +218,6 @@ def data_parallel_ms(nbytes: float, ranks: int, gbps: float) -> float:
     return 0.0 if ranks == 1 else _LATENCY_US / 1000 + nbytes * (ranks - 1) / ranks / (gbps * 1e6)
 
 
-class Links:
-    """The links of one GPU to the others of its host, or to other hosts."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        """The links of `gpu`."""
-        self._megabytes_a_us = gpu.link_gbps * 1e-3 * _EFFICIENCY
-
-    def _collective(self, megabytes: float, ranks: int) -> Kernels:
-        """An all-gather, reduce-scatter or all-to-all of `megabytes` over all ranks."""
-        us = _LATENCY_US + megabytes * (ranks - 1) / ranks / self._megabytes_a_us
-        return Kernels(kind="communication", us=us)
-
-    def tensor_parallel(
-        self, megabytes: float, ranks: int, sequence_parallel: bool
-    ) -> tuple[list[Kernels], list[Kernels]]:
-        """What goes before a column-parallel and after a row-parallel product, for `megabytes` of hidden states."""
-        if ranks == 1:
-            return [], []
-        one = self._collective(megabytes, ranks)
-        return ([one], [one]) if sequence_parallel else ([], [one, one])
-
-    def context_parallel(self, megabytes: float, ranks: int) -> list[Kernels]:
-        """The exposed part of the ring over which ranks pass `megabytes` of keys and values on."""
-        if ranks == 1:
-            return []
-        return [Kernels(kind="communication", us=(ranks - 1) * _LATENCY_US + 0.2 * megabytes * (ranks - 1)
-                        / self._megabytes_a_us, launches=4.0 * (ranks - 1))]  # fmt: skip
-
-    def expert_parallel(self, megabytes: float, ranks: int) -> list[Kernels]:
-        """One exchange of `megabytes` of tokens between expert-parallel ranks."""
-        return [] if ranks == 1 else [self._collective(megabytes, ranks)]
-
-
 TUNED_NORMS = frozenset(
     (512, 768, 1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288, 12800, 14336, 15360, 16384)
 )
@@ -298,37 +247,101 @@ class Layer:
     backward: list[Kernels] = field(default_factory=list)
     """Kernels of the backward, without recomputation."""
 
-    def add(self, other: Layer) -> None:
-        """Append the kernels of `other`."""
-        self.forward += other.forward
-        self.backward += other.backward
+    def add(self, *others: Layer) -> None:
+        """Append the kernels of `others`."""
+        for other in others:
+            self.forward += other.forward
+            self.backward += other.backward
 
 
-class LayerModel:
-    """Makes the kernels of the layers of one model on one GPU."""
+class Decoder:
+    """The layers of a pipeline rank of `model` on `gpu`."""
 
-    def __init__(self, model: Model, device: Device, links: Links) -> None:
-        self._model, self._device, self._links = model, device, links
+    def __init__(self, model: Model, gpu: Gpu, *, pipeline_size: int = 1) -> None:
+        """The layers of the pipeline rank, among `pipeline_size`, whose layers take longest: the others wait for it."""
+        self._model, self._device = model, Device(gpu)
         self._tp = model.tensor_model_parallel_size
-        self._fp8 = model.fp8_recipe is not None and device.gpu.fp8_tflops is not None
+        self._fp8 = model.fp8_recipe is not None and gpu.fp8_tflops is not None
+        ranks = [stage.layers for stage in stages(model, pipeline_size=pipeline_size, num_chunks=1)]
+        lengths = {kind: self._length_us(kind) for layers in ranks for kind in layers}
+        self._layers: list[Kind] = max(ranks, key=lambda layers: sum(lengths[kind] for kind in layers))
 
-    def attention_layer(self, work: Work) -> Layer:
+    @property
+    def num_layers(self) -> int:
+        """Layers of the rank."""
+        return len(self._layers)
+
+    def time(self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1) -> DecoderTime:
+        """The time of one micro-batch. Arguments are those of `Work`, with `tokens` of all context-parallel ranks."""
+        work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
+        made = {kind: self._layer(kind, work) for kind in set(self._layers)}
+        us, launches, light = 0.0, 0.0, 0.0
+        expert, expert_light = 0.0, 0.0
+        for index, kind in enumerate(self._layers):
+            for kernels in self._kernels(made[kind], index):
+                us += kernels.us
+                launches += kernels.launches
+                light += kernels.light_launches
+            if "moe" in kind:
+                layer = self._expert_layer(work)
+                layer.add(self._adapters(work, "moe"))
+                of_experts = self._kernels(layer, index)
+                expert += sum(kernels.launches for kernels in of_experts)
+                expert_light += sum(kernels.light_launches for kernels in of_experts)
+        return DecoderTime(
+            gpu_ms=us / 1000,
+            launches=launches,
+            light_launches=light,
+            expert_launches=expert,
+            expert_light_launches=expert_light,
+        )
+
+    def _length_us(self, kind: Kind) -> float:
+        """Time of a layer on the GPU and of its launches, to compare it with others."""
+        layer = self._layer(kind, Work(tokens=4096, squared=2e6, max_seqs=12, cp_size=1))
+        return sum(one.us + _LAUNCH_US * one.launches for one in (*layer.forward, *layer.backward))
+
+    def _layer(self, kind: Kind, work: Work) -> Layer:
+        if kind == "mamba":
+            return self._mamba_layer(work)
+        layer = Layer()
+        if "attention" in kind:
+            layer.add(self._attention_layer(work))
+        if "mlp" in kind:
+            layer.add(self._mlp_layer(work))
+        if "moe" in kind:
+            layer.add(self._expert_layer(work))
+        layer.add(self._adapters(work, kind))
+        return layer
+
+    def _kernels(self, layer: Layer, index: int) -> Sequence[Kernels]:
+        """All kernels of a layer, those that are computed again included."""
+        model = self._model
+        again: list[Kernels] = []
+        if model.recompute_granularity == "full":
+            last = model.recompute_num_layers if model.recompute_method == "block" else None
+            if last is None or index < last:
+                again = layer.forward
+        elif model.recompute_granularity == "selective":
+            kinds = {kind for module in model.recompute_modules for kind in _RECOMPUTED.get(module, ())}
+            again = [kernels for kernels in layer.forward if kernels.kind in kinds]
+        return [*layer.forward, *again, *layer.backward]
+
+    def _attention_layer(self, work: Work) -> Layer:
         """Normalization, attention with its projections, and the residual."""
         layer = self._latent_attention(work) if self._model.multi_latent_attention else self._attention(work)
         layer.add(self._residual(work))
         return layer
 
-    def mlp_layer(self, work: Work) -> Layer:
+    def _mlp_layer(self, work: Work) -> Layer:
         """Normalization, the dense MLP, and the residual."""
-        layer = self._norm(work, self._model.hidden_size)
-        layer.add(self._gather_and_reduce(work))
-        layer.add(self._mlp(work.tokens, self._model.ffn_size))
-        layer.add(self._residual(work))
+        layer = self._before_product(work)
+        layer.add(self._mlp(work.tokens, self._model.ffn_size), self._residual(work))
         return layer
 
-    def expert_layer(self, work: Work) -> Layer:
+    def _expert_layer(self, work: Work) -> Layer:
         """Normalization, router, experts with their exchange of tokens, shared experts, and the residual."""
-        layer = self._norm(work, self._model.hidden_size)
+        layer = self._norm(work)
         layer.add(self._experts(work))
         if self._model.moe_shared_expert_intermediate_size:
             layer.add(self._gather_and_reduce(work))
@@ -336,25 +349,23 @@ class LayerModel:
         layer.add(self._residual(work))
         return layer
 
-    def mamba_layer(self, work: Work) -> Layer:
+    def _mamba_layer(self, work: Work) -> Layer:
         """Normalization, a Mamba-2 mixer, and the residual."""
         model, device, tokens = self._model, self._device, work.tokens
         heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
         inner = heads * model.mamba_head_dim // self._tp
         states = model.mamba_num_groups * model.mamba_state_dim // min(self._tp, model.mamba_num_groups)
-        layer = self._norm(work, model.hidden_size)
-        layer.add(self._gather_and_reduce(work))
+        layer = self._before_product(work)
         layer.add(self._linear(tokens, model.hidden_size, 2 * inner + 2 * states + heads // self._tp))
         convolved, width = tokens * (inner + 2 * states), tokens * inner * (0.5 + 0.5 * model.mamba_state_dim / 128)
         scan = device.scaled(_SCAN_FORWARD * width + _CONVOLUTION_FORWARD * convolved)
         layer.forward.append(Kernels(kind="state space", us=scan + 11 * GAP_US + 10, launches=11))
         scan = device.scaled(_SCAN_BACKWARD * width + _CONVOLUTION_BACKWARD * convolved)
         layer.backward.append(Kernels(kind="state space", us=scan + 50 * GAP_US + 50, launches=50))
-        layer.add(self._linear(tokens, inner, model.hidden_size))
-        layer.add(self._residual(work))
+        layer.add(self._linear(tokens, inner, model.hidden_size), self._residual(work))
         return layer
 
-    def adapters(self, work: Work, kind: Kind) -> Layer:
+    def _adapters(self, work: Work, kind: Kind) -> Layer:
         """The adapters of a layer's linear layers: two thin products each, and their sum with what the layer gives."""
         model, device, layer = self._model, self._device, Layer()
         if model.lora_dim is None:
@@ -362,42 +373,42 @@ class LayerModel:
         for width in adapted_widths(model, kind):
             product = device.product_us(work.tokens, int(width), model.lora_dim)
             added = device.memory_us(3 * work.tokens * width * 2e-6, 3.0)
-            for kernels, times, launches in (
-                (layer.forward, 1, _ADAPTER_FORWARD),
-                (layer.backward, 2, _ADAPTER_BACKWARD),
-            ):
+            for kernels, times, launches in ((layer.forward, 1, 6), (layer.backward, 2, 7)):
+                # launches are what a step of LoRA took longer (benchmarks/results/trainer-rows.md)
                 us = times * product + added + launches * GAP_US
                 kernels.append(Kernels(kind="adapters", us=us, launches=launches))
         return layer
 
-    # --- parts ------------------------------------------------------------------------------------------------------
-
     def _between(self, work: Work) -> int:
-        """Tokens of the rank between matrix products."""
         return work.tokens // self._tp if self._model.sequence_parallel else work.tokens
 
     def _gather_and_reduce(self, work: Work) -> Layer:
         """Communication of tensor parallelism around two products: before the first and after the second."""
-        megabytes = work.tokens * self._model.hidden_size * 2e-6
-        gather, reduce = self._links.tensor_parallel(megabytes, self._tp, self._model.sequence_parallel)
-        return Layer(forward=[*gather, *reduce], backward=[*reduce, *gather, *(gather if reduce else [])])
+        one = self._device.collective(work.tokens * self._model.hidden_size * 2e-6, self._tp)
+        if self._model.sequence_parallel:  # a gather and a reduce-scatter; the backward gathers once more
+            return Layer(forward=[*one, *one], backward=[*one, *one, *one])
+        return Layer(forward=[*one, *one], backward=[*one, *one])
 
-    def _norm(self, work: Work, width: int) -> Layer:
+    def _before_product(self, work: Work) -> Layer:
+        layer = self._norm(work)
+        layer.add(self._gather_and_reduce(work))
+        return layer
+
+    def _norm(self, work: Work) -> Layer:
         """A normalization in the fused layer before a product; its backward adds up the residual's gradient."""
-        device, tokens = self._device, self._between(work)
-        megabytes = tokens * width * 2e-6
-        tuned = width in TUNED_NORMS
-        adds = device.moves(3 * megabytes, 4.3)
-        if tuned:
-            forward = device.moves(2 * megabytes, 3.5, kind="norms")
-            backward = [device.moves(3 * megabytes, 3.3, kind="norms"), device.tiny(1, 3.2, kind="norms")]
-        else:
-            forward = device.moves(2 * megabytes, 1.2, kind="norms")
-            backward = [device.moves(3 * megabytes, 2.1, kind="norms"), device.tiny(1, 21, kind="norms")]
-        return Layer(forward=[forward], backward=[*backward, adds])
+        device, width = self._device, self._model.hidden_size
+        megabytes = self._between(work) * width * 2e-6
+        forward, backward, sums_us = (3.5, 3.3, 3.2) if width in TUNED_NORMS else (1.2, 2.1, 21)
+        return Layer(
+            forward=[device.moves(2 * megabytes, forward, kind="norms")],
+            backward=[
+                device.moves(3 * megabytes, backward, kind="norms"),
+                device.tiny(1, sums_us, kind="norms"),
+                device.moves(3 * megabytes, 4.3),
+            ],
+        )
 
     def _head_norms(self, tokens: int, heads: int) -> Layer:
-        """Normalization of queries or keys, a head at a time."""
         forward = self._device.scaled(0.2e-3 * tokens * heads) + GAP_US
         backward = self._device.scaled(0.32e-3 * tokens * heads + 73) + 2 * GAP_US
         return Layer(
@@ -446,15 +457,12 @@ class LayerModel:
         return [cast, device.moves(2 * megabytes, 3.5, kind="quantization", launches=0.3), small]
 
     def _mlp(self, tokens: int, width: int) -> Layer:
-        """Two products with an activation between them."""
         model, inner = self._model, width // self._tp
         layer = self._linear(tokens, model.hidden_size, inner * (2 if model.gated_linear_unit else 1))
-        layer.add(self._activation(tokens * inner))
-        layer.add(self._linear(tokens, inner, model.hidden_size, fused_scale=False))
+        layer.add(self._activation(tokens * inner), self._linear(tokens, inner, model.hidden_size, fused_scale=False))
         return layer
 
     def _activation(self, elements: int) -> Layer:
-        """SwiGLU or GELU of so many `elements`."""
         device, megabytes = self._device, elements * 2e-6
         if self._model.gated_linear_unit:
             return Layer(
@@ -466,15 +474,13 @@ class LayerModel:
         return Layer(forward=[device.moves(2 * megabytes, 2.6)], backward=backward)
 
     def _attention(self, work: Work) -> Layer:
-        model, device, tokens, cp = self._model, self._device, work.tokens, work.cp_size
+        model, device, tokens = self._model, self._device, work.tokens
         heads, width = max(1, model.num_attention_heads // self._tp), model.head_dim
         groups = max(1, model.query_groups // self._tp)
-        layer = self._norm(work, model.hidden_size)
-        layer.add(self._gather_and_reduce(work))
+        layer = self._before_product(work)
         layer.add(self._linear(tokens, model.hidden_size, (heads + 2 * groups) * width))
         if model.qk_layernorm:
-            layer.add(self._head_norms(tokens, heads))
-            layer.add(self._head_norms(tokens, groups))
+            layer.add(self._head_norms(tokens, heads), self._head_norms(tokens, groups))
         copied = groups + (heads if groups < heads else 0) + (groups if model.qk_layernorm else 0)
         layer.forward.append(device.moves(2 * tokens * copied * width * 2e-6, 1.5, launches=2))
         if model.rotary:
@@ -482,25 +488,21 @@ class LayerModel:
             layer.forward.append(Kernels(kind="elementwise", us=us, launches=2))
             layer.backward.append(Kernels(kind="elementwise", us=us, launches=2))
         shape = Attention(heads=heads, groups=groups, query_dim=width, value_dim=width)
-        layer.add(self._kernels_of(shape, work, cp))
+        layer.add(self._core_attention(shape, work))
         layer.backward.append(device.moves(2 * tokens * (heads + 2 * groups) * width * 2e-6, 4.2))
         layer.add(self._linear(tokens, heads * width, model.hidden_size, fused_scale=False))
         if self._fp8:  # the output of attention is kept in bf16, and cast again in the backward
             layer.backward += self._quantize(tokens * heads * width, seen=False)
         return layer
 
-    def _kernels_of(self, shape: Attention, work: Work, cp: int) -> Layer:
+    def _core_attention(self, shape: Attention, work: Work) -> Layer:
         """The attention kernels; under context parallelism a part for each step of the ring."""
-        layer = Layer()
+        layer, cp = Layer(), work.cp_size
         tokens, squared = work.tokens, work.squared / (cp * cp)
         for _ in range(cp):
-            layer.forward += _attention_forward(
-                self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
-            )
-            layer.backward += _attention_backward(
-                self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
-            )
-        ring = self._links.context_parallel(tokens * shape.groups * (shape.query_dim + shape.value_dim) * 2e-6, cp)
+            layer.forward += _attention_forward(self._device, shape, tokens, squared, work.max_seqs)
+            layer.backward += _attention_backward(self._device, shape, tokens, squared, work.max_seqs)
+        ring = self._device.ring(tokens * shape.groups * (shape.query_dim + shape.value_dim) * 2e-6, cp)
         layer.forward += ring
         layer.backward += [*ring, *ring]
         return layer
@@ -510,15 +512,18 @@ class LayerModel:
         model, device, tokens = self._model, self._device, work.tokens
         heads = max(1, model.num_attention_heads // self._tp)
         query = model.qk_head_dim + model.qk_pos_emb_head_dim
-        layer = self._norm(work, model.hidden_size)
-        layer.add(self._gather_and_reduce(work))
+        layer = self._before_product(work)
         if model.q_lora_rank:
-            layer.add(self._linear(tokens, model.hidden_size, model.q_lora_rank))
-            layer.add(self._linear(tokens, model.q_lora_rank, heads * query))
+            layer.add(
+                self._linear(tokens, model.hidden_size, model.q_lora_rank),
+                self._linear(tokens, model.q_lora_rank, heads * query),
+            )
         else:
             layer.add(self._linear(tokens, model.hidden_size, heads * query))
-        layer.add(self._linear(tokens, model.hidden_size, model.kv_lora_rank + model.qk_pos_emb_head_dim))
-        layer.add(self._linear(tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim)))
+        layer.add(
+            self._linear(tokens, model.hidden_size, model.kv_lora_rank + model.qk_pos_emb_head_dim),
+            self._linear(tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim)),
+        )
         layer.forward += [
             device.moves(2 * tokens * model.kv_lora_rank * 2e-6, 2.0),
             Kernels(kind="attention", us=0.0, launches=_LATENT_LAUNCHES),
@@ -530,7 +535,7 @@ class LayerModel:
         shape = Attention(heads=heads, groups=heads, query_dim=query, value_dim=model.v_head_dim)
         layer.forward.append(device.moves(2 * rotary, 2.2, launches=2))
         layer.backward.append(device.moves(3 * rotary, 2.2, launches=4))
-        layer.add(self._kernels_of(shape, work, work.cp_size))
+        layer.add(self._core_attention(shape, work))
         layer.forward.append(device.moves(2 * tokens * heads * model.v_head_dim * 2e-6, 1.5))
         layer.add(self._linear(tokens, heads * model.v_head_dim, model.hidden_size, fused_scale=False))
         return layer
@@ -552,7 +557,7 @@ class LayerModel:
         layer.forward.append(device.moves(4 * routed * model.hidden_size * 2e-6, 5.0, kind="experts", launches=8))
         permuted = device.scaled(8.1e-6 * routed * model.hidden_size)
         layer.backward.append(Kernels(kind="experts", us=permuted, launches=8))
-        exchange = self._links.expert_parallel(routed * model.hidden_size * 2e-6, model.expert_model_parallel_size)
+        exchange = device.collective(routed * model.hidden_size * 2e-6, model.expert_model_parallel_size)
         layer.forward += [*exchange, *exchange]
         layer.backward += [*exchange, *exchange]
         gate = 2 if model.gated_linear_unit else 1
@@ -572,13 +577,11 @@ class LayerModel:
         return layer
 
     def _quantize_experts(self, elements: int, experts: int) -> list[Kernels]:
-        """FP8 casts of the experts' inputs, an expert at a time."""
         us = experts * (_QUANTIZE_EXPERT_US + 4 * GAP_US)
         moved = self._device.memory_us(6 * elements * 1e-6, 3.0)
         return [Kernels(kind="quantization", us=max(us, moved), launches=0, light_launches=4 * experts)]
 
     def _grouped(self, experts: int, m: int, n: int, k: int, *, accumulates: bool) -> list[Kernels]:
-        """The same product for every local expert, on several streams at once."""
         one = self._device.product_us(m, n, k, fp8=self._fp8)
         if accumulates:  # sums are so short that nothing hides the reads and writes of the gradients
             one += self._device.memory_us(m * n * 8e-6, _ACCUMULATE_TBPS)
@@ -590,8 +593,6 @@ _SCAN_FORWARD = 13.0e-6
 _SCAN_BACKWARD = 44.7e-6
 _CONVOLUTION_FORWARD = 2.45e-6
 _CONVOLUTION_BACKWARD = 7.9e-6
-_ADAPTER_FORWARD, _ADAPTER_BACKWARD = 6, 7
-"""Launches of an adapter in the two passes: what a step of LoRA took longer (benchmarks/results/trainer-rows.md)."""
 _LATENT_LAUNCHES = 16
 """Launches that splitting and joining the latent parts costs the host as much as, though they launch little."""
 _AT_ONCE = 0.88
@@ -620,110 +621,11 @@ class DecoderTime:
     """Those of `launches` that layers' expert parts make, which dropless experts keep out of graphs."""
     expert_light_launches: float
     """Those of `light_launches` that these parts make."""
-    ms_by_kind: dict[str, float]
-    """Time on the GPU by kind of kernel, in milliseconds."""
 
     @property
     def replay_ms(self) -> float:
         """Time of a replay, in milliseconds."""
         return self.gpu_ms + _REPLAY_MS
-
-
-class Decoder:
-    """The layers of a pipeline rank of `model` on `gpu`."""
-
-    def __init__(self, model: Model, gpu: Gpu, *, pipeline_size: int = 1) -> None:
-        """The layers of the pipeline rank whose layers take longest, for which the others wait.
-
-        Args:
-            model: the model.
-            gpu: the GPU.
-            pipeline_size: stages that the layers are spread over.
-        """
-        self._model = model
-        self._makes = LayerModel(model, Device(gpu), Links(gpu))
-        ranks = [stage.layers for stage in stages(model, pipeline_size=pipeline_size, num_chunks=1)]
-        lengths = {kind: self._length_us(kind) for layers in ranks for kind in layers}
-        self._layers: list[Kind] = max(ranks, key=lambda layers: sum(lengths[kind] for kind in layers))
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the rank."""
-        return len(self._layers)
-
-    def time(self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1) -> DecoderTime:
-        """The time of one micro-batch.
-
-        Args:
-            tokens: tokens of the micro-batch over all context-parallel ranks.
-            squared: sum of its documents' squared lengths.
-            max_seqs: documents that attention is called for: a graph's cap, or the micro-batch's own number.
-            cp_size: context-parallel ranks that share it.
-        """
-        work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
-        made = {kind: self._layer(kind, work) for kind in set(self._layers)}
-        us, launches, light = 0.0, 0.0, 0.0
-        expert, expert_light = self._of_experts(work)
-        by_kind: Counter[str] = Counter()
-        for index, kind in enumerate(self._layers):
-            for kernels in self._kernels(made[kind], index):
-                us += kernels.us
-                launches += kernels.launches
-                light += kernels.light_launches
-                by_kind[kernels.kind] += kernels.us / 1000  # type: ignore[assignment]
-        return DecoderTime(
-            gpu_ms=us / 1000,
-            launches=launches,
-            light_launches=light,
-            expert_launches=expert,
-            expert_light_launches=expert_light,
-            ms_by_kind=dict(by_kind),
-        )
-
-    def _length_us(self, kind: Kind) -> float:
-        """How long a layer takes by its work on the GPU and its launches together, in microseconds, to compare it with
-        others."""
-        layer = self._layer(kind, Work(tokens=4096, squared=2e6, max_seqs=12, cp_size=1))
-        return sum(one.us + _LAUNCH_US * one.launches for one in (*layer.forward, *layer.backward))
-
-    def _layer(self, kind: Kind, work: Work) -> Layer:
-        """The kernels of a layer that holds what its `kind` says."""
-        if kind == "mamba":
-            return self._makes.mamba_layer(work)
-        layer = Layer()
-        if "attention" in kind:
-            layer.add(self._makes.attention_layer(work))
-        if "mlp" in kind:
-            layer.add(self._makes.mlp_layer(work))
-        if "moe" in kind:
-            layer.add(self._makes.expert_layer(work))
-        layer.add(self._makes.adapters(work, kind))
-        return layer
-
-    def _of_experts(self, work: Work) -> tuple[float, float]:
-        """Launches of all layers' expert parts, heavy and light ones."""
-        heavy, light = 0.0, 0.0
-        for index, kind in enumerate(self._layers):
-            if "moe" in kind:
-                layer = self._makes.expert_layer(work)
-                layer.add(self._makes.adapters(work, "moe"))
-                kernels = self._kernels(layer, index)
-                heavy += sum(one.launches for one in kernels)
-                light += sum(one.light_launches for one in kernels)
-        return heavy, light
-
-    def _kernels(self, layer: Layer, index: int) -> Sequence[Kernels]:
-        """All kernels of a layer, those that are computed again included."""
-        model = self._model
-        again: list[Kernels] = []
-        if model.recompute_granularity == "full":
-            last = model.recompute_num_layers if model.recompute_method == "block" else None
-            if last is None or index < last:
-                again = layer.forward
-        elif model.recompute_granularity == "selective":
-            kinds = _kinds_of(model.recompute_modules)
-            again = [kernels for kernels in layer.forward if kernels.kind in kinds]
-        return [*layer.forward, *again, *layer.backward]
 
 
 _RECOMPUTED = {
@@ -733,7 +635,3 @@ _RECOMPUTED = {
     "moe": ("experts",),
     "moe_act": ("experts",),
 }
-
-
-def _kinds_of(modules: Sequence[str]) -> set[str]:
-    return {kind for module in modules for kind in _RECOMPUTED.get(module, ())}

@@ -58,7 +58,6 @@ def eager_in_flight(
     Args:
         table: the micro-batches; without dynamic context parallelism.
         eager: whether each runs eagerly, shape [micro-batches].
-        pipeline_size: pipeline ranks.
         num_chunks: model chunks on a pipeline rank; over 1 the schedule is the interleaved one.
         group: contiguous micro-batches of one chunk in the interleaved schedule; None: `pipeline_size`.
     """
@@ -70,25 +69,24 @@ def eager_in_flight(
         parts = (rows[first : first + _AT_ONCE] for first in range(0, len(rows), _AT_ONCE))
         columns = [np.ascontiguousarray(part.T).view(np.int8) for part in parts]
         for rank in range(pipeline_size):
-            events = _events(
+            begun: Counter[tuple[str, int]] = Counter()
+            events = []  # the micro-batch of every pass, and 1 for its forward, -1 for its backward
+            for of_pass in passes(
                 rank=rank,
                 pipeline_size=pipeline_size,
                 num_chunks=num_chunks,
                 num_microbatches=rows.shape[1],
                 group=group or pipeline_size,
-            )
+            ):
+                events.append((begun[of_pass], 1 if of_pass[0] == "forward" else -1))
+                begun[of_pass] += 1  # each chunk takes the micro-batches in their order
             for marks in columns:
                 most[rank] = max(most[rank], _worst(marks, events))
     return most
 
 
 def _worst(marks: NDArray[np.int8], events: list[tuple[int, int]]) -> int:
-    """The most marked micro-batches that are in flight at once in any row.
-
-    Args:
-        marks: 1 for each micro-batch that counts, shape [micro-batches, rows].
-        events: the micro-batch of every pass in order, and 1 for its forward, -1 for its backward.
-    """
+    """The most marked micro-batches [micro-batches, rows] that are in flight at once in any row."""
     held = np.zeros(marks.shape[1], dtype=np.int32)
     most = held.copy()
     for place, change in events:
@@ -122,24 +120,6 @@ def _by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[NDArray[
     return found
 
 
-def _events(
-    *, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int
-) -> list[tuple[int, int]]:
-    """The micro-batch of every pass of a pipeline rank in one step, and 1 for its forward, -1 for its backward."""
-    begun: Counter[tuple[str, int]] = Counter()
-    events = []
-    for kind, chunk in passes(
-        rank=rank,
-        pipeline_size=pipeline_size,
-        num_chunks=num_chunks,
-        num_microbatches=num_microbatches,
-        group=group,
-    ):
-        events.append((begun[kind, chunk], 1 if kind == "forward" else -1))
-        begun[kind, chunk] += 1  # each chunk takes the micro-batches in their order
-    return events
-
-
 _ADAPTER_STATE_BYTES = 16
 """Bytes of an adapter's parameter, which peft keeps in float32: weight, gradient and two moments."""
 _TILE = (4096, 32768)
@@ -165,43 +145,37 @@ def trainer_loss_bytes(model: Model, vocab_size: int, n_tokens: int) -> int:
 
 
 def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
-    """What one layer saves for its backward, in the order in which it does; None for layers of other kinds.
-
-    Args:
-        model: the model.
-        kind: what the layer holds.
-    """
+    """What one layer saves for its backward, in the order in which it does; None for layers of other kinds."""
     if kind != "attention+mlp":
         return None
     element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
-    found: list[tuple[str, float]] = []
+    heads, groups, adapter = model.num_attention_heads, model.query_groups, element * (model.lora_dim or 0)
 
-    def norm(name: str, width: int, count: int) -> None:
+    def norm(name: str, width: int, count: int = 1) -> list[tuple[str, float]]:
         """A norm of `count` times `width` values: its input and statistics in float32, and what its weight scales."""
-        found.extend([(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, element * width * count)])
+        return [(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, element * width * count)]
 
-    def linear(name: str, *widths: int) -> None:
-        """The inputs of a linear layer that nothing before has saved, and what its adapter saves."""
-        found.extend((name, element * width) for width in widths)
-        if model.lora_dim is not None:
-            found.append((name, element * model.lora_dim))
+    def linear(name: str, width: int = 0) -> list[tuple[str, float]]:
+        """The input of a linear layer, unless something before has saved it, and what its adapter saves."""
+        return [(name, nbytes) for nbytes in (element * width, adapter) if nbytes]
 
-    norm("input_layernorm", hidden, 1)
-    linear("self_attn.q_proj", hidden)
-    linear("self_attn.k_proj")
-    linear("self_attn.v_proj")
-    if model.qk_layernorm:
-        norm("self_attn.q_norm", model.head_dim, model.num_attention_heads)
-        norm("self_attn.k_norm", model.head_dim, model.query_groups)
-    found += [("self_attn", element * width) for width in (queries, keys, keys, queries)]
-    found.append(("self_attn", STATISTICS_BYTES * model.num_attention_heads))
-    linear("self_attn.o_proj")
-    norm("post_attention_layernorm", hidden, 1)
-    linear("mlp.gate_proj", hidden)
-    linear("mlp.up_proj")
-    found += [("mlp", element * ffn)] * 3
-    linear("mlp.down_proj", ffn)
+    found = [
+        *norm("input_layernorm", hidden),
+        *linear("self_attn.q_proj", hidden),
+        *linear("self_attn.k_proj"),
+        *linear("self_attn.v_proj"),
+        *(norm("self_attn.q_norm", model.head_dim, heads) if model.qk_layernorm else ()),
+        *(norm("self_attn.k_norm", model.head_dim, groups) if model.qk_layernorm else ()),
+        *(("self_attn", element * width) for width in (queries, keys, keys, queries)),
+        ("self_attn", STATISTICS_BYTES * heads),
+        *linear("self_attn.o_proj"),
+        *norm("post_attention_layernorm", hidden),
+        *linear("mlp.gate_proj", hidden),
+        *linear("mlp.up_proj"),
+        *[("mlp", element * ffn)] * 3,
+        *linear("mlp.down_proj", ffn),
+    ]
     saved = [Saved(module=module, bytes_per_token=nbytes) for module, nbytes in found]
     if model.recompute_granularity is None:
         return saved
@@ -212,7 +186,6 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
 
 
 def _element(model: Model) -> int:
-    """Bytes of a number in the model's precision."""
     return 4 if model.precision == "fp32" else 2
 
 
@@ -228,51 +201,6 @@ _SAVED_LOGITS_BYTES = 4
 """Bytes of an element of the softmax that the loss keeps for its backward."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    """What one pipeline rank holds, in bytes."""
-
-    state: float
-    moments: float
-    """The part of `state` that the optimizer's first step makes."""
-    graphs: int
-    """All graphs."""
-    one_graph: int
-    """What the last capture adds to them."""
-    static: int
-    eager: int
-    """Eager micro-batches in flight at once, with all they keep."""
-    experts: int
-    """Dropless experts of replayed micro-batches in flight beside those."""
-    warm_up: int
-    """One warm-up pass before a capture."""
-    outside: int
-    watch: float
-    """The eager run of a verified micro-batch, with the gradients that are compared; 0 where none is verified."""
-
-    @property
-    def verifying(self) -> float:
-        """Memory where a micro-batch is verified."""
-        beside = self.graphs + self.static + self.experts
-        return self.state + beside + self.watch + LIBRARY_BYTES if self.watch else 0
-
-    @property
-    def peak(self) -> float:
-        """The largest of all moments."""
-        return max(self.training, self.capturing, self.verifying)
-
-    @property
-    def training(self) -> float:
-        """Memory in the worst step."""
-        return self.state + self.graphs + self.static + self.eager + self.experts + self.outside + LIBRARY_BYTES
-
-    @property
-    def capturing(self) -> float:
-        """Memory at the last capture, in the first step."""
-        there = self.graphs - self.one_graph
-        return self.state - self.moments + there + self.static + self.warm_up + LIBRARY_BYTES
-
-
 def predict_memory(
     run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, freed_bytes: int = 0, watched: bool = False
 ) -> Memory | None:
@@ -282,7 +210,6 @@ def predict_memory(
     dynamic context parallelism, where ranks hold different micro-batches.
 
     Args:
-        run: the run.
         costs: the cost table; a measured one gives the memory of a slot.
         buckets: the shapes that are captured; none: all micro-batches run eagerly.
         freed_bytes: bytes by which activations that wait on the host shrink the graphs of the rank with most slots.
@@ -300,160 +227,97 @@ def predict_memory(
     eager = np.ones(len(table), dtype=np.bool_)
     for bucket in buckets:
         eager &= ~holds(bucket, shapes)
-    chunks = settings.virtual_pipeline_size or 1
+    chunks, pipeline = settings.virtual_pipeline_size or 1, settings.pipeline_parallel_size
     in_flight = eager_in_flight(
-        table,
-        eager,
-        pipeline_size=settings.pipeline_parallel_size,
-        num_chunks=chunks,
-        group=settings.microbatch_group_size,
+        table, eager, pipeline_size=pipeline, num_chunks=chunks, group=settings.microbatch_group_size
     )
-    parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)
-    ranks = [
-        _rank(
-            run,
-            model,
-            stage,
-            costs,
-            slots=run.slots[rank] if buckets else [0] * chunks,
-            in_flight=in_flight[rank],
-            num_buckets=len(buckets),
-            share_of_model=1 / (len(parts) * chunks),
-            freed_bytes=freed_bytes if rank == 0 else 0,
-            watched=watched and bool(buckets),
-        )
-        for rank, stage in enumerate(parts)
-    ]
-    most = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
-    return _memory(ranks[most], most, in_flight[most])
+    moments: list[Memory] = []
+    for rank, stage in enumerate(stages(model, pipeline_size=pipeline, num_chunks=chunks)):
+        slots = run.slots[rank] if buckets else [0] * chunks
+        freed = freed_bytes if rank == 0 else 0
+        held = _held(run, model, stage, costs, slots, in_flight[rank], len(buckets), freed, watched and bool(buckets))
+        for moment, parts in held.items():
+            rounded = {name: round(nbytes) for name, nbytes in parts.items()}
+            peak = sum(rounded.values())
+            moments.append(
+                Memory(moment=moment, peak_bytes=peak, **rounded, eager_in_flight=in_flight[rank], pipeline_rank=rank)
+            )
+    return max(moments, key=lambda memory: memory.peak_bytes)
 
 
-def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
-    """The parts at the moment of the peak."""
-    moments: dict[Moment, float] = {
-        "training": rank.training,
-        "capture": rank.capturing,
-        "verification": rank.verifying,
-    }
-    moment = max(moments, key=lambda name: moments[name])
-    capturing, verifying = moment == "capture", moment == "verification"
-    state = rank.state - rank.moments if capturing else rank.state
-    parts = {
-        "state_bytes": round(state),
-        "graph_bytes": rank.graphs - rank.one_graph if capturing else rank.graphs,
-        "static_bytes": rank.static + LIBRARY_BYTES,
-        "eager_bytes": round(rank.watch) if verifying else rank.warm_up if capturing else rank.eager,
-        "experts_bytes": 0 if capturing else rank.experts,
-        "outside_bytes": 0 if capturing or verifying else rank.outside,
-    }
-    return Memory(
-        moment=moment,
-        peak_bytes=sum(parts.values()),
-        **parts,
-        eager_in_flight=in_flight,
-        pipeline_rank=number,
-    )
-
-
-def _rank(
+def _held(
     run: AnalyzedRun,
     model: Model,
     stage: Stage,
     costs: CostTable,
-    *,
     slots: Sequence[int],
     in_flight: int,
     num_buckets: int,
-    share_of_model: float,
     freed_bytes: int,
     watched: bool,
-) -> _Rank:
-    """What a rank of `stage` holds."""
+) -> dict[Moment, dict[str, float]]:
+    """What a rank of `stage` holds in each moment, by the names of `Memory`."""
     assert model.vocab_size is not None
-    settings, n_tokens, layer_graphs = run.settings, run.n_tokens, run.layer_graphs
-    of_trainer = settings.is_of_trainer
+    settings, n_tokens, of_trainer = run.settings, run.n_tokens, run.settings.is_of_trainer
+    layers = _Layers(model, settings, n_tokens, layer_graphs=run.layer_graphs)
     parameters = stage_parameters(model, stage, model.vocab_size)
-    state, moments = (
-        trainer_state_bytes(model, parameters)
-        if of_trainer
-        else state_bytes(
-            model,
-            parameters,
-            data_parallel_size=settings.data_parallel_size,
-            context_parallel_size=settings.context_parallel_size,
-        )
-    )
+    if of_trainer:
+        state, adam = trainer_state_bytes(model, parameters)
+        outside = trainer_loss_bytes(model, model.vocab_size, n_tokens)
+    else:
+        data, context = settings.data_parallel_size, settings.context_parallel_size
+        state, adam = state_bytes(model, parameters, data_parallel_size=data, context_parallel_size=context)
+        outside = _outside(model, stage, model.vocab_size, n_tokens)
     depths = [0] * len(stage.chunks)
     if stage.last and not of_trainer:
         depths[-1] = model.mtp_num_layers
     parts = [([chunk], depth) for chunk, depth in zip(stage.chunks, depths, strict=True)]
-    passes = [_pass_bytes(model, settings, *part, n_tokens) for part in parts]
-    replayed = [_replayed(model, settings, *part, n_tokens, layer_graphs=layer_graphs) for part in parts]
+    one_pass = max((layers.pass_bytes(*part) for part in parts), default=0)
+    replayed = [layers.replayed(*part) for part in parts]
     beside = max(0, sum(slots) - in_flight)  # replayed micro-batches in flight, of which one at a time has a backward
     kept, in_backward = max((one.kept_beside, one.beside) for one in replayed)
     experts = beside * kept + (in_backward - kept if beside else 0)
-    hidden = hidden_bytes(model, n_tokens)
-    overhead = 1 + (costs.bucket_overhead if costs.calibrated else _BUCKET_OVERHEAD) * (num_buckets - 1)
-    one_graph = 0
+    more = (costs.bucket_overhead if costs.calibrated else _BUCKET_OVERHEAD) * (num_buckets - 1)
     if costs.calibrated and costs.slot_bytes is not None:
         whole = costs.slot_bytes * n_tokens / costs.n_tokens
-        a_depth = _replayed(model, settings, [], 1, n_tokens, layer_graphs=layer_graphs).in_pool + _GRAPH_WORKSPACE
+        a_depth = layers.replayed([], 1).in_pool + _GRAPH_WORKSPACE
         with_it = costs.outside_ms is not None and not of_trainer  # whole steps were measured, not a decoder alone
         of_decoder = max(0.0, whole - a_depth * model.mtp_num_layers) if with_it else whole
-        of_chunks = [round(of_decoder * share_of_model + a_depth * depth) for depth in depths]
+        share = 1 / (settings.pipeline_parallel_size * len(stage.chunks))
+        of_chunks = [round(of_decoder * share + a_depth * depth) for depth in depths]
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
         of_chunks = [one.in_pool + (1 + depth) * _GRAPH_WORKSPACE for one, depth in zip(replayed, depths, strict=True)]
-    trained = parameters.adapters
-    gradients = 4 * (parameters.dense - parameters.outside + parameters.experts if trained is None else trained)
-    compared = WATCHED_COPIES * min(gradients, max(WATCHED_BYTES, 4 * parameters.largest))
-    graphs = round(sum(count * size * overhead for count, size in zip(slots, of_chunks, strict=True)))
-    if sum(slots):
-        extra = overhead - 1
-        one_graph = of_chunks[-1] if num_buckets == 1 else round(of_chunks[-1] * extra / (num_buckets - 1))
-    return _Rank(
-        state=state,
-        moments=moments,
-        graphs=max(0, graphs - freed_bytes),
-        one_graph=min(one_graph, max(0, graphs - freed_bytes)),
-        static=3 * hidden * sum(count * (1 + depth) for count, depth in zip(slots, depths, strict=True)),
-        eager=in_flight * max(passes, default=0),
-        experts=experts,
-        warm_up=round(max(one.in_pool for one in replayed) + 4 * parameters.largest) if sum(slots) else 0,
-        outside=hidden * sum(slots)
-        + (
-            trainer_loss_bytes(model, model.vocab_size, n_tokens)
-            if of_trainer
-            else _outside(model, stage, model.vocab_size, n_tokens)
-        ),
-        watch=_watched_bytes(model, settings, stage, n_tokens) + compared
-        if watched and (layer_graphs or settings.experts == "dropless")
-        else max(passes, default=0) + compared
-        if watched
-        else 0,
-    )
-
-
-def _watched_bytes(model: Model, settings: TrainingSettings, stage: Stage, n_tokens: int) -> int:
-    """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""
-    plain, dropless = replace(model, recompute_granularity=None), settings.experts == "dropless"
-    kinds = {kind for chunk in stage.chunks for kind in chunk}
-    layers = [around_router(model, kind)[0] if dropless else layer_tensors(plain, kind) for kind in kinds]
-    most = max((pass_bytes([layer], n_tokens) for layer in layers), default=0)
-    keys = _keys_of_others(model, settings, [layer_kinds(model)[:1]], 0, n_tokens)
-    return most + keys + WATCHED_HIDDEN * max(map(len, stage.chunks)) * hidden_bytes(model, n_tokens)
-
-
-def _pass_bytes(
-    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], depths: int, n_tokens: int
-) -> int:
-    """Memory of one eager micro-batch in model chunks that run one after another: what their layers save, and gradients
-    in its backward.
-    """
-    of_trainer = settings.is_of_trainer
-    layers = [layer for chunk in chunks for layer in _layers(model, chunk, of_trainer=of_trainer)]
-    layers += [mtp_tensors(model)] * depths
-    return pass_bytes(layers, n_tokens) + _keys_of_others(model, settings, chunks, depths, n_tokens)
+    graphs = round(sum(count * size * (1 + more) for count, size in zip(slots, of_chunks, strict=True)))
+    graphs = max(0, graphs - freed_bytes)
+    last_graph = of_chunks[-1] if num_buckets == 1 else round(of_chunks[-1] * (1 + more - 1) / (num_buckets - 1))
+    hidden = hidden_bytes(model, n_tokens)
+    static = 3 * hidden * sum(count * (1 + depth) for count, depth in zip(slots, depths, strict=True))
+    common = {"graph_bytes": graphs, "static_bytes": static + LIBRARY_BYTES, "experts_bytes": experts}
+    held: dict[Moment, dict[str, float]] = {
+        "training": {
+            **common,
+            "state_bytes": state,
+            "eager_bytes": in_flight * one_pass,
+            "outside_bytes": hidden * sum(slots) + outside,
+        },
+        "capture": {
+            "graph_bytes": graphs - min(last_graph, graphs) if sum(slots) else graphs,
+            "static_bytes": static + LIBRARY_BYTES,
+            "experts_bytes": 0,
+            "state_bytes": state - adam,
+            "eager_bytes": max(one.in_pool for one in replayed) + 4 * parameters.largest if sum(slots) else 0,
+            "outside_bytes": 0,
+        },
+    }
+    if watched:
+        trained = parameters.adapters
+        gradients = 4 * (parameters.dense - parameters.outside + parameters.experts if trained is None else trained)
+        compared = WATCHED_COPIES * min(gradients, max(WATCHED_BYTES, 4 * parameters.largest))
+        single = run.layer_graphs or settings.experts == "dropless"
+        eager = (layers.watched_bytes(stage) if single else one_pass) + compared
+        held["verification"] = {**common, "state_bytes": state, "eager_bytes": eager, "outside_bytes": 0}
+    return held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,59 +332,90 @@ class _Replayed:
     """What these keep between forward and backward."""
 
 
-def _replayed(
-    model: Model,
-    settings: TrainingSettings,
-    chunks: Sequence[Sequence[Kind]],
-    depths: int,
-    n_tokens: int,
-    *,
-    layer_graphs: bool,
-) -> _Replayed:
-    """What one replayed micro-batch takes; arguments are those of `_pass_bytes` and `predict_memory`."""
-    if settings.is_of_trainer:
-        return _Replayed(in_pool=_pass_bytes(model, settings, chunks, depths, n_tokens))
-    if settings.experts != "dropless":
-        captured = replace(model, recompute_granularity=None) if layer_graphs else model
-        of_chunks = _pass_bytes(captured, settings, chunks, 0, n_tokens)
-        return _Replayed(in_pool=of_chunks + depths * _pass_bytes(captured, settings, [], 1, n_tokens))
-    parts = [around_router(model, kind) for chunk in chunks for kind in chunk]
-    predicted = mtp_around_router(model)
-    behind = [rest for _, rest in (*parts, *[predicted] * depths)]
-    return _Replayed(
-        in_pool=pass_bytes([graph for graph, _ in parts], n_tokens)
-        + depths * pass_bytes([predicted[0]], n_tokens)
-        + _keys_of_others(model, settings, chunks, depths, n_tokens),
-        beside=pass_bytes(behind, n_tokens),
-        kept_beside=saved_bytes(behind, n_tokens),
-    )
+class _Layers:
+    """Memory of micro-batches in the layers of one run, of which one context-parallel rank has `n_tokens` tokens.
 
-
-def _keys_of_others(
-    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], depths: int, n_tokens: int
-) -> int:
-    """Memory of the keys and values that come from other context-parallel ranks: they are in buffers that a second
-    stream uses as well, which torch's allocator does not give back within a pass.
+    Methods take the layers of model chunks that run one after another, and layers of multi-token prediction behind
+    them (`depths`).
     """
-    others = settings.context_parallel_size - 1
-    attending = sum("attention" in kind for chunk in (*chunks, layer_kinds(model)[-1:] * depths) for kind in chunk)
-    keys = 2 * model.query_groups * model.head_dim / model.tensor_model_parallel_size
-    return round(others * attending * keys * 2 * n_tokens)
+
+    def __init__(self, model: Model, settings: TrainingSettings, n_tokens: int, *, layer_graphs: bool) -> None:
+        self._model, self._settings, self._n_tokens, self._layer_graphs = model, settings, n_tokens, layer_graphs
+
+    def pass_bytes(self, chunks: Sequence[Sequence[Kind]], depths: int, *, recompute: bool = True) -> int:
+        """Memory of one eager micro-batch: what its layers save, and gradients in its backward."""
+        model = self._model if recompute else replace(self._model, recompute_granularity=None)
+        layers = [layer for chunk in chunks for layer in self._saved(model, chunk)]
+        layers += [mtp_tensors(model)] * depths
+        return pass_bytes(layers, self._n_tokens) + self._keys_of_others(chunks, depths)
+
+    def replayed(self, chunks: Sequence[Sequence[Kind]], depths: int) -> _Replayed:
+        """What one replayed micro-batch takes."""
+        model, n_tokens = self._model, self._n_tokens
+        if self._settings.is_of_trainer:
+            return _Replayed(in_pool=self.pass_bytes(chunks, depths))
+        if self._settings.experts != "dropless":
+            recompute = not self._layer_graphs
+            of_chunks = self.pass_bytes(chunks, 0, recompute=recompute)
+            return _Replayed(in_pool=of_chunks + depths * self.pass_bytes([], 1, recompute=recompute))
+        parts = [around_router(model, kind) for chunk in chunks for kind in chunk]
+        predicted = mtp_around_router(model)
+        behind = [rest for _, rest in (*parts, *[predicted] * depths)]
+        return _Replayed(
+            in_pool=pass_bytes([graph for graph, _ in parts], n_tokens)
+            + depths * pass_bytes([predicted[0]], n_tokens)
+            + self._keys_of_others(chunks, depths),
+            beside=pass_bytes(behind, n_tokens),
+            kept_beside=saved_bytes(behind, n_tokens),
+        )
+
+    def watched_bytes(self, stage: Stage) -> int:
+        """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""
+        model, dropless = self._model, self._settings.experts == "dropless"
+        plain = replace(model, recompute_granularity=None)
+        layers = [around_router(model, k)[0] if dropless else layer_tensors(plain, k) for k in {*stage.layers}]
+        most = max((pass_bytes([layer], self._n_tokens) for layer in layers), default=0)
+        kept = WATCHED_HIDDEN * max(map(len, stage.chunks)) * hidden_bytes(model, self._n_tokens)
+        return most + self._keys_of_others([layer_kinds(model)[:1]], 0) + kept
+
+    def _keys_of_others(self, chunks: Sequence[Sequence[Kind]], depths: int) -> int:
+        """Memory of the keys and values that come from other context-parallel ranks: they are in buffers that a second
+        stream uses as well, which torch's allocator does not give back within a pass.
+        """
+        model, others = self._model, self._settings.context_parallel_size - 1
+        attending = sum("attention" in kind for chunk in (*chunks, layer_kinds(model)[-1:] * depths) for kind in chunk)
+        keys = 2 * model.query_groups * model.head_dim / model.tensor_model_parallel_size
+        return round(others * attending * keys * 2 * self._n_tokens)
+
+    def _saved(self, model: Model, chunk: Sequence[Kind]) -> list[list[Saved]]:
+        """What each layer of a chunk saves. Full recompute by the method block takes the first layers of every chunk;
+        by the method uniform, layers that are computed again together count as one.
+        """
+        of_trainer = self._settings.is_of_trainer
+        made = {kind: (transformers_tensors(model, kind) if of_trainer else None) or layer_tensors(model, kind)
+                for kind in set(chunk)}  # fmt: skip
+        if model.recompute_granularity != "full":
+            return [made[kind] for kind in chunk]
+        if model.recompute_method == "uniform":
+            together = model.recompute_num_layers or 1
+            groups = (chunk[first : first + together] for first in range(0, len(chunk), together))
+            return [recomputed_together([made[kind] for kind in group]) for group in groups]
+        first = len(chunk) if model.recompute_num_layers is None else model.recompute_num_layers
+        kept = {kind: layer_tensors(replace(model, recompute_granularity=None), kind) for kind in set(chunk)}
+        return [(made if number < first else kept)[kind] for number, kind in enumerate(chunk)]
 
 
 def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer_graphs: bool = False) -> int:
     """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
 
     Args:
-        model: the model.
-        settings: the run's settings.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        layer_graphs: as `predict_memory` takes it.
+        layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
     depths = 0 if settings.is_of_trainer else model.mtp_num_layers
-    pools = _replayed(model, settings, chunks, depths, n_tokens, layer_graphs=layer_graphs).in_pool
+    pools = _Layers(model, settings, n_tokens, layer_graphs=layer_graphs).replayed(chunks, depths).in_pool
     return pools + (1 + depths) * _GRAPH_WORKSPACE
 
 
@@ -528,24 +423,6 @@ def hidden_bytes(model: Model, n_tokens: int) -> int:
     """Bytes of a micro-batch's hidden states between two layers, on one rank."""
     share = model.tensor_model_parallel_size if model.sequence_parallel else 1
     return n_tokens * model.hidden_size * (4 if model.precision == "fp32" else 2) // share
-
-
-def _layers(model: Model, chunk: Sequence[Kind], *, of_trainer: bool = False) -> list[list[Saved]]:
-    """What each layer of a chunk saves. Full recompute by the method block takes the first layers of every chunk; by
-    the method uniform, layers that are computed again together count as one. With `of_trainer` they are layers of
-    transformers' models.
-    """
-    made = {kind: (transformers_tensors(model, kind) if of_trainer else None) or layer_tensors(model, kind)
-            for kind in set(chunk)}  # fmt: skip
-    if model.recompute_granularity != "full":
-        return [made[kind] for kind in chunk]
-    if model.recompute_method == "uniform":
-        together = model.recompute_num_layers or 1
-        groups = (chunk[first : first + together] for first in range(0, len(chunk), together))
-        return [recomputed_together([made[kind] for kind in group]) for group in groups]
-    first = len(chunk) if model.recompute_num_layers is None else model.recompute_num_layers
-    kept = {kind: layer_tensors(replace(model, recompute_granularity=None), kind) for kind in set(chunk)}
-    return [(made if number < first else kept)[kind] for number, kind in enumerate(chunk)]
 
 
 def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:

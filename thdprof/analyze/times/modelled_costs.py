@@ -34,40 +34,6 @@ _OPTIMIZER_MS_A_PARAMETER = 14e-9
 """Adam with clipping and zeroed gradients, for one parameter, on an H200."""
 
 
-def _outside_launches(model: Model, *, pipeline_size: int) -> float:
-    """Launches outside the decoder of a micro-batch, without those of layers of multi-token prediction."""
-    return LAUNCHES * ((1.0 if pipeline_size == 1 else _OF_ONE_END) + model.mtp_num_layers)
-
-
-def outside_ms(model: Model, gpu: Gpu, tokens: int) -> float:
-    """GPU time of embedding, output layer and loss of a micro-batch, in milliseconds; 0 without a vocabulary.
-
-    Args:
-        model: the model.
-        gpu: the GPU.
-        tokens: tokens of the micro-batch on one context-parallel rank.
-    """
-    if model.vocab_size is None:
-        return 0.0
-    device = Device(gpu)
-    entries = model.vocab_size // model.tensor_model_parallel_size
-    hidden = model.hidden_size
-    products = (
-        device.product_us(tokens, entries, hidden)
-        + device.product_us(tokens, hidden, entries)
-        + device.product_us(entries, hidden, tokens, accumulates=model.gradient_accumulation_fusion)
-    )
-    heads = 1 + model.mtp_num_layers
-    loss = device.memory_us(tokens * entries, 1 / _LOSS_US_AN_ELEMENT)
-    embedding = device.memory_us(3 * tokens * hidden * 2e-6, 3.0) + device.memory_us(entries * hidden * 6e-6, 4.0)
-    return (heads * (products + loss) + embedding) / 1000
-
-
-def optimizer_ms(gpu: Gpu, parameters: float) -> float:
-    """GPU time of a step of the optimizer over `parameters` of one rank, in milliseconds."""
-    return parameters * _OPTIMIZER_MS_A_PARAMETER * 4.8 / gpu.memory_tbps
-
-
 _LIGHT = 0.4
 """Host's time for a launch that comes in a row out of one call, beside one from Python."""
 _MEGATRON = 4.7
@@ -92,29 +58,28 @@ class HostRate:
     basis: str
     """The processors that the range is of."""
 
-    def launch_ms(self, time: DecoderTime) -> tuple[float, float]:
-        """The host's time for the launches of a micro-batch, in milliseconds, as a range."""
-        launches = time.launches + _LIGHT * time.light_launches
-        return launches * self.low_us / 1000, launches * self.high_us / 1000
+    def launch_ms(self, time: DecoderTime) -> Range:
+        """The host's time for the launches of a micro-batch, in milliseconds."""
+        return self._launch_ms(time.launches, time.light_launches)
+
+    def _launch_ms(self, launches: float, light: float) -> Range:
+        return (launches + _LIGHT * light) * self.low_us / 1000, (launches + _LIGHT * light) * self.high_us / 1000
 
     def partly_replayed_ms(self, time: DecoderTime) -> tuple[float, float, float]:
         """Time of a micro-batch whose experts run eagerly between graphs: lowest, middle and highest, in milliseconds.
 
         The host launches the experts' kernels alone.
         """
-        launches = time.expert_launches + _LIGHT * time.expert_light_launches
-        low, high = launches * self.low_us / 1000, launches * self.high_us / 1000
+        low, high = self._launch_ms(time.expert_launches, time.expert_light_launches)
         return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
 
-    def eager_ms(self, time: DecoderTime) -> tuple[float, float]:
-        """Eager time of a micro-batch, in milliseconds: the larger of GPU time and launches, as a range."""
+    def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
+        """Eager time of a micro-batch, the larger of GPU time and launches: lowest, middle and highest, in
+        milliseconds.
+        """
         low, high = self.launch_ms(time)
-        return max(time.gpu_ms, low), _larger(time.gpu_ms * _GAPS, high)
-
-    def middle_ms(self, time: DecoderTime) -> float:
-        """Eager time of a micro-batch on a host in the middle of the range, in milliseconds."""
-        low, high = self.launch_ms(time)
-        return _larger(time.gpu_ms * _GAPS**0.5, math.sqrt(low * high))
+        middle = _larger(time.gpu_ms * _GAPS**0.5, math.sqrt(low * high))
+        return max(time.gpu_ms, low), middle, _larger(time.gpu_ms * _GAPS, high)
 
 
 def _larger(gpu: float, host: float) -> float:
@@ -203,16 +168,30 @@ class ModelledTimes:
         cp = self.settings.context_parallel_size
         return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
 
-    def outside(self) -> tuple[float, float]:
+    def outside(self) -> Range:
         """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
         on layers of multi-token prediction. Without a vocabulary it is what launching the former takes, and that work.
         """
-        gpu = outside_ms(self.model, self.gpu, self.shapes.tokens)
-        launches = _outside_launches(self.model, pipeline_size=self.settings.pipeline_parallel_size)
-        return (
-            max(gpu, launches * self.host.low_us / 1000) + self.mtp_gpu_ms,
-            max(gpu, launches * self.host.high_us / 1000) + self.mtp_gpu_ms,
+        model, gpu_ms = self.model, self._outside_gpu_ms()
+        share = 1.0 if self.settings.pipeline_parallel_size == 1 else _OF_ONE_END
+        launches = LAUNCHES * (share + model.mtp_num_layers)
+        low, high = (max(gpu_ms, launches * us / 1000) for us in (self.host.low_us, self.host.high_us))
+        return low + self.mtp_gpu_ms, high + self.mtp_gpu_ms
+
+    def _outside_gpu_ms(self) -> float:
+        """GPU time of embedding, output layer and loss of a micro-batch; 0 without a vocabulary."""
+        model, tokens, hidden = self.model, self.shapes.tokens, self.model.hidden_size
+        if model.vocab_size is None:
+            return 0.0
+        device, entries = Device(self.gpu), model.vocab_size // model.tensor_model_parallel_size
+        products = (
+            device.product_us(tokens, entries, hidden)
+            + device.product_us(tokens, hidden, entries)
+            + device.product_us(entries, hidden, tokens, accumulates=model.gradient_accumulation_fusion)
         )
+        loss = device.memory_us(tokens * entries, 1 / _LOSS_US_AN_ELEMENT)
+        embedding = device.memory_us(3 * tokens * hidden * 2e-6, 3.0) + device.memory_us(entries * hidden * 6e-6, 4.0)
+        return ((1 + model.mtp_num_layers) * (products + loss) + embedding) / 1000
 
     @property
     def mtp_gpu_ms(self) -> float:
@@ -221,8 +200,7 @@ class ModelledTimes:
         return self._mtp_layers * self._typical_gpu_ms
 
     def _with_mtp(self, ms: float, layers_ms: float) -> float:
-        """`ms`, and what layers of multi-token prediction take beyond `mtp_gpu_ms`, where the decoder's layers take
-        `layers_ms`."""
+        """Add what multi-token prediction takes beyond `mtp_gpu_ms`, where the layers take `layers_ms`."""
         return ms + self._mtp_layers * max(0.0, layers_ms - self._typical_gpu_ms)
 
     def optimizer(self) -> float:
@@ -233,11 +211,14 @@ class ModelledTimes:
             for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
         ]
         sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
-        return optimizer_ms(self.gpu, max(count.dense + count.experts for count in counts) / sharers)
+        most = max(count.dense + count.experts for count in counts) / sharers
+        return most * _OPTIMIZER_MS_A_PARAMETER * 4.8 / self.gpu.memory_tbps
 
     def table(self) -> CostTable:
         """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""
         outside = self.outside()
+        ends = [n for n in _STEPS if n < self.shapes.most]  # numbers of documents after which eager times differ
+        top = max(1024, rounded_documents(self.shapes.most))
         per_unit = (self._time(64, 2e9).gpu_ms - self._time(64, 1e9).gpu_ms) / 1e9
         return CostTable(
             name=f"{describe(self.model)}, {self.decoder.num_layers} layers a rank, {self.shapes.tokens} tokens",
@@ -246,8 +227,8 @@ class ModelledTimes:
             hardware=self.gpu.label,
             attention="Transformer Engine's fused attention",
             n_tokens=self.shapes.tokens,
-            eager=[self._eager_point(n) for n in self._documents()],
-            replay=[self._replay_point(n) for n in self._caps()],
+            eager=[self._eager_point(n) for n in sorted({1, *ends, *(n + 1 for n in ends), self.shapes.most})],
+            replay=[self._replay_point(n) for n in sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})],
             max_seqs_steps=_STEPS,
             ms_per_squared_token=per_unit * (1 + self._mtp_layers),
             squared_tokens=self.shapes.squared,
@@ -257,15 +238,6 @@ class ModelledTimes:
             optimizer_ms=self.optimizer(),
             slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens, layer_graphs=self._layer_graphs),
         )
-
-    def _documents(self) -> list[int]:
-        """Numbers of documents whose eager times differ, as far as the data has them."""
-        ends = [n for n in _STEPS if n < self.shapes.most]
-        return sorted({1, *ends, *(n + 1 for n in ends), self.shapes.most})
-
-    def _caps(self) -> list[int]:
-        top = max(1024, rounded_documents(self.shapes.most))
-        return sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
         time = self.at(max_seqs)
@@ -284,8 +256,7 @@ class ModelledTimes:
     def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
         """Eager time of a micro-batch: lowest, middle and highest, in milliseconds, with what layers of multi-token
         prediction take longer than on the GPU alone."""
-        low, high = self.host.eager_ms(time)
-        low, middle, high = (self._with_mtp(ms, ms) for ms in (low, self.host.middle_ms(time), high))
+        low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.eager_ms(time))
         return low, middle, high
 
     def _experts_run_eagerly(self, time: DecoderTime) -> bool:
@@ -318,12 +289,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def why_not(settings: TrainingSettings, attention: Attention) -> str | None:
-    """Why times of a run whose model is known cannot be modelled; None where they can.
-
-    Args:
-        settings: the run's settings.
-        attention: the attention backend.
-    """
+    """Why times of a run whose model is known cannot be modelled; None where they can."""
     if settings.max_seqlen_per_dp_cp_rank is not None:
         return "times under dynamic context parallelism are not modelled: measure them and give --cost-table"
     if attention != "transformer_engine":

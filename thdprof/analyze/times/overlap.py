@@ -59,7 +59,7 @@ def together_ms(computing: Sequence[Task], communicating: Sequence[Task]) -> flo
         ValueError: the queues wait for each other.
     """
     queues = (computing, communicating)
-    ended, left, now = [0, 0], [_first(computing), _first(communicating)], 0.0
+    ended, left, now = [0, 0], [queue[0].ms if queue else 0.0 for queue in queues], 0.0
     while ended[0] < len(computing) or ended[1] < len(communicating):
         runs = [
             place
@@ -81,10 +81,6 @@ def together_ms(computing: Sequence[Task], communicating: Sequence[Task]) -> flo
     return now
 
 
-def _first(queue: Sequence[Task]) -> float:
-    return queue[0].ms if queue else 0.0
-
-
 WAITED_MS = 0.1
 """Milliseconds in which nothing computes for each bucket that is checked, because the host waits for it: measured."""
 _MEMORY_SHARE = 0.83
@@ -103,38 +99,21 @@ class Transfer:
     """Whether the bucket is scaled before it is reduced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
-    """The communication of buckets that parts of the model outside of all graphs complete, or need first."""
-
-    before: Sequence[Transfer] = ()
-    """Of what runs before the graphs: the output layer's backward, or the embedding's forward."""
-    after: Sequence[Transfer] = ()
-    """Of what runs after the graphs: the embedding's backward, or the output layer's forward."""
-
-
-_NOTHING = Outside()
-
-
 def backward_ms(
     compute_ms: float,
-    graphs: Sequence[Sequence[Transfer]],
+    parts: Sequence[Sequence[Transfer]],
     gpu: Gpu,
     *,
     checked: bool,
     one_connection: bool,
-    outside: Outside = _NOTHING,
     all_at_end: bool = False,
 ) -> float:
     """Milliseconds of the last backward of a step, until its last gradient is reduced.
 
     Args:
         compute_ms: milliseconds of the backward alone, of which each graph has an equal share.
-        graphs: the buckets that each graph completes, in the order of their replays.
-        gpu: the GPU, for the bandwidth of its memory.
-        checked: whether gradients are checked for NaN.
-        one_connection: whether CUDA_DEVICE_MAX_CONNECTIONS is 1.
-        outside: the buckets that no graph completes.
+        parts: the buckets that each part completes: the output layer, all graphs in the order of their replays, and the
+            embedding. Only graphs take time.
         all_at_end: whether no reduction starts before the backward of the whole chunk has ended.
     """
     computing, communicating = list[Task](), list[Task]()
@@ -143,7 +122,11 @@ def backward_ms(
         before = max(0, len(communicating) - 1) if one_connection else 0
         computing.append(Task(ms=ms, after=before, busy=busy))
 
-    def reduce(completed: Sequence[Transfer]) -> None:
+    if all_at_end:
+        compute(compute_ms)
+    for place, completed in enumerate(parts):
+        if 0 < place < len(parts) - 1 and not all_at_end:
+            compute(compute_ms / (len(parts) - 2))
         for bucket in completed:
             once = bucket.nbytes / (gpu.memory_tbps * _MEMORY_SHARE * 1e9)
             if checked:
@@ -152,52 +135,29 @@ def backward_ms(
             if bucket.scaled:
                 compute(2 * once)  # in place
             communicating.append(Task(ms=bucket.ms, after=len(computing)))
-
-    if all_at_end:
-        compute(compute_ms)
-    reduce(outside.before)
-    for completed in graphs:
-        if not all_at_end:
-            compute(compute_ms / len(graphs))
-        reduce(completed)
-    reduce(outside.after)
     return together_ms(computing, communicating)
 
 
 def forward_ms(
-    compute_ms: float,
-    graphs: Sequence[Sequence[Transfer]],
-    *,
-    all_ahead: bool,
-    one_connection: bool,
-    outside: Outside = _NOTHING,
+    compute_ms: float, parts: Sequence[Sequence[Transfer]], *, all_ahead: bool, one_connection: bool
 ) -> float:
     """Milliseconds of the first forward of a step, from the start of its first all-gather.
 
     Args:
         compute_ms: milliseconds of the forward alone, of which each graph has an equal share.
-        graphs: the buckets that each graph needs, in the order of their replays.
+        parts: the buckets that each part needs first: the embedding, all graphs, and the output layer.
         all_ahead: whether all buckets are started at the beginning; else each one when the one before was waited for.
-        one_connection: whether CUDA_DEVICE_MAX_CONNECTIONS is 1.
-        outside: the buckets that no graph needs first.
     """
     computing, communicating = list[Task](), list[Task]()
-    last_start = sum(map(len, (outside.before, *graphs, outside.after))) - 1
+    held_up = sum(map(len, parts)) - 1 if all_ahead and one_connection else 0
     can_start = 0
-
-    def wait(needed: Sequence[Transfer]) -> None:
-        nonlocal can_start
+    for place, needed in enumerate(parts):
         for bucket in needed:
             communicating.append(Task(ms=bucket.ms, after=0 if all_ahead else can_start))
-            held_up = last_start if all_ahead and one_connection else 0
             computing.append(Task(ms=0.0, after=max(held_up, len(communicating))))
             can_start = len(computing)
-
-    wait(outside.before)
-    for needed in graphs:
-        wait(needed)
-        computing.append(Task(ms=compute_ms / len(graphs)))
-    wait(outside.after)
+        if 0 < place < len(parts) - 1:
+            computing.append(Task(ms=compute_ms / (len(parts) - 2)))
     return together_ms(computing, communicating)
 
 
@@ -225,24 +185,6 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkBuckets:
-    """The buckets of a chunk, by the part of it whose backward completes them, which is also the first to need them."""
-
-    embedding: list[Bucket]
-    """Those that the embedding completes, after all layers."""
-    layers: list[list[Bucket]]
-    """Those of each layer, by its place in the chunk."""
-    output: list[Bucket]
-    """Those that the output layer completes, before all layers."""
-
-    @property
-    def all(self) -> Iterator[Bucket]:
-        """All buckets, from the first part to the last."""
-        for of_part in (self.embedding, *self.layers, self.output):
-            yield from of_part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
     """One parameter of the chunk."""
 
@@ -253,13 +195,13 @@ class _Placed:
     """Whether it has a bucket of its own."""
 
 
-def buckets_of(model: Model, stage: Stage, *, ranks: int, pipeline_size: int = 1) -> ChunkBuckets:
-    """The buckets of the first chunk of `stage`, which is the first pipeline stage.
+def buckets_of(model: Model, stage: Stage, *, ranks: int, pipeline_size: int = 1) -> list[list[Bucket]]:
+    """The buckets of embedding, layers and output in the first chunk of `stage`, which is the first pipeline stage.
 
-    Embedding and output layer are left out where the vocabulary is not known.
+    They are listed by the part whose backward completes them, which is also the first to need them. Embedding and
+    output layer have none where the vocabulary is not known.
 
     Args:
-        model: the model.
         stage: the layers of all chunks of a rank.
         ranks: data- and context-parallel ranks, which hold the same dense weights.
         pipeline_size: pipeline stages: among several, an embedding that is the output layer too has its own bucket.
@@ -267,7 +209,8 @@ def buckets_of(model: Model, stage: Stage, *, ranks: int, pipeline_size: int = 1
     found: list[list[Bucket]] = [[] for _ in range(len(stage.chunks[0]) + 2)]
     least = bucket_size(model, stage, ranks=ranks)
     placed = list(_registered(model, stage, pipeline_size))
-    apart = _experts_apart(model)
+    tensor = model.tensor_model_parallel_size  # by Megatron's rule, other ranks then hold the same experts
+    apart = model.expert_model_parallel_size > 1 or (model.expert_tensor_parallel_size or tensor) != tensor
     for of_experts in (False, True):
         own = [one for one in placed if (one.matrix.of_expert and apart) == of_experts]
         sharing = expert_ranks(model, ranks) if of_experts else ranks
@@ -279,16 +222,14 @@ def buckets_of(model: Model, stage: Stage, *, ranks: int, pipeline_size: int = 1
         )
         for place, elements, nbytes in _lay_out(model, own, least, sharing, layers=len(stage.chunks[0])):
             found[place].append(Bucket(elements=elements, gathered_bytes=nbytes, ranks=sharing, scaled=scaled))
-    return ChunkBuckets(embedding=found[_EMBEDDING], layers=found[1:-1], output=found[-1])
+    return found
 
 
 def bucket_size(model: Model, stage: Stage, *, ranks: int) -> float:
     """Parameters that fill a bucket; infinite where all parameters are one bucket.
 
     Args:
-        model: the model.
         stage: the layers of all chunks of a rank, whose parameters `ddp_num_buckets` divides.
-        ranks: data- and context-parallel ranks.
     """
     if not model.overlap_grad_reduce or model.overlap_param_gather_with_optimizer_step:
         return math.inf
@@ -304,14 +245,7 @@ def expert_ranks(model: Model, ranks: int) -> int:
     return max(1, ranks * tensor // of_expert)
 
 
-def _experts_apart(model: Model) -> bool:
-    """Whether other ranks hold the same experts than the same dense weights, by Megatron's rule."""
-    tensor = model.tensor_model_parallel_size
-    return model.expert_model_parallel_size > 1 or (model.expert_tensor_parallel_size or tensor) != tensor
-
-
 def _elements(model: Model, stage: Stage) -> float:
-    """The parameters of a rank, frozen ones included."""
     whole = stage_parameters(model, stage, model.vocab_size or 0)
     if model.lora_dim is not None:
         return whole.dense + whole.experts + (whole.adapters or 0)
@@ -321,7 +255,6 @@ def _elements(model: Model, stage: Stage) -> float:
 
 
 def _table(model: Model) -> float:
-    """Elements of the embedding on one rank."""
     return (model.vocab_size or 0) * model.hidden_size / model.tensor_model_parallel_size
 
 
@@ -382,28 +315,24 @@ def _small(model: Model, kind: Kind) -> float:
 
 def _lay_out(
     model: Model, parameters: Sequence[_Placed], least: float, ranks: int, *, layers: int
-) -> Iterator[tuple[int, float, float]]:
+) -> list[tuple[int, float, float]]:
     """For each bucket that is reduced and gathered at once, its part, its elements, and the bytes to gather.
 
     Parameters in FP8 have buckets apart, with the last of which those of all others travel. Norms, biases and routers
     of layers, which stay in bf16, are few, and counted among those in FP8.
     """
-    nbytes = 4 if model.precision == "fp32" else 2
     in_fp8 = model.fp8_param_gather and model.fp8_recipe in _IN_FP8
-    quantized = [one for one in parameters if in_fp8 and 1 <= one.place <= layers]
-    buckets = [(*one, 1.0) for one in _filled(model, quantized, least, ranks)]
-    others = [one for one in parameters if not (in_fp8 and 1 <= one.place <= layers)]
-    of_others = [(*one, float(nbytes)) for one in _filled(model, others, least, ranks)]
-    if buckets and of_others:
-        merged = (buckets.pop(), *of_others)
-        yield from ((place, elements, elements * each) for place, elements, each in buckets)
-        yield (
-            min(place for place, _, _ in merged),
-            sum(elements for _, elements, _ in merged),
-            sum(elements * each for _, elements, each in merged),
-        )
-        return
-    yield from ((place, elements, elements * each) for place, elements, each in (*buckets, *of_others))
+
+    def sized(*, quantized: bool, nbytes: float) -> list[tuple[int, float, float]]:
+        own = [one for one in parameters if (in_fp8 and 1 <= one.place <= layers) == quantized]
+        return [(place, elements, elements * nbytes) for place, elements in _filled(model, own, least, ranks)]
+
+    buckets = sized(quantized=True, nbytes=1.0)
+    others = sized(quantized=False, nbytes=4.0 if model.precision == "fp32" else 2.0)
+    if buckets and others:
+        places, elements, sizes = zip(buckets.pop(), *others, strict=True)
+        others = [(min(places), sum(elements), sum(sizes))]
+    return [*buckets, *others]
 
 
 def _filled(model: Model, parameters: Sequence[_Placed], least: float, ranks: int) -> Iterator[tuple[int, float]]:
@@ -456,11 +385,9 @@ def predict_overlap(
 
     Args:
         model: the model; None: not known.
-        settings: the run.
         gpu: the GPU, for the bandwidth of its links; None: not known.
         replay_ms: forward and backward of all layers of a pipeline rank, replayed, in milliseconds; None: not known.
         step_ms: mean time of a step, in milliseconds; None: not known.
-        num_microbatches: micro-batches of a rank in a step.
         gbps: bandwidth of one GPU in reductions and gathers, in GB/s and one direction; None: assumed.
 
     Returns:
@@ -475,25 +402,17 @@ def predict_overlap(
         return None
     chunks = settings.virtual_pipeline_size or 1
     stage = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0]
-    layers = stage.chunks[0]
+    num_layers = len(stage.chunks[0])
+    buckets = buckets_of(model, stage, ranks=ranks, pipeline_size=settings.pipeline_parallel_size)
     across_hosts = _across_hosts(model, ranks // model.num_distributed_optimizer_instances)
     rate = gbps or data_parallel_gbps(gpu, across_hosts=across_hosts)
-    buckets = buckets_of(model, stage, ranks=ranks, pipeline_size=settings.pipeline_parallel_size)
-    chunk = _Chunk(
-        model,
-        gpu,
-        buckets,
-        gbps=rate,
-        between_instances_gbps=gbps or data_parallel_gbps(gpu, across_hosts=_across_hosts(model, ranks)),
-        pass_ms=replay_ms / chunks,
-        interleaved=chunks > 1,
-    )
-
-    one, several = (chunk.waited_ms(len(layers), one_connection=alone) for alone in (True, False))
+    between = gbps or data_parallel_gbps(gpu, across_hosts=_across_hosts(model, ranks))
+    chunk = _Chunk(model, gpu, buckets, rate, between, pass_ms=replay_ms / chunks, interleaved=chunks > 1)
+    one, several = (chunk.waited_ms(num_layers, one_connection=alone) for alone in (True, False))
 
     def cut(per_graph: int | None) -> Overlap:
-        count = per_graph or len(layers)
-        graphs = 1 if per_graph is None else -(-len(layers) // per_graph)
+        count = per_graph or num_layers
+        graphs = -(-num_layers // count)
         return Overlap(
             layers_per_graph=per_graph,
             graphs=graphs,
@@ -508,11 +427,11 @@ def predict_overlap(
             across_hosts=across_hosts,
         )
 
-    best, per_graph = cut(None), len(layers)
+    best, per_graph = cut(None), num_layers
     while per_graph > 1:
         per_graph = -(-per_graph // 2)
         found = cut(per_graph)
-        if found.graphs > sum(map(len, buckets.layers)):
+        if found.graphs > sum(map(len, buckets[1:-1])):
             break  # more graphs have nothing to communicate between them
         if found.expected_ms > max(best.expected_ms, WORTH * step_ms):
             best = found
@@ -520,7 +439,6 @@ def predict_overlap(
 
 
 def _across_hosts(model: Model, ranks: int) -> bool:
-    """Whether so many ranks that hold the same weights are on several hosts."""
     return ranks * model.tensor_model_parallel_size > GPUS_A_HOST
 
 
@@ -531,66 +449,57 @@ class _Chunk:
         self,
         model: Model,
         gpu: Gpu,
-        buckets: ChunkBuckets,
-        *,
+        buckets: Sequence[Sequence[Bucket]],
         gbps: float,
         between_instances_gbps: float,
+        *,
         pass_ms: float,
         interleaved: bool,
     ) -> None:
-        self._gpu, self._checked = gpu, model.check_for_nan_in_grad
-        self._pass_ms = pass_ms
-        self._all_ahead = interleaved and model.align_param_gather
-        self._all_at_end = interleaved and model.align_grad_reduce
+        self._model, self._gpu, self._pass_ms, self._interleaved = model, gpu, pass_ms, interleaved
         of_gradient = 4 if model.gradients_in_fp32 else 2
         times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
-        instances = model.num_distributed_optimizer_instances
 
         def reduced(bucket: Bucket) -> Transfer:
             nbytes = bucket.elements * of_gradient
-            between = data_parallel_ms(2 * nbytes / bucket.ranks, instances, between_instances_gbps)
-            return Transfer(
-                ms=data_parallel_ms(nbytes * times, bucket.ranks, gbps) + between, nbytes=nbytes, scaled=bucket.scaled
-            )
+            ms = data_parallel_ms(nbytes * times, bucket.ranks, gbps)
+            instances = model.num_distributed_optimizer_instances
+            ms += data_parallel_ms(2 * nbytes / bucket.ranks, instances, between_instances_gbps)
+            return Transfer(ms=ms, nbytes=nbytes, scaled=bucket.scaled)
 
         def gathered(bucket: Bucket) -> Transfer:
-            return Transfer(
-                ms=data_parallel_ms(bucket.gathered_bytes, bucket.ranks, gbps), nbytes=bucket.gathered_bytes
-            )
+            nbytes = bucket.gathered_bytes
+            return Transfer(ms=data_parallel_ms(nbytes, bucket.ranks, gbps), nbytes=nbytes)
 
         reduces, gathers = model.overlap_grad_reduce, model.overlap_param_gather
-        parts = (buckets.embedding, *buckets.layers, buckets.output)
-        self._reduced = [[reduced(bucket) for bucket in part if reduces] for part in parts]
-        self._gathered = [[gathered(bucket) for bucket in reversed(part) if gathers] for part in parts]
+        self._reduced = [[reduced(bucket) for bucket in part if reduces] for part in buckets]
+        self._gathered = [[gathered(bucket) for bucket in reversed(part) if gathers] for part in buckets]
         self.communication_ms = sum(one.ms for of_part in (*self._reduced, *self._gathered) for one in of_part)
 
     def waited_ms(self, per_graph: int, *, one_connection: bool) -> float:
         """Milliseconds of the first forward and the last backward of a step, communication that is waited for
         included, with so many layers a graph.
         """
-        first, *layers, last = self._gathered
-        forward = forward_ms(
+        return forward_ms(
             self._pass_ms * FORWARD,
-            _grouped(layers, per_graph),
-            all_ahead=self._all_ahead,
+            _grouped(self._gathered, per_graph),
+            all_ahead=self._interleaved and self._model.align_param_gather,
             one_connection=one_connection,
-            outside=Outside(before=first, after=last),
-        )
-        first, *layers, last = self._reduced
-        return forward + backward_ms(
+        ) + backward_ms(
             self._pass_ms * BACKWARD,
-            [*reversed(_grouped(layers, per_graph))],
+            _grouped(self._reduced, per_graph)[::-1],
             self._gpu,
-            checked=self._checked,
+            checked=self._model.check_for_nan_in_grad,
             one_connection=one_connection,
-            outside=Outside(before=last, after=first),
-            all_at_end=self._all_at_end,
+            all_at_end=self._interleaved and self._model.align_grad_reduce,
         )
 
 
-def _grouped(of_layers: Sequence[Sequence[Transfer]], per_graph: int) -> list[list[Transfer]]:
-    """The transfers of every graph of `per_graph` layers."""
-    return [
-        [one for of_layer in of_layers[begin : begin + per_graph] for one in of_layer]
-        for begin in range(0, len(of_layers), per_graph)
+def _grouped(parts: Sequence[Sequence[Transfer]], per_graph: int) -> list[list[Transfer]]:
+    """The transfers of embedding, graphs of `per_graph` layers, and output layer."""
+    first, *layers, last = parts
+    graphs = [
+        [one for layer in layers[begin : begin + per_graph] for one in layer]
+        for begin in range(0, len(layers), per_graph)
     ]
+    return [[*first], *graphs, [*last]]

@@ -2,7 +2,7 @@
 
     python -I -S unpickler.py POSITION MEMORY_BYTES CPU_SECONDS [SHAPE...] <a.npy
 
-`plain_pickle` starts it. The pickle begins at byte POSITION of stdin and must hold an object array of SHAPE whose
+`npy` starts it. The pickle begins at byte POSITION of stdin and must hold an object array of SHAPE whose
 elements are packed rows. Stdout gets the rows' numbers, or the reason why the file is refused, as `main` describes.
 
 The pickle runs in Python's own unpickler, which may look up the names of `Unpickler.allowed` alone. They stand for
@@ -223,8 +223,6 @@ def rows(value: Any, shape: tuple[int, ...], size: int) -> tuple[array[int], arr
     """Document starts [documents], documents of each row [rows] and tokens of each row [rows] of a pickled array.
 
     Args:
-        value: what `load` returned.
-        shape: the array's shape in the file's header.
         size: bytes of the file. More documents than that are refused: one remembered row can be repeated in two bytes.
 
     Raises:
@@ -249,7 +247,6 @@ def rows(value: Any, shape: tuple[int, ...], size: int) -> tuple[array[int], arr
 
 
 def _row(row: Any, most_documents: int) -> tuple[array[int], int]:
-    """Document starts and number of tokens of one row."""
     if type(row) is not dict:
         described = "a number" if type(row) in (int, float, bool) else "no dict"
         raise PickleRefused(f"is {described}; rows are dicts with {', '.join(KEYS)}")
