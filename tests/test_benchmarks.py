@@ -95,13 +95,8 @@ def _as_with_an_engine(monkeypatch):
 def test_megatron_takes_the_arguments_of_every_run_together(megatron_parser, monkeypatch, tmp_path):
     from megatron.training import arguments
 
-    learned, stages, trainer = (
-        importlib.import_module(name) for name in ("trainer_learned", "trainer_stages", "trainer")
-    )
+    learned, trainer = (importlib.import_module(name) for name in ("trainer_learned", "trainer"))
     runs = [(row.name, cases().exact_flags(row, tmp_path), row.gpus, row.environment) for row in cases().ROWS]
-    runs += [
-        (name, stages.stages_flags(name, tmp_path, 100), ranks, {}) for name, (ranks, _) in stages.PIPELINES.items()
-    ]
     options = ["--megatron-lm", str(tmp_path), "--out", str(tmp_path / "out.md")]
     runs.append(("overlap", trainer.overlap_flags(tmp_path, trainer.arguments(["overlap", *options])), 2, {}))
     wide = trainer.arguments(["experts", *options, "--fused"])
