@@ -117,7 +117,7 @@ def parameter_homes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn
         held = (v.__dict__ for v in vars(owner).values() if _is_plain(v))
         for home in (owner._parameters, *held):
             for name, value in home.items():
-                if isinstance(value, nn.Parameter) and id(value) in own:
+                if id(value) in own:
                     yield home, name, value
 
 
