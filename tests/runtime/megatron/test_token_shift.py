@@ -17,5 +17,5 @@ def test_documents_of_one_rank_are_shifted_as_megatron_core_does_it(tmp_path, ca
 
 
 def test_documents_of_several_ranks_are_shifted_as_megatron_core_does_it(tmp_path):
-    printed = printed_by_ranks(shifting_ranks, 3, tmp_path / "store")
+    printed = printed_by_ranks(shifting_ranks.main, 3, tmp_path / "store")
     assert all(int(out.split()[-1]) > 100 for out in printed)
