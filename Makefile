@@ -8,8 +8,11 @@ TEST_STAMP := $(VENV)/.installed-for-tests
 DOCS_STAMP := $(VENV)/.installed-for-docs
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.installed
+TEST_EXTRAS := test,megatron
+# Modules are compiled as they are imported: most of torch's never are.
+INSTALL := -m pip install --disable-pip-version-check -q --no-compile
 
-.PHONY: help setup demo test golden test-newest lint format bench docs clean
+.PHONY: help setup demo install install-newest test golden test-newest lint format bench docs clean
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -18,20 +21,23 @@ $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.12 found: install one with pyenv (pyenv install 3.12)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	$(PY) $(INSTALL) -c constraints.txt -e .
 	@touch $@
-$(TEST_STAMP): $(STAMP) pyproject.toml constraints.txt
-	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,megatron]'
-	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps megatron-bridge
-	@touch $@
-$(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
-	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
-	@touch $@
+$(TEST_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) $(INSTALL) -c constraints.txt -e '.[$(TEST_EXTRAS)]'
+	$(PY) $(INSTALL) -c constraints.txt --no-deps megatron-bridge
+	@touch $(STAMP) $(if $(findstring docs,$(TEST_EXTRAS)),$(DOCS_STAMP)) $@
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) $(INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $(STAMP) $@
 
 demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml and its profile
 	$(VENV)/bin/thdprof demo demo --force >/dev/null
 	$(VENV)/bin/thdprof analyze demo/bridge --loader single --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 \
 		-o demo/plan.yaml --profile demo/plan.profile.parquet --force
+
+install: $(TEST_STAMP)  ## add to .venv what tests need, and TEST_EXTRAS=test,megatron,docs the site, too
+install-newest: $(NEWEST_STAMP)  ## make .venv-newest
 
 test: $(TEST_STAMP)  ## run all tests, spread over cores (GPU tests are skipped without a GPU)
 	$(PY) -m pytest -q -n logical --maxprocesses 16 --dist worksteal $(ARGS)
@@ -43,7 +49,7 @@ golden: $(TEST_STAMP)  ## compare what thdprof prints and writes for fixed cases
 $(NEWEST_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.12 found: install one with pyenv (pyenv install 3.12)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --disable-pip-version-check -q -e '.[transformers]' pytest pytest-xdist hypothesis
+	$(NEWEST)/bin/python $(INSTALL) -e '.[transformers]' pytest pytest-xdist hypothesis
 	@touch $@
 
 test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the newest versions that are allowed

@@ -14,11 +14,14 @@ import argparse
 import datetime
 import os
 import platform
+import shlex
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,20 +48,42 @@ RANKS, MICROBATCHES = (1, 8, 64), 8
 PYARROW = "import sys, pyarrow.parquet as pq; pq.read_table(sys.argv[1], columns=['seq_start_id'])"
 
 
-def run(arguments: list[str]) -> tuple[float, float, str]:
-    """Seconds, peak MiB and stdout of one process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A process that has ended."""
+
+    wall_s: float
+    cpu_s: float
+    """Of the process and its children."""
+    peak_mib: float
+    stdout: str
+
+
+def run(arguments: list[str]) -> Timed:
+    """Time one process."""
     began = time.perf_counter()
     child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    output = child.stdout.read()
+    stdout = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise SystemExit(f"{' '.join(arguments)[:200]}: exit {child.returncode}")
-    return time.perf_counter() - began, usage.ru_maxrss / 1024, output
+    used = {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_mib": usage.ru_maxrss / 1024}
+    return Timed(wall_s=time.perf_counter() - began, stdout=stdout, **used)
 
 
-def best(arguments: list[str], repeat: int) -> tuple[float, float, str]:
-    return min((run(arguments) for _ in range(repeat)), key=lambda r: r[0])
+def best(arguments: list[str], repeat: int) -> Timed:
+    """The quickest of several processes."""
+    return min((run(arguments) for _ in range(repeat)), key=lambda timed: timed.wall_s)
+
+
+def print_page(packages: Sequence[str], note: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print a page of results, whose table begins with its head."""
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    host = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    print(f"{datetime.date.today()}, {host}, {versions}\ncommand: python {shlex.join(sys.argv)}\n{note}\n")
+    head, *lines = (f"| {' | '.join(row)} |" for row in rows)
+    print(head, f"|{'---|' * len(rows[0])}", *lines, sep="\n")
 
 
 def write_index(path: Path, num_documents: int) -> None:
@@ -132,17 +157,15 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, "--write", kind, str(path), str(count)], check=True)
         size_mb = packed.stat().st_size / 1e6
 
-        start, _, _ = best([sys.executable, "-c", "pass"], options.repeat)
-        seconds, _, _ = best([*thdprof, "--help"], options.repeat)
-        rows.append(("`thdprof --help`", f"{seconds:.2f} s", "0.30 s allowed"))
-        seconds, _, _ = best([*thdprof, "analyze", str(small)], options.repeat)
-        rows.append(("`analyze`, `.idx` of 10,000 documents", f"{seconds:.2f} s", "1.00 s allowed"))
-
-        _, _, printed = min(
-            (run([sys.executable, "-c", MEGATRON, str(large), "4096"]) for _ in range(options.repeat)),
-            key=lambda r: float(r[2]),
+        start = best([sys.executable, "-c", "pass"], options.repeat).wall_s
+        rows.append(
+            ("`thdprof --help`", f"{best([*thdprof, '--help'], options.repeat).wall_s:.2f} s", "0.30 s allowed")
         )
-        peer = float(printed)
+        timed = best([*thdprof, "analyze", str(small)], options.repeat)
+        rows.append(("`analyze`, `.idx` of 10,000 documents", f"{timed.wall_s:.2f} s", "1.00 s allowed"))
+
+        index_build = [sys.executable, "-c", MEGATRON, str(large), "4096"]
+        peer = min(float(run(index_build).stdout) for _ in range(options.repeat))
         allowed = f"{(3 * 4 * options.documents + 300e6) / 2**20:.0f} MiB allowed (3x lengths + 300 MB)"
         for ranks in RANKS:
             arguments = ["--seq-length", "4096", "--split", "1"]
@@ -150,30 +173,19 @@ def main() -> None:
             if ranks > 1:
                 arguments += ["--data-parallel-size", str(ranks), "--global-batch-size", str(ranks * MICROBATCHES)]
                 title += f", {ranks} ranks x {MICROBATCHES} micro-batches"
-            seconds, peak, _ = best([*thdprof, "analyze", str(large), *arguments], options.repeat)
-            beside = f"{peer:.2f} s megatron-core's index build, imports left out: {seconds / peer:.2f} of it"
-            rows.append((title, f"{seconds:.2f} s", beside if ranks == 1 else beside + ", 1.3 allowed"))
-            rows.append((title + ", peak memory", f"{peak:.0f} MiB", allowed))
+            timed = best([*thdprof, "analyze", str(large), *arguments], options.repeat)
+            beside = f"{peer:.2f} s megatron-core's index build, imports left out: {timed.wall_s / peer:.2f} of it"
+            rows.append((title, f"{timed.wall_s:.2f} s", beside if ranks == 1 else beside + ", 1.3 allowed"))
+            rows.append((title + ", peak memory", f"{timed.peak_mib:.0f} MiB", allowed))
 
-        seconds, peak, _ = best([*thdprof, "analyze", str(packed), "--global-batch-size", "64"], options.repeat)
-        peer, peer_peak, _ = best([sys.executable, "-c", PYARROW, str(packed)], options.repeat)
-        limit = 1.3 * peer + start
+        timed = best([*thdprof, "analyze", str(packed), "--global-batch-size", "64"], options.repeat)
+        bare = best([sys.executable, "-c", PYARROW, str(packed)], options.repeat)
+        allowed = f"{1.3 * bare.wall_s + start:.2f} s allowed: 1.3 x {bare.wall_s:.2f} s bare pyarrow + {start:.2f} s"
         title = f"`analyze`, packed parquet of {options.rows:,} rows, {size_mb:.0f} MB"
-        rows.append(
-            (title, f"{seconds:.2f} s", f"{limit:.2f} s allowed: 1.3 x {peer:.2f} s bare pyarrow + {start:.2f} s")
-        )
-        rows.append((title + ", peak memory", f"{peak:.0f} MiB", f"{peer_peak:.0f} MiB bare pyarrow"))
-
-    packages = ", ".join(f"{p} {version(p)}" for p in ("numpy", "pyarrow", "megatron-core", "torch"))
-    print(
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, {packages}"
-    )
-    print(f"command: python benchmarks/analyze.py --documents {options.documents} --rows {options.rows}")
-    print(f"best of {options.repeat} whole processes each\n")
-    print("| what | thdprof | beside it |\n|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+        rows.append((title, f"{timed.wall_s:.2f} s", allowed))
+        rows.append((title + ", peak memory", f"{timed.peak_mib:.0f} MiB", f"{bare.peak_mib:.0f} MiB bare pyarrow"))
+    note = f"best of {options.repeat} whole processes each"
+    print_page(("numpy", "pyarrow", "megatron-core", "torch"), note, [("what", "thdprof", "beside it"), *rows])
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ in for them.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import re
 import shlex
@@ -26,42 +24,51 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_lm import EXACT, ROOT, Ran, different_steps, environment_here, largest_difference, launcher, run, table
+from megatron_lm import (
+    EXACT,
+    ROOT,
+    Ran,
+    different_steps,
+    environment_here,
+    heading,
+    largest_difference,
+    launcher,
+    run,
+    run_thdprof,
+    table,
+)
 
 VOCABULARY = 32_000
 MICROBATCHES = 8
 """Of a step."""
 VARIANTS = ("eager", "replayed", "padded eager")
-PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers")
 WARM_UP = 5
 """First steps that are left out of the times: kernels are chosen and graphs are captured in them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The model and its micro-batches."""
-
-    layers: int = 28
-    hidden: int = 1024
-    ffn: int = 3072
-    heads: int = 16
-    groups: int = 8
-    kv_channels: int = 128
-    tokens: int = 4096
-    """Of a micro-batch."""
-
-
-def shape_of(arguments: argparse.Namespace) -> Shape:
-    """The shape that the command line chooses."""
-    return TINY if arguments.tiny else Shape()
-
-
-TINY = Shape(layers=4, hidden=256, ffn=512, heads=4, groups=2, kv_channels=64, tokens=512)
+SHAPE = {
+    "num_layers": 28,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 3072,
+    "num_attention_heads": 16,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "seq_length": 4096,
+}
+TINY = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "seq_length": 512,
+}
+"""Fields of GPTModelProvider; `seq_length` is tokens of a micro-batch."""
 
 
 # --- data and plan --------------------------------------------------------------------------------------------------
@@ -114,21 +121,19 @@ def write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(str(directory))
 
 
-def write_plan(data: Path, plan: Path, *, shape: Shape, steps: int) -> str:
+def write_plan(data: Path, plan: Path, *, tokens: int, steps: int) -> str:
     """The plan of `thdprof analyze` for the run; returns the command."""
-    command = [sys.executable, "-m", "thdprof", "analyze", str(data), "--output", str(plan)]
-    command += ["--seq-length", str(shape.tokens), "--global-batch-size", str(MICROBATCHES)]
+    command = ["analyze", str(data), "--output", str(plan)]
+    command += ["--seq-length", str(tokens), "--global-batch-size", str(MICROBATCHES)]
     command += ["--loader", "batch", "--pad-to-max-length", "--train-samples", str(steps * MICROBATCHES)]
-    printed, code = run(command, environment_here(), limit=200)
-    if code:
-        raise SystemExit(f"{shlex.join(command)}:\n{printed}")
-    return shlex.join(["python", *command[1:]]).replace(f"{data.parent}/", "")
+    run_thdprof(command)
+    return f"thdprof {shlex.join(command)}".replace(f"{data.parent}/", "")
 
 
 # --- one variant: Bridge's own recipe and loop ----------------------------------------------------------------------
 
 
-def recipe(work: Path, arguments: argparse.Namespace, shape: Shape) -> Any:
+def recipe(work: Path, arguments: argparse.Namespace) -> Any:
     """The ConfigContainer that every variant trains by."""
     import torch.nn.functional as F
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
@@ -139,14 +144,11 @@ def recipe(work: Path, arguments: argparse.Namespace, shape: Shape) -> Any:
 
     optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(lr_warmup_iters=2, max_lr=1e-4, min_lr=1e-5)
     rows, evaluate = str(work / "rows.idx.parquet"), not arguments.no_evaluation
+    shape = TINY if arguments.tiny else SHAPE
+    tokens = shape["seq_length"]
     return config.ConfigContainer(
         model=GPTModelProvider(
-            num_layers=shape.layers,
-            hidden_size=shape.hidden,
-            ffn_hidden_size=shape.ffn,
-            num_attention_heads=shape.heads,
-            num_query_groups=shape.groups,
-            kv_channels=shape.kv_channels,
+            **shape,
             qk_layernorm=True,
             normalization="RMSNorm",
             activation_func=F.silu,
@@ -159,7 +161,6 @@ def recipe(work: Path, arguments: argparse.Namespace, shape: Shape) -> Any:
             share_embeddings_and_output_weights=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            seq_length=shape.tokens,
             vocab_size=VOCABULARY,
             gradient_accumulation_fusion=False,
             cross_entropy_loss_fusion=not arguments.deterministic,
@@ -174,11 +175,11 @@ def recipe(work: Path, arguments: argparse.Namespace, shape: Shape) -> Any:
         ddp=config.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
         dataset=GPTSFTDatasetConfig(
             dataset_root=str(work),
-            seq_length=shape.tokens,
+            seq_length=tokens,
             seed=1234,
             enable_offline_packing=True,
             offline_packing_specs=PackedSequenceSpecs(
-                packed_sequence_size=shape.tokens, packed_train_data_path=rows, packed_val_data_path=rows
+                packed_sequence_size=tokens, packed_train_data_path=rows, packed_val_data_path=rows
             ),
             dataset_kwargs={"pad_to_max_length": True},
             do_validation=evaluate,
@@ -227,7 +228,7 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
         stats = work / f"stats {variant}.jsonl"
         callbacks.append(ThdprofCallback(work / "plan.yaml", replay=variant != "padded eager", stats=stats))
     try:
-        pretrain(recipe(work, arguments, shape_of(arguments)), forward_step, callbacks=callbacks)
+        pretrain(recipe(work, arguments), forward_step, callbacks=callbacks)
     finally:
         (work / f"steps {variant}.json").write_text(json.dumps(steps), encoding="utf-8")
 
@@ -248,7 +249,7 @@ def run_variant(variant: str, work: Path, argv: Sequence[str], *, deterministic:
 
 
 def step_ms(ran: Ran) -> list[float]:
-    """Milliseconds of every step, as Bridge's own log lines have them."""
+    """Milliseconds of every step, as Bridge logs them."""
     return [float(found) for found in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", ran.log)]
 
 
@@ -265,11 +266,7 @@ def differing(one: Ran, other: Ran) -> str:
 
 def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, analyzed: str) -> str:
     """The Markdown page."""
-    import torch
-
-    shape = shape_of(arguments)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    shape = TINY if arguments.tiny else SHAPE
     lines = [["Variant", "Steps", "Median ms a step", "Fastest", "First step", "Last loss"]]
     for name, one in ran.items():
         times, losses = step_ms(one), [*one.scalars["loss"].values()]
@@ -287,12 +284,8 @@ def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, an
             said.append(f"{words}: {differing(ran[one], ran[other])}.")
     counters = [path for name in ran if (path := work / f"stats {name}.jsonl").exists()]
     page = [
-        "# Megatron-Bridge's pretrain by a plan",
-        "",
-        f"{datetime.date.today()}, one {gpu}, Python {sys.version.split()[0]}, {versions}.",
-        f"Command: `{shlex.join(['python', 'benchmarks/bridge.py', *sys.argv[1:]])}`",
-        "",
-        f"{shape.layers} layers, hidden {shape.hidden}, {shape.tokens} tokens a micro-batch, {MICROBATCHES} "
+        *heading("Megatron-Bridge's pretrain by a plan", "megatron-bridge", "transformers"),
+        f"{shape['num_layers']} layers, hidden {shape['hidden_size']}, {shape['seq_length']} tokens, {MICROBATCHES} "
         f"micro-batches a step, bf16, {'deterministic kernels, ' if arguments.deterministic else ''}random weights. "
         f"The plan: `{analyzed}`",
         *("", *table(lines), "", *said, ""),
@@ -301,8 +294,8 @@ def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, an
     return "\n".join(page) + "\n"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
+def main() -> int:
+    """Run every variant, or, in its process, one."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--tiny", action="store_true", help="4 layers and 512 tokens")
     options.add_argument("--steps", type=int, default=40)
@@ -312,24 +305,19 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--out", type=Path, help="write the page here, too")
     options.add_argument("--variant", help=argparse.SUPPRESS)
     options.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    return options
-
-
-def main() -> int:
-    """Run every variant, or, in its process, one."""
-    arguments = parser().parse_args()
+    arguments = options.parse_args()
     if arguments.variant:
         train(arguments.variant, arguments.work, arguments)
         return 0
-    shape, flags = shape_of(arguments), ["--steps", str(arguments.steps)]
+    flags, tokens = ["--steps", str(arguments.steps)], (TINY if arguments.tiny else SHAPE)["seq_length"]
     for name in ("tiny", "deterministic", "no_evaluation"):
         flags += [f"--{name.replace('_', '-')}"] * getattr(arguments, name)
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         print(f"stood in for: {', '.join(stand_in()) or 'nothing'}", flush=True)
-        write_rows(work / "rows.idx.parquet", tokens=shape.tokens, rows=max(200, arguments.steps * MICROBATCHES))
+        write_rows(work / "rows.idx.parquet", tokens=tokens, rows=max(200, arguments.steps * MICROBATCHES))
         write_tokenizer(work / "tokenizer")
-        analyzed = write_plan(work / "rows.idx.parquet", work / "plan.yaml", shape=shape, steps=arguments.steps)
+        analyzed = write_plan(work / "rows.idx.parquet", work / "plan.yaml", tokens=tokens, steps=arguments.steps)
         ran = {}
         for variant in arguments.variants.split(","):
             ran[variant] = run_variant(variant, work, flags, deterministic=arguments.deterministic)

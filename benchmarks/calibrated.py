@@ -10,7 +10,6 @@ plan, and then without it. Predicted and measured step times stand side by side.
 from __future__ import annotations
 
 import argparse
-import datetime
 import shlex
 import statistics
 import sys
@@ -24,12 +23,14 @@ from megatron_lm import (
     COMMON,
     NO_DROPOUT,
     SHAPES,
-    environment_here,
     file_name,
+    heading,
     launcher,
-    run,
+    plan_of,
+    run_thdprof,
     script_run,
     table,
+    with_caps,
     without,
 )
 
@@ -50,44 +51,31 @@ MODELS: Mapping[str, str] = {
 """Megatron-LM's flags of each model."""
 
 
-def run_logged(command: Sequence[str], log: Path, *, limit: float) -> float:
-    """Seconds that a command took; its output goes to `log`.
+def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Calibrate, analyze and train one model.
 
     Raises:
-        RuntimeError: it failed; the message has the end of its output.
+        RuntimeError: a command or a run failed.
     """
-    _, alone = launcher(1)
-    began = time.perf_counter()
-    printed, code = run(command, {**environment_here(), **alone, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, limit=limit)
-    log.write_text(printed)
-    if code:
-        tail = "\n".join(printed.splitlines()[-25:])
-        raise RuntimeError(f"{shlex.join(command)[:200]}: exit code {code}\n{tail}")
-    return time.perf_counter() - began
-
-
-def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Calibrate, analyze and train one model."""
     import yaml
 
     from thdprof.plan import load_plan
 
     stem = file_name(name)
-    script, costs, plan, log = (directory / f"{stem}{end}" for end in (".sh", ".costs.yaml", ".yaml", ".log"))
+    script, costs, log = (directory / f"{stem}{end}" for end in (".sh", ".costs.yaml", ".log"))
     flags = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{MODELS[name]} {NO_DROPOUT}")]
     flags += shlex.split(f"--train-iters {STEPS} --eval-interval 1000 --eval-iters 1 --log-interval 1")
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents")]
     script.write_text(f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join(flags)}\n")
-    thdprof, given = [sys.executable, "-m", "thdprof"], ["--megatron-args", str(script)]
-    calibrate = [*thdprof, "calibrate", *given, "-o", str(costs), "--seconds", str(args.seconds)]
-    seconds = run_logged(calibrate, log, limit=200)
-    print(log.read_text()[-1500:], file=sys.stderr)
-    run_logged([*thdprof, "analyze", *given, "--cost-table", str(costs), "-o", str(plan)], log, limit=100)
+    calibrate = ["calibrate", "--megatron-args", str(script), "-o", str(costs), "--seconds", str(args.seconds)]
+    began = time.perf_counter()
+    _, rank = launcher(1)
+    print(run_thdprof(calibrate, {**rank, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})[-1500:], file=sys.stderr)
+    seconds = time.perf_counter() - began
+    plan = plan_of(flags, directory, stem, more=["--cost-table", str(costs)])
     chosen = load_plan(plan)
-    chunked = chosen.model_copy(update={"graphs": chosen.graphs.model_copy(update={"impl": "chunk"})})
     if not chosen.graphs.buckets:  # analyze says that graphs do not pay: the table is tried with a bucket all the same
-        chunked = with_bucket(chunked)
-    chunked.save(plan, force=True)
+        with_caps(plan, plan.with_suffix(".parquet"), [1.0])
     own, measured = args.megatron_lm.resolve() / "pretrain_gpt.py", {}
     for kind, followed in (("replayed", plan), ("eager", None)):
         folder = directory / f"{stem}-{kind}"
@@ -97,25 +85,16 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
         measured[f"{kind}_ms"] = ran.step_ms(after=WARM)
         if followed:
             measured |= {"replays": ran.replayed, "fallbacks": ran.eager}
-    costs_table = yaml.safe_load(costs.read_text())
+    followed, costs_table = load_plan(plan), yaml.safe_load(costs.read_text())
     said = {"replayed_ms": chosen.predictions.step_ms, "eager_ms": chosen.predictions.eager_step_ms}
     return {
         "model": name,
         "table": costs_table,
         "calibrated_in_s": seconds,
-        "predicted": said if chosen.graphs.buckets else predicted(chunked, costs_table),
+        "predicted": said if chosen.graphs.buckets else predicted(followed, costs_table),
         "measured": measured,
-        "caps": [bucket.max_seqs for bucket in chunked.graphs.buckets],
+        "caps": [bucket.max_seqs for bucket in followed.graphs.buckets],
     }
-
-
-def with_bucket(plan: Any) -> Any:
-    """The plan with one bucket that holds every micro-batch."""
-    from thdprof.plan import BucketPart
-
-    bucket = BucketPart(max_seqs=plan.microbatches.n_seqs.max, max_seqlen=TOKENS, share=1.0)
-    graphs = plan.graphs.model_copy(update={"buckets": [bucket]})
-    return plan.model_copy(update={"graphs": graphs})
 
 
 def predicted(plan: Any, table: dict[str, Any]) -> dict[str, float]:
@@ -137,7 +116,6 @@ def predicted(plan: Any, table: dict[str, Any]) -> dict[str, float]:
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """The results as markdown."""
-    stamp = rows[0]["table"]["stamp"]
     steps = [["model", "step", "predicted ms", "measured ms", "predicted / measured", "buckets", "calibrated in"]]
     parts = [["model", "decoder replayed ms", "outside ms", "optimizer ms", "micro-batches replayed, eager"]]
     for row in rows:
@@ -160,41 +138,28 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         around = [f"{costs[name]:.1f}" for name in ("outside_ms", "optimizer_ms")]
         parts.append([row["model"], replay, *around, f"{counts['replays']}, {counts['fallbacks']}"])
     lines = [
-        "# Steps that a calibrated table predicts, beside measured ones",
-        "",
-        f"{stamp['gpu']}, {stamp['processor']}; torch {stamp['torch']}, Transformer Engine "
-        f"{stamp['transformer_engine']}, cuDNN {stamp['cudnn']}, megatron-core {stamp['megatron_core']}; "
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}",
-        "",
-        f"`python benchmarks/calibrated.py {shlex.join(sys.argv[1:])}`",
-        "",
+        *heading("Steps that a calibrated table predicts, beside measured ones"),
         f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens, {MICROBATCHES} micro-batches a step, demo data; mean of "
         f"{STEPS - WARM} steps of each kind, in a process of its own.",
     ]
     return "\n".join([*lines, "", *table(steps), "", *table(parts)]) + "\n"
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def main() -> int:
+    """Run the models, and write the report after each; a model that fails does not end the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--seconds", type=float, default=55, help="of each calibration")
     parser.add_argument("--models", default="", help="models whose name has this [all]")
     parser.add_argument("--keep", type=Path, help="folder for scripts, tables, plans and logs [a temporary one]")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run the models, and write the report after each; a model that fails does not end the others."""
-    args = arguments()
+    args = parser.parse_args()
     names = [name for name in MODELS if args.models in name]
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        demo = [sys.executable, "-m", "thdprof", "demo", str(directory / "demo"), "--force"]
-        run_logged(demo, directory / "demo.log", limit=100)
+        run_thdprof(["demo", str(directory / "demo"), "--force"])
         for name in names:
             try:
                 rows.append(row_of(name, args, directory))

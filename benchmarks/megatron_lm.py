@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import os
 import random
 import re
@@ -12,10 +14,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).parents[1]
 EXACT = {
@@ -209,6 +214,19 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float)
     return printed, process.returncode
 
 
+def run_thdprof(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What a command of thdprof printed, with these environment variables besides.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
+    command = [sys.executable, "-m", "thdprof", *arguments]
+    printed, code = run(command, {**environment_here(), **(environment or {})}, limit=200)
+    if code:
+        raise RuntimeError(f"thdprof {shlex.join(arguments)}: exit code {code}\n{printed[-6000:]}")
+    return printed
+
+
 def _kill_with_ranks(process: subprocess.Popen[str]) -> None:
     """Kill a process and all processes that it has started, and that these have."""
     for pid in [*descendants(process.pid), process.pid]:
@@ -243,6 +261,30 @@ def table(lines: Sequence[Sequence[str]]) -> list[str]:
     return [rows[0], f"|{'---|' * len(cells[0])}", *rows[1:]]
 
 
+def heading(title: str, *packages: str) -> list[str]:
+    """The first lines of a page of results: title, GPUs, versions of these packages too, date and command."""
+    import torch
+
+    from thdprof.runtime.megatron.run_stamp import stamp_here
+
+    here = stamp_here()
+    versions = {"torch": here["torch"], "Transformer Engine": here["transformer_engine"], "cuDNN": here["cudnn"]}
+    versions |= {"megatron-core": here["megatron_core"]}
+    versions |= {name: importlib.metadata.version(name) for name in packages}
+    script = Path(sys.argv[0]).resolve()
+    command = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
+    return [
+        f"# {title}",
+        "",
+        f"{torch.cuda.device_count()} x {here['gpu']}, {here['processor']}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
+        f"{datetime.datetime.now(tz=datetime.UTC).date()}",
+        "",
+        f"`python {shlex.join([str(command), *sys.argv[1:]])}`",
+        "",
+    ]
+
+
 def scalars_of(directory: Path) -> dict[str, dict[int, float]]:
     """Everything in the TensorBoard files of a folder: float32 values by step, by name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -272,26 +314,56 @@ def largest_difference(one: Ran, other: Ran, name: str) -> float:
 def write_documents(prefix: Path, *, tokens: int, mean: float, multiple: int = 1, seed: int = 1) -> None:
     """A Megatron dataset of documents with exponential lengths, each a multiple of `multiple`.
 
-    Args:
-        prefix: path without .bin and .idx.
-        tokens: least number of tokens in all.
-        mean: mean tokens of a document.
-        multiple: context parallelism wants twice its size.
-        seed: of lengths and tokens.
+    The path `prefix` has no .bin and .idx; `tokens` is the least number in all. Context parallelism wants a multiple of
+    twice its size.
     """
-    import numpy as np
+    random = np.random.default_rng(seed)
+
+    def document() -> np.ndarray:
+        length = max(multiple, int(random.exponential(mean)) // multiple * multiple)
+        return random.integers(1, 31_000, length)
+
+    _write_dataset(prefix, document, tokens)
+
+
+def write_learned(
+    prefix: Path,
+    *,
+    tokens: int = 2_000_000,
+    lengths: tuple[float, float] = (4.0, 1.0),
+    longest: int = 1024,
+    seed: int = 5,
+) -> None:
+    """A Megatron dataset of documents whose tokens follow one of a few tables, which the first token names.
+
+    Every token has three successors in a table, so that losses fall fast, and fall less where documents attend to each
+    other. The logarithms of `lengths` have this mean and standard deviation.
+    """
+    random, num_tables, successors = np.random.default_rng(seed), 8, 3
+    tables = random.integers(num_tables, 1500, (num_tables, 1500, successors))
+
+    def document() -> np.ndarray:
+        length = max(8, min(longest, int(random.lognormal(*lengths))))
+        table = int(random.integers(num_tables))
+        found = [table, num_tables + table]
+        for choice in random.integers(successors, size=length - 2):
+            found.append(int(tables[table, found[-1], choice]))
+        return np.array(found)
+
+    _write_dataset(prefix, document, tokens)
+
+
+def _write_dataset(prefix: Path, document: Callable[[], np.ndarray], tokens: int) -> None:
+    """Write documents that `document` makes, of so many tokens in all at the least."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    written = 0
+    builder, written = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16), 0
     while written < tokens:
-        length = max(multiple, int(random.exponential(mean)) // multiple * multiple)
-        builder.add_item(torch.from_numpy(random.integers(1, 31_000, length).astype(np.int64)))
-        builder.end_document()
-        written += length
+        made = document()
+        builder.add_document(torch.from_numpy(made.astype(np.int64)), [len(made)])
+        written += len(made)
     builder.finalize(f"{prefix}.idx")
 
 
@@ -316,6 +388,7 @@ def plan_of(
     layers_per_graph: int | str | None = None,
     impl: str = "chunk",
     modules: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> Path:
     """The plan that `thdprof analyze --megatron-args` writes for a script with these flags.
 
@@ -328,11 +401,12 @@ def plan_of(
         layers_per_graph: layers of one graph, or "all"; None: as `analyze` predicts that steps are shortest.
         impl: the kind of graphs.
         modules: captured parts of layers with experts; empty: as `analyze` writes them.
+        more: further arguments of `analyze`.
     """
     script, plan, table = (directory / f"{name}{end}" for end in (".sh", ".yaml", ".parquet"))
     script.write_text(f"torchrun --nproc-per-node {gpus} pretrain_gpt.py {shlex.join(flags)}\n")
-    command = [sys.executable, "-m", "thdprof", "analyze", "--megatron-args", str(script), "--impl", impl]
-    command += ["--microbatches", str(table), "-o", str(plan), "--force"]
+    command = ["analyze", "--megatron-args", str(script), "--impl", impl]
+    command += ["--microbatches", str(table), "-o", str(plan), "--force", *more]
     chosen = {} if layers_per_graph is None else {"layers_per_graph": layers_per_graph}
     exchanges = "moe_preprocess" in modules and "alltoall" in flags  # counts of tokens, inside the graphs
     if exchanges and "--expert-model-parallel-size" in flags:  # whose ranks decide together
@@ -341,23 +415,21 @@ def plan_of(
         settings = directory / f"{name}-settings.yaml"
         settings.write_text("".join(f"{key}: {value}\n" for key, value in chosen.items()))
         command += ["--settings", str(settings)]
-    printed, code = run(command, environment_here(), limit=200)
-    if code:
-        raise RuntimeError(f"{shlex.join(command)}: exit code {code}\n{printed}")
+    run_thdprof(command)
     if caps:
         with_caps(plan, table, caps, impl=impl)
     if modules:
-        with_modules(plan, modules)
+        change_graphs(plan, plan, modules=list(modules))
     return plan
 
 
-def with_modules(plan: Path, modules: Sequence[str]) -> None:
-    """Let a plan capture these parts of layers with experts."""
+def change_graphs(plan: Path, to: Path, **changed: Any) -> Path:
+    """Write a plan with other values in `graphs` to another path, or in its place; returns the path."""
     from thdprof.plan import Plan, load_plan
 
     values = load_plan(plan).model_dump(mode="json", by_alias=True)
-    values["graphs"]["modules"] = list(modules)
-    Plan.model_validate(values).save(plan, force=True)
+    Plan.model_validate({**values, "graphs": values["graphs"] | changed}).save(to, force=True)
+    return to
 
 
 def with_caps(plan: Path, table: Path, shares: Sequence[float], *, impl: str = "chunk") -> None:
@@ -365,7 +437,6 @@ def with_caps(plan: Path, table: Path, shares: Sequence[float], *, impl: str = "
 
     A plan that captures nothing, because graphs were predicted to save no time, gets graphs of kind `impl`.
     """
-    import numpy as np
     import pyarrow.parquet as pq
 
     from thdprof.plan import BucketPart, load_plan

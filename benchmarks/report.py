@@ -10,15 +10,10 @@ and imports included.
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
-import resource
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 ROWS, PACK_TOKENS = 100_000, 4096
@@ -65,18 +60,6 @@ def write_long_run(directory: Path, num_microbatches: int) -> float:
     return time.perf_counter() - began
 
 
-def timed(arguments: list[str], repeat: int) -> tuple[float, float]:
-    """Wall and CPU seconds of a process and its children, the best of several."""
-    found = []
-    for _ in range(repeat):
-        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        found.append((time.perf_counter() - began, used))
-    return min(wall for wall, _ in found), min(cpu for _, cpu in found)
-
-
 def write_demo_plan(directory: Path) -> None:
     """Write the demo's plan and profile, as `make demo` does."""
     run = "--loader single --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 -o plan.yaml"
@@ -87,6 +70,8 @@ def write_demo_plan(directory: Path) -> None:
 
 def time_reports(folder: Path, name: str, repeat: int) -> list[tuple[str, str, str, str]]:
     """A row for each form of the report on the plan in `folder`."""
+    from analyze import best
+
     rows = []
     thdprof = [sys.executable, "-m", "thdprof", "report", str(folder / "plan.yaml"), "--force"]
     for what, output in (
@@ -96,9 +81,10 @@ def time_reports(folder: Path, name: str, repeat: int) -> list[tuple[str, str, s
         ("figures", "figures"),
     ):
         target = folder / (output or "")
-        wall, cpu = timed([*thdprof, *(["-o", str(target)] if output else [])], repeat)
+        timed = best([*thdprof, *(["-o", str(target)] if output else [])], repeat)
         size = sum(p.stat().st_size for p in ([*target.iterdir()] if target.is_dir() else [target])) if output else 0
-        rows.append((f"{name}, {what}", f"{wall:.2f} s", f"{cpu:.2f} s", f"{size / 1e6:.2f} MB" if output else ""))
+        times = f"{timed.wall_s:.2f} s", f"{timed.cpu_s:.2f} s"
+        rows.append((f"{name}, {what}", *times, f"{size / 1e6:.2f} MB" if output else ""))
     return rows
 
 
@@ -107,7 +93,9 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=10_000_000)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
-    rows = []
+    from analyze import print_page
+
+    rows = [("what", "time", "CPU time", "size")]
     with tempfile.TemporaryDirectory() as name:
         demo, folder = Path(name) / "small", Path(name) / "long"
         demo.mkdir()
@@ -115,21 +103,12 @@ def main() -> None:
         write_demo_plan(demo)
         rows += time_reports(demo, "demo", options.repeat)
         counting = write_long_run(folder, options.microbatches)
-        profile = folder / "plan.profile.parquet"
-        size = f"{profile.stat().st_size / 1e6:.2f} MB"
+        size = f"{(folder / 'plan.profile.parquet').stat().st_size / 1e6:.2f} MB"
         many = f"{options.microbatches:,} micro-batches"
         rows.append((f"{many}, counting the profile in `analyze`", f"{counting:.2f} s", "", size))
         rows += time_reports(folder, many, options.repeat)
-    packages = ", ".join(f"{p} {version(p)}" for p in ("pandas", "nbclient", "ipykernel"))
-    print(
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, {packages}"
-    )
-    print(f"command: python benchmarks/report.py --microbatches {options.microbatches}")
-    print(f"best of {options.repeat} whole processes; allowed for the page: 3 s and 2 MB\n")
-    print("| what | time | CPU time | size |\n|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    note = f"best of {options.repeat} whole processes; allowed for the page: 3 s and 2 MB"
+    print_page(("pandas", "nbclient", "ipykernel"), note, rows)
 
 
 if __name__ == "__main__":

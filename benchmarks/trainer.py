@@ -13,8 +13,7 @@ exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with 
         over, and --out is written after each case
 learned Qwen3-0.6B and Llama 3.2 1B on documents that they learn: beside --replay off, bit for bit, and five runs by the
         plan beside five eager ones; runs begin until --seconds are over, and runs.jsonl in --keep holds the finished
-stages  pipelines with middle stages, whose ranks share one GPU, on documents that a model learns: the plan beside
-        --replay off, bit for bit, and losses beside those of one stage
+stages  the cases of `exact` whose pipelines train on documents that a model learns; their ranks share one GPU
 watch   the shape of `speed`, half of its steps with verified micro-batches and half without
 lives   checkpoints, resumption, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
@@ -24,9 +23,7 @@ soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts 
 from __future__ import annotations
 
 import argparse
-import datetime
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +36,19 @@ import trainer_cases
 import trainer_learned
 import trainer_lives
 import trainer_soak
-import trainer_stages
 import trainer_watch
 from megatron_lm import (
     APEX_STAND_IN,
     COMMON,
     NO_DROPOUT,
-    ROOT,
     SHAPES,
     Ran,
+    change_graphs,
     file_name,
+    heading,
     largest_difference,
     plan_of,
+    run_thdprof,
     script_run,
     table,
     without,
@@ -154,8 +152,7 @@ def lines_of(ran: Mapping[str, Ran], base: str, steps: int) -> list[list[str]]:
 
 def shape_flags(args: argparse.Namespace, directory: Path, evaluation: str) -> list[str]:
     """Megatron's arguments of a model's shape, which trains on the documents of `thdprof demo`."""
-    demo = [sys.executable, "-m", "thdprof", "demo", str(directory / "demo"), "--force"]
-    subprocess.run(demo, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    run_thdprof(["demo", str(directory / "demo"), "--force"])
     flags = shlex.split(f"{SHAPES[args.shape]} {COMMON} {NO_DROPOUT} {args.more} {evaluation} --log-interval 5")
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
     return with_fusion([*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)], args)
@@ -243,10 +240,8 @@ def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[
 
 def verifying(plan: Path, rate: str | None) -> Path:
     """A copy of a plan that verifies so many micro-batches."""
-    loaded, path = load_plan(plan), plan.with_name(f"{plan.stem}-verify-{(rate or 'none').replace('/', '-')}.yaml")
-    graphs = loaded.graphs.model_copy(update={"verify": rate})
-    loaded.model_copy(update={"graphs": graphs}).save(path, force=True)
-    return path
+    to = plan.with_name(f"{plan.stem}-verify-{(rate or 'none').replace('/', '-')}.yaml")
+    return change_graphs(plan, to, verify=rate)
 
 
 def watch(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -267,18 +262,31 @@ def watch(args: argparse.Namespace, directory: Path) -> list[str]:
 def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `exact`: cases at once, since nothing but their numbers counts; it is written after each of them."""
     rows = [row for row in trainer_cases.ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
-    trainer_cases.exact_data(rows, directory / "data")
-    head = heading(args.mode)
     note = "Cases share the GPUs while they run, so their milliseconds are no measure of speed."
     if args.hosts > 1:
         note = f"Each GPU stands for GPUs of {args.hosts} hosts: ranks of a case share it, and talk through sockets."
+    return [note, "", *compared_rows(rows, args, directory, hosts=args.hosts, note=note)]
+
+
+def stages(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `stages`: cases of `exact`, whose ranks share one GPU."""
+    rows = [row for row in trainer_cases.ROWS if "learned" in row.options and named(row.name, args.rows)]
+    made = (compared_rows([row], args, directory, hosts=row.gpus) for row in rows)
+    return [line for lines in made for line in [*lines, ""]]
+
+
+def compared_rows(
+    rows: Sequence[trainer_cases.Row], args: argparse.Namespace, directory: Path, *, hosts: int, note: str = ""
+) -> list[str]:
+    """The table of these cases, which is written to --out, too, after each of them."""
+    trainer_cases.exact_data(rows, directory / "data")
+    head = page_heading(args.mode)
 
     def tell(lines: Sequence[Sequence[str]]) -> None:
         args.out.write_text("\n".join([*head, note, "", *table(lines)]) + "\n")
 
     limits = {"jobs": args.jobs, "limit": args.limit, "seconds": args.seconds}
-    lines = run_rows(rows, args.megatron_lm, directory, tell=tell, steps=args.steps, hosts=args.hosts, **limits)
-    return [note, "", *table(lines)]
+    return table(run_rows(rows, args.megatron_lm, directory, tell=tell, steps=args.steps, hosts=hosts, **limits))
 
 
 def lives(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -298,13 +306,6 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         return table([["life", "what must hold", "result"], *pool.map(live, chosen)])
-
-
-def stages(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The table of `stages`."""
-    names = [name for name in trainer_stages.PIPELINES if named(name, args.rows)]
-    script = args.megatron_lm / "pretrain_gpt.py"
-    return table(trainer_stages.stages_lines(script, directory, steps=args.steps, jobs=args.jobs, names=names))
 
 
 def learned(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -335,23 +336,9 @@ def named(name: str, texts: str) -> bool:
     return not texts or any(name == text[1:] if text.startswith("=") else text in name for text in chosen)
 
 
-def heading(mode: str) -> list[str]:
-    """Hardware, versions, date and command."""
-    import torch
-
-    from thdprof.runtime.megatron.run_stamp import stamp_here
-
-    here = stamp_here()
-    return [
-        f"# Megatron-LM's pretrain_gpt.py, unchanged, by a plan: {mode}",
-        "",
-        f"{torch.cuda.device_count()} x {here['gpu']}, {here['processor']}; torch {here['torch']}, Transformer Engine "
-        f"{here['transformer_engine']}, cuDNN {here['cudnn']}, megatron-core {here['megatron_core']}; "
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}",
-        "",
-        f"`python benchmarks/trainer.py {shlex.join(sys.argv[1:])}`",
-        "",
-    ]
+def page_heading(mode: str) -> list[str]:
+    """The first lines of a mode's page."""
+    return heading(f"Megatron-LM's pretrain_gpt.py, unchanged, by a plan: {mode}")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -381,7 +368,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.gpus = [int(n) for n in args.gpus.split(",")]
     args.steps = args.steps or USUAL_STEPS.get(args.mode, STEPS)
     args.variants = [name for name in args.variants.split(",") if name]
-    least = {"watch": trainer_watch.BEFORE + 1, "exact": 2}.get(args.mode, 1)
+    least = {"watch": trainer_watch.BEFORE + 1, "exact": 2, "stages": 2}.get(args.mode, 1)
     if args.steps < least:
         parser.error(f"{args.mode} needs at least {least} --steps")
     if any(gpus % args.hosts for gpus in args.gpus):
@@ -397,7 +384,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        text = "\n".join([*heading(args.mode), *MODES[args.mode](args, directory)]) + "\n"
+        text = "\n".join([*page_heading(args.mode), *MODES[args.mode](args, directory)]) + "\n"
     args.out.write_text(text)
     print(text)
     return 0

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron_lm import COMMON, NO_DROPOUT, ROOT, SMALL, without, write_documents
+from megatron_lm import COMMON, NO_DROPOUT, ROOT, SMALL, without, write_documents, write_learned
 
 STEPS = 100
 CAPS = (0.6, 0.93)
 """Shares of micro-batches at which cases have their buckets; the rest runs eagerly."""
+LEARNED = "--lr 6e-4 --min-lr 1e-4 --lr-warmup-iters 10 --lr-decay-iters 100 --lr-decay-style cosine --clip-grad 1.0"
+"""Learning rates of runs on documents that `write_learned` writes."""
 ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
 """A script of Megatron's own loop with Megatron-Bridge's adapters and config switches, which pretrain_gpt.py lacks."""
 PARTS = {
@@ -26,13 +28,15 @@ PARTS = {
     "CP": "--context-parallel-size 2",
     "EP": "--expert-model-parallel-size 2",
     "OVERLAPS": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    "BUCKETS": "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000",
+    "BUCKETS": "OVERLAPS --ddp-bucket-size 400000",
+    "TWO_INSTANCES": "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "CURRENT": "--fp8-format hybrid --fp8-recipe tensorwise",
     "DELAYED": "--fp8-format hybrid --fp8-recipe delayed",
     "HISTORY": "--fp8-amax-history-len 16 --fp8-amax-compute-algo max",
     "BLOCKWISE": "--fp8-format hybrid --fp8-recipe blockwise",
     "E4M3_BLOCKWISE": "--fp8-format e4m3 --fp8-recipe blockwise",
-    "PARAMS_IN_FP8": "--fp8-param-gather --use-distributed-optimizer",
+    "GATHER_FP8": "--fp8-param-gather",
+    "PARAMS_IN_FP8": "GATHER_FP8 --use-distributed-optimizer",
     "BY_MODULE": f"--te-precision-config-file {Path(__file__).parent / 'quantized_by_module.yaml'}",
     "SELECTIVE": "--recompute-granularity selective --recompute-modules",
     "UNIFORM": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -40,6 +44,8 @@ PARTS = {
     "LORA": "--adapters lora --adapters-dropout 0.1",
     "MTP": "--mtp-num-layers 1",
     "AUX": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+    "EXPERT_BIAS": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    "Z_LOSS": "--moe-z-loss-coeff 1e-3",
     "PADDED": "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity AUX",
     "EXPERTS": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm",
@@ -88,15 +94,13 @@ CASES = """
 DeepSeek-V3, PP 2 by a layout | @microbatches=2 DEEPSEEK GROUPS PP LAYOUT Ettt|tL
 DeepSeek-V3, EP 2, FP8 blockwise | DEEPSEEK GROUPS EP OVERLAPS E4M3_BLOCKWISE
 FP8 current, PP 2 by a layout, output layer's weight gradients deferred, no cache of transposes |
-    @fused CURRENT PP LAYOUT Ettt|tL --defer-embedding-wgrad-compute --switch-on
-    disable_parameter_transpose_cache
+    @fused CURRENT PP LAYOUT Ettt|tL --defer-embedding-wgrad-compute --switch-on disable_parameter_transpose_cache
 Qwen3-30B-A3B, forced load balancing | QWEN3
-Qwen3-235B-A22B, EP 2, communication overlapped, weight gradients delayed |
-    QWEN3 EP OVERLAPS OVERLAPPED DELAYED_WGRAD
+Qwen3-235B-A22B, EP 2, communication overlapped, weight gradients delayed | QWEN3 EP OVERLAPS OVERLAPPED DELAYED_WGRAD
 Qwen3-235B-A22B, EP 2, communication overlapped, weight gradients delayed, FP8 current in FP8 |
-    QWEN3 EP OVERLAPS OVERLAPPED DELAYED_WGRAD CURRENT --fp8-param-gather
+    QWEN3 EP OVERLAPS OVERLAPPED DELAYED_WGRAD CURRENT GATHER_FP8
 Qwen3-30B-A3B, EP 2, HybridEP, forced load balancing | BY_HYBRID_EP
-Qwen3-30B-A3B, EP 2, HybridEP, FP8 current, parameters in FP8 | BY_HYBRID_EP CURRENT --fp8-param-gather
+Qwen3-30B-A3B, EP 2, HybridEP, FP8 current, parameters in FP8 | BY_HYBRID_EP CURRENT GATHER_FP8
 Qwen3-30B-A3B, EP 2, HybridEP, communication overlapped | BY_HYBRID_EP OVERLAPPED
 Qwen3-30B-A3B, EP 2, HybridEP, preprocessing captured | @preprocessed ROUTED_BY_HYBRID_EP
 gpt-oss, EP 2, biases, windows, recompute moe_act and layernorm |
@@ -104,30 +108,28 @@ gpt-oss, EP 2, biases, windows, recompute moe_act and layernorm |
 gpt-oss, learnable softmax, biases, windows, recompute moe_act and layernorm |
     @biases GPT_OSS --softmax-type learnable SELECTIVE moe_act layernorm
 Qwen3-Next, gated delta nets, global_aux_loss | QWEN3_NEXT
-Qwen3-Next, EP 2, FP8 current in FP8 | QWEN3_NEXT EP OVERLAPS CURRENT --fp8-param-gather
+Qwen3-Next, EP 2, FP8 current in FP8 | QWEN3_NEXT EP OVERLAPS CURRENT GATHER_FP8
 pretrain_hybrid.py, Mamba, attention, experts | RECIPE AUX HYBRID M*ME*-
 pretrain_hybrid.py, Mamba and attention, dropout | @dropout HYBRID M*M-
 TP 2, sequence parallel, FP8 current, recompute full uniform | CURRENT TP_SP UNIFORM
 TP 2, sequence parallel, FP8 current, parameters in FP8, recompute core_attn and mlp |
-    CURRENT --fp8-param-gather TP_SP OVERLAPS SELECTIVE core_attn mlp
-EP 2, dropless, FP8 current, parameters in FP8 | QWEN3 EP OVERLAPS CURRENT --fp8-param-gather
+    CURRENT GATHER_FP8 TP_SP OVERLAPS SELECTIVE core_attn mlp
+EP 2, dropless, FP8 current, parameters in FP8 | QWEN3 EP OVERLAPS CURRENT GATHER_FP8
 DeepSeek-V3, PP 2 by a layout, FP8 current, parameters in FP8 |
-    DEEPSEEK GROUPS PP LAYOUT Ettt|tL CURRENT --fp8-param-gather OVERLAPS
+    DEEPSEEK GROUPS PP LAYOUT Ettt|tL CURRENT OVERLAPS GATHER_FP8
 DeepSeek-V3, PP 2 by a layout, multi-token prediction | @microbatches=2 DEEPSEEK GROUPS MTP PP LAYOUT Ettt|tmL
-LoRA, FP8 current, no cache of transposes, dropout |
-    @dropout LORA CURRENT --switch-on disable_parameter_transpose_cache
+LoRA, FP8 current, no cache of transposes, dropout | @dropout LORA CURRENT --switch-on disable_parameter_transpose_cache
 dropless, one GPU | BALANCED
 dropless, EP 2 | BALANCED EP
 dropless, EP 2, dropout, shared experts overlapped | @dropout BALANCED EP SHARED --moe-shared-expert-overlap
 dropless, group-limited routing, expert bias, seq_aux_loss | ROUTED_BY_GROUPS
 dropless, EP 2, group-limited routing, expert bias, seq_aux_loss, z-loss, dropout, shared experts overlapped |
-    @dropout ROUTED_BY_GROUPS EP --moe-z-loss-coeff 1e-3 SHARED --moe-shared-expert-overlap
+    @dropout ROUTED_BY_GROUPS EP Z_LOSS SHARED --moe-shared-expert-overlap
 dropless, two samples a micro-batch, seq_aux_loss |
-    @microbatches=4 DROPLESS --micro-batch-size 2 --moe-router-load-balancing-type seq_aux_loss
-    --moe-aux-loss-coeff 1e-2
+    @microbatches=4 DROPLESS --micro-batch-size 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff
+    1e-2
 dropless, EP 2, global_aux_loss, z-loss |
-    DROPLESS EP --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff
-    1e-3
+    DROPLESS EP --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 Z_LOSS
 dropless, one GPU, permute and router fusion | BALANCED --moe-permute-fusion --moe-router-fusion
 dropless, one GPU, permute fusion, preprocessing captured | @preprocessed BALANCED --moe-permute-fusion
 dropless, EP 2, permute fusion, preprocessing captured | @preprocessed BALANCED EP --moe-permute-fusion
@@ -143,12 +145,9 @@ dropless, EP 2, latent attention, group-limited routing, shared experts | ROUTED
 dropless, EP 2, multi-token prediction | BALANCED EP MTP
 dropless, TP 2, EP 2, sequence parallel | BALANCED EP TP_SP --expert-tensor-parallel-size 1
 dropless, pretrain_hybrid.py, attention and experts | BALANCED HYBRID *E*-*E*-
-dropless, one GPU, FP8 current, --fp8-param-gather, fused gradient accumulation |
-    @fused BALANCED CURRENT PARAMS_IN_FP8
-dropless, EP 2, FP8 current, --fp8-param-gather, both overlaps |
-    BALANCED EP CURRENT --fp8-param-gather OVERLAPS --ddp-bucket-size 400000
-dropless, DP 2, FP8 blockwise, --fp8-param-gather, both overlaps |
-    BALANCED BLOCKWISE --fp8-param-gather OVERLAPS --ddp-bucket-size 400000
+dropless, one GPU, FP8 current, --fp8-param-gather, fused gradient accumulation | @fused BALANCED CURRENT PARAMS_IN_FP8
+dropless, EP 2, FP8 current, --fp8-param-gather, both overlaps | BALANCED EP CURRENT GATHER_FP8 BUCKETS
+dropless, DP 2, FP8 blockwise, --fp8-param-gather, both overlaps | BALANCED BLOCKWISE GATHER_FP8 BUCKETS
 dropless, one GPU, FP8 current, --fp8-param-gather, recompute moe_act and layernorm |
     BALANCED CURRENT PARAMS_IN_FP8 SELECTIVE moe_act layernorm
 dropless, one GPU, FP8 by the names of modules | @fused BALANCED CURRENT BY_MODULE
@@ -168,7 +167,7 @@ dropless, multi-token prediction, FP8 current, group-limited routing, expert bia
 TP 2, sequence parallel, multi-token prediction, dropout | @dropout MTP TP_SP
 CP 2, multi-token prediction | MTP CP
 DP 2, distributed optimizer, both overlaps, multi-token prediction, dropout, 1 layer a graph |
-    @dropout @layers_per_graph=1 MTP OVERLAPS --ddp-bucket-size 400000
+    @dropout @layers_per_graph=1 MTP BUCKETS
 one GPU, latent attention | LATENT
 one GPU, latent attention, Megatron's local graphs | @impl=local @microbatches=4 LATENT
 one GPU
@@ -183,22 +182,21 @@ one GPU, FP8 current, dropout, fused gradient accumulation | @dropout @fused CUR
 one GPU, FP8 delayed, dropout | @dropout DELAYED HISTORY
 one GPU, FP8 blockwise | BLOCKWISE
 one GPU, FP8 current, --fp8-param-gather | CURRENT PARAMS_IN_FP8
-DP 2, FP8 current, --fp8-param-gather, both overlaps | CURRENT --fp8-param-gather OVERLAPS
+DP 2, FP8 current, --fp8-param-gather, both overlaps | CURRENT OVERLAPS GATHER_FP8
 one GPU, FP8 current, experts padded to capacity | CURRENT PADDED
 TP 2, sequence parallel, FP8 delayed | DELAYED TP_SP
 TP 2, sequence parallel, FP8 current, dropout | @dropout CURRENT TP_SP
 PP 2, FP8 delayed | DELAYED PP
 EP 2, FP8 current | CURRENT EP PADDED
-one GPU, experts, router z-loss | PADDED --moe-z-loss-coeff 1e-3
-one GPU, experts, expert bias | PADDED --moe-router-score-function sigmoid --moe-router-enable-expert-bias
-EP 2, router z-loss | EP PADDED --moe-z-loss-coeff 1e-3
-EP 2, expert bias | EP PADDED --moe-router-score-function sigmoid --moe-router-enable-expert-bias
-DP 2, two instances of the distributed optimizer |
-    --use-distributed-optimizer --num-distributed-optimizer-instances 2
-DP 4, two instances of the distributed optimizer, both overlaps |
-    --use-distributed-optimizer --num-distributed-optimizer-instances 2 --overlap-grad-reduce
-    --overlap-param-gather
+one GPU, experts, router z-loss | PADDED Z_LOSS
+one GPU, experts, expert bias | PADDED EXPERT_BIAS
+EP 2, router z-loss | EP PADDED Z_LOSS
+EP 2, expert bias | EP PADDED EXPERT_BIAS
+DP 2, two instances of the distributed optimizer | TWO_INSTANCES
+DP 4, two instances of the distributed optimizer, both overlaps | TWO_INSTANCES OVERLAPS
 PP 2 | PP
+PP 4, learned documents | @learned --pipeline-model-parallel-size 4
+PP 2, VPP 2, learned documents | @learned PP --num-virtual-stages-per-pipeline-rank 2
 PP 2, uneven layers | PP LAYOUT Et|tttL
 PP 2, uneven layers, multi-token prediction | PP LAYOUT Ettt|tmL MTP
 PP 2, dropout | @dropout PP
@@ -207,9 +205,8 @@ CP 2, dropout | @dropout CP
 EP 2 | EP PADDED
 EP 2, dropout | @dropout EP PADDED
 DP 2, distributed optimizer, both overlaps | OVERLAPS
-DP 2, distributed optimizer, both overlaps, dropout, 1 layer a graph |
-    @dropout @layers_per_graph=1 OVERLAPS --ddp-bucket-size 400000
-DP 2, distributed optimizer, both overlaps, 2 layers a graph | @layers_per_graph=2 OVERLAPS --ddp-bucket-size 400000
+DP 2, distributed optimizer, both overlaps, dropout, 1 layer a graph | @dropout @layers_per_graph=1 BUCKETS
+DP 2, distributed optimizer, both overlaps, 2 layers a graph | @layers_per_graph=2 BUCKETS
 one GPU, --sft, dropout | @dropout @sft
 TP 2, --sft | @sft TP
 CP 2, --sft | @sft CP
@@ -222,8 +219,7 @@ one GPU, RoPE without fusion | --no-rope-fusion
 CP 2, all to all, RoPE without fusion | CP --cp-comm-type a2a --no-rope-fusion
 CP 2, all gather | CP --cp-comm-type all_gather
 CP 2, all gather, --sft | @sft CP --cp-comm-type all_gather
-CP 4, rings of all to all |
-    --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2
+CP 4, rings of all to all | --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2
 PP 2, a last stage without layers | PP LAYOUT Etttt|L
 PP 2, deferred weight gradients of the output layer | @fused PP --defer-embedding-wgrad-compute
 recompute core_attn, dropout | @dropout SELECTIVE core_attn
@@ -239,7 +235,7 @@ one GPU, experts, recompute moe | PADDED SELECTIVE moe
 one GPU, experts, recompute moe_act and layernorm | PADDED SELECTIVE moe_act layernorm
 one GPU, latent attention, recompute mla_up_proj | SMALL_LATENT SELECTIVE mla_up_proj
 DP 2, distributed optimizer, both overlaps, recompute core_attn and mlp, dropout, 1 layer a graph |
-    @dropout @layers_per_graph=1 OVERLAPS --ddp-bucket-size 400000 SELECTIVE core_attn mlp
+    @dropout @layers_per_graph=1 BUCKETS SELECTIVE core_attn mlp
 LoRA, dropout | @dropout LORA
 LoRA, fused gradient accumulation | @fused LORA
 DoRA, dropout | @dropout --adapters dora --adapters-dropout 0.1
@@ -253,6 +249,7 @@ LoRA, PP 2 | LORA PP
 EP or DP in the name. The settings that most recipes of Megatron-Bridge for H100 have come first.
 
 @dropout  @fused  @sft  @biases   switch these on; @fused adds weight gradients to main_grad inside matrix products
+@learned   documents whose tokens follow from one another, and a rate by which losses fall
 @impl=  @preprocessed  @layers_per_graph=   the plan's graphs; up to the router with dropless experts, else chunks
 @microbatches=   samples of a step, of all ranks; else two of each data-parallel rank, four through a pipeline
 """
@@ -357,6 +354,9 @@ def exact_flags(row: Row, data: Path, steps: int = STEPS) -> list[str]:
         flags = [*without(flags, "--micro-batch-size"), *shlex.split("--micro-batch-size 2")]
     if row.script == "pretrain_hybrid.py":
         flags = without(flags, "--num-layers")  # the pattern says how many there are
+    if "learned" in row.options:
+        flags = [*without(flags, "--lr", "--min-lr", "--lr-decay-style"), *shlex.split(LEARNED)]
+        return [*flags, "--data-path", str(data / "learned")]
     if "sft" not in row.options:
         return [*flags, "--data-path", str(data / f"documents-{row.multiple}")]
     flags = without(flags, "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
@@ -375,8 +375,10 @@ def _count_microbatches(row: Row) -> int:
 
 def exact_data(rows: Sequence[Row], data: Path) -> None:
     """Write what the cases train on."""
-    for multiple in {row.multiple for row in rows if "sft" not in row.options}:
+    for multiple in {row.multiple for row in rows if not {"sft", "learned"} & {*row.options}}:
         write_documents(data / f"documents-{multiple}", tokens=2_000_000, mean=90, multiple=multiple)
+    if any("learned" in row.options for row in rows):
+        write_learned(data / "learned")
     if any("sft" in row.options for row in rows):
         sys.path.append(str(ROOT / "tests"))
         from support import conversations

@@ -98,14 +98,12 @@ def run_rows(
     """The table of `exact`; rows begin in their order, and one that is not run to its end says so.
 
     Args:
-        rows: the rows.
         scripts: folder with Megatron-LM's scripts.
         directory: folder for plans and logs, with the data.
         jobs: runs at once.
         limit: seconds that one run may take.
         seconds: after so many seconds no run begins, and those that run are ended.
         tell: called with the table so far after every row.
-        steps: steps of each run.
         hosts: how many hosts this one stands for, whose ranks share its GPUs (`as_hosts.py`).
     """
     end, gpus, lines, lock = time.monotonic() + seconds, _Gpus(), {}, threading.Lock()

@@ -34,9 +34,9 @@ from megatron_lm import (
     plan_of,
     script_run,
     without,
+    write_learned,
 )
-from trainer_cases import CAPS
-from trainer_stages import LEARNED, write_learned
+from trainer_cases import CAPS, LEARNED
 
 from thdprof.plan import load_plan
 

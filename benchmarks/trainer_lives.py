@@ -8,23 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lm import (
-    COMMON,
-    EXACT,
-    SMALL,
-    Ran,
-    different_steps,
-    plan_of,
-    script_run,
-    without,
-)
+from megatron_lm import COMMON, EXACT, MEASURES, SMALL, Ran, different_steps, plan_of, script_run, without
 
 STEPS, HALF = 30, 15
 OWN_STATES = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
 """Lets Transformer Engine load the states of delayed scaling, which it pickles, from checkpoints that lives wrote."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Life:
     """One line of the table."""
 
@@ -68,7 +59,7 @@ class _Runs:
         )
 
 
-def _same(one: Ran, other: Ran, *, first: int = 1, names: Sequence[str] = ("lm loss", "grad-norm")) -> str:
+def _same(one: Ran, other: Ran, *, first: int = 1, names: Sequence[str] = MEASURES) -> str:
     told, held = [], True
     for name in names:
         differ, steps = different_steps(one, other, name, first=first)
@@ -94,7 +85,7 @@ def _resumed(*flags: str) -> Callable[[Path, Path, Path], str]:
     return life
 
 
-def _replayed_and_off(*flags: str, names: Sequence[str] = ("lm loss", "grad-norm")) -> Callable[..., str]:
+def _replayed_and_off(*flags: str, names: Sequence[str] = MEASURES) -> Callable[..., str]:
     def life(script: Path, data: Path, folder: Path) -> str:
         more = " ".join(flags).replace("DATA", str(data)).replace("SMALL", str(data.with_name("small")))
         runs = _Runs(script, data, folder, more)
@@ -184,73 +175,69 @@ _ENDS = {
 _DELAYED = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
 LIVES = (
     Life(
-        name="resumed",
-        what="a run that ended at step 15 by --exit-interval and was resumed equals one that was not, bit for bit",
-        run=_resumed("--ckpt-format torch_dist"),
+        "resumed",
+        "a run that ended at step 15 by --exit-interval and was resumed equals one that was not, bit for bit",
+        _resumed("--ckpt-format torch_dist"),
     ),
     Life(
-        name="resumed, saved asynchronously",
-        what="the same with --async-save",
-        run=_resumed("--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
+        "resumed, saved asynchronously",
+        "the same with --async-save",
+        _resumed("--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
     ),
     Life(
-        name="resumed, FP8 delayed",
-        what="the same under delayed scaling, whose factors and amax histories are in the checkpoint",
-        run=_resumed(f"--ckpt-format torch_dist {_DELAYED}"),
+        "resumed, FP8 delayed",
+        "the same under delayed scaling, whose factors and amax histories are in the checkpoint",
+        _resumed(f"--ckpt-format torch_dist {_DELAYED}"),
+    ),
+    *(
+        Life(
+            f"evaluation{name}",
+            f"training and validation losses{under} with evaluation every 5 steps equal --replay off",
+            _replayed_and_off("--eval-interval 5 --eval-iters 3", flags, names=(*MEASURES, "lm loss validation")),
+        )
+        for name, under, flags in ((", FP8 delayed", " under delayed scaling", _DELAYED), ("", "", ""))
     ),
     Life(
-        name="evaluation, FP8 delayed",
-        what="training and validation losses under delayed scaling with evaluation every 5 steps equal --replay off",
-        run=_replayed_and_off(
-            f"--eval-interval 5 --eval-iters 3 {_DELAYED}", names=("lm loss", "grad-norm", "lm loss validation")
-        ),
-    ),
-    Life(
-        name="evaluation",
-        what="training and validation losses with evaluation every 5 steps equal --replay off",
-        run=_replayed_and_off("--eval-interval 5 --eval-iters 3", names=("lm loss", "grad-norm", "lm loss validation")),
-    ),
-    Life(
-        name="several evaluation sets",
-        what="losses of two validation sets equal --replay off",
-        run=_replayed_and_off(
+        "several evaluation sets",
+        "losses of two validation sets equal --replay off",
+        _replayed_and_off(
             "--eval-interval 10 --eval-iters 1 --multiple-validation-sets --full-validation "
             "--train-data-path DATA --valid-data-path SMALL SMALL",
             names=("*",),
         ),
     ),
     Life(
-        name="batch size ramp-up",
-        what="losses of a run whose step grows from 2 to 4 and 8 micro-batches equal --replay off",
-        run=_replayed_and_off("--step-batch-size-schedule '0:2 20480:4 61440:8' --train-samples 200"),
+        "batch size ramp-up",
+        "losses of a run whose step grows from 2 to 4 and 8 micro-batches equal --replay off",
+        _replayed_and_off("--step-batch-size-schedule '0:2 20480:4 61440:8' --train-samples 200"),
     ),
     Life(
-        name="rerun machine, transient error",
-        what="an injected transient error is found and told as by the unchanged script",
-        run=_as_unchanged(
+        "rerun machine, transient error",
+        "an injected transient error is found and told as by the unchanged script",
+        _as_unchanged(
             "--error-injection-rate 40 --error-injection-type transient_error --save FOLDER/kept --save-interval 1000",
             words=("Injecting", "Unexpected result", "Need to rerun", "Possible transient error", "reproducible"),
         ),
     ),
     Life(
-        name="NaN",
-        what="a learning rate that makes the loss NaN ends the run as it ends the unchanged script",
-        run=_as_unchanged(
+        "NaN",
+        "a learning rate that makes the loss NaN ends the run as it ends the unchanged script",
+        _as_unchanged(
             "--lr 1e30 --min-lr 1e29 --clip-grad 0 --save FOLDER/kept --save-interval 1000",
             words=("Unexpected result", "NaN", "Need to rerun", "reproducible", "exiting program"),
         ),
     ),
     Life(
-        name="timers, straggler, norms",
-        what="losses with all of Megatron's timers and the straggler detector equal --replay off",
-        run=_replayed_and_off(
+        "timers, straggler, norms",
+        "losses with all of Megatron's timers and the straggler detector equal --replay off",
+        _replayed_and_off(
             "--timing-log-level 2 --log-timers-to-tensorboard --log-straggler --log-params-norm --log-throughput "
             "--log-num-zeros-in-grad --log-memory-to-tensorboard --manual-gc --manual-gc-interval 5",
-            names=("lm loss", "grad-norm", "params-norm", "num-zeros"),
+            names=(*MEASURES, "params-norm", "num-zeros"),
         ),
     ),
     *(
-        Life(name=name, what="the run ends by itself with the exit code of the unchanged script", run=run)
+        Life(name, "the run ends by itself with the exit code of the unchanged script", run)
         for name, run in _ENDS.items()
     ),
 )

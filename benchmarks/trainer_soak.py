@@ -30,13 +30,7 @@ _MEMORY = ("mem-allocated-bytes", "mem-reserved-bytes")
 
 
 def soak_flags(steps: int, data: Path, checkpoints: Path) -> list[str]:
-    """Megatron's arguments.
-
-    Args:
-        steps: of the whole run.
-        data: prefix of the dataset.
-        checkpoints: folder to save to and to resume from; the last checkpoint alone is kept.
-    """
+    """Megatron's arguments of the whole run; of the checkpoints that it resumes from the last alone is kept."""
     flags = without(shlex.split(f"{TINY} {COMMON}"), "--global-batch-size")
     flags += shlex.split(f"--global-batch-size 1 --train-iters {steps} --log-interval {LOG_EVERY}")
     flags += shlex.split(f"--eval-interval {EVALUATE_EVERY} --eval-iters 1 --log-memory-to-tensorboard")
@@ -46,13 +40,9 @@ def soak_flags(steps: int, data: Path, checkpoints: Path) -> list[str]:
 
 
 def soak(scripts: Path, directory: Path, *, steps: int, minutes: int) -> list[str]:
-    """Train for so many minutes, from where the last call ended; returns what was seen.
+    """Train until Megatron saves a checkpoint and exits, from where the last call ended; returns what was seen.
 
-    Args:
-        scripts: folder with pretrain_gpt.py.
-        directory: folder of the whole run: data, plan, checkpoints, logs.
-        steps: of the whole run.
-        minutes: after which Megatron saves a checkpoint and exits.
+    `scripts` has pretrain_gpt.py; data, plan, checkpoints and logs of the whole run are in `directory`.
     """
     data, checkpoints, plan = directory / "data" / "documents", directory / "checkpoints", directory / "plan.yaml"
     flags = soak_flags(steps, data, checkpoints)
@@ -82,12 +72,7 @@ def soak(scripts: Path, directory: Path, *, steps: int, minutes: int) -> list[st
 
 
 def judged(scalars: Mapping[str, Mapping[int, float]], logs: Sequence[str]) -> list[str]:
-    """What the scalars and logs of all parts show, a sentence each; those that begin with `FAILED` must not be.
-
-    Args:
-        scalars: everything in TensorBoard, by step, by name.
-        logs: of every part.
-    """
+    """What the scalars and logs of all parts show, a sentence each; those that begin with `FAILED` must not be."""
     losses, norms = (scalars.get(name, {}) for name in ("lm loss", "grad-norm"))
     wrong = [step for values in (losses, norms) for step, value in values.items() if not math.isfinite(value)]
     missing = sorted({*range(1, max(losses, default=1) + 1)} - {*losses})

@@ -25,15 +25,9 @@ micro-batches, which come whatever the rate."""
 def watch_lines(
     script: Path, flags: Sequence[str], plan: Path, directory: Path, environment: Mapping[str, str], *, every: int
 ) -> tuple[list[list[str]], str]:
-    """Lines of the table, the first of which is its head, and what they say of a lower rate.
+    """Lines of the table, the first of which is its head, and what they say of a rate of one in `every`.
 
-    Args:
-        script: pretrain_gpt.py.
-        flags: its arguments.
-        plan: the plan to follow, which has a rate of verified micro-batches.
-        directory: folder for the log, and for a line a step.
-        environment: variables beside this process's own.
-        every: the lower rate is one in so many micro-batches.
+    The script is pretrain_gpt.py, and the plan has a rate of its own; `directory` gets the log and a line a step.
     """
     result, launcher = directory / "watch.jsonl", directory / "watch.py"
     result.unlink(missing_ok=True)  # of an earlier call
@@ -50,11 +44,7 @@ def watch_lines(
 
 
 def lines_of(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The table of what was timed.
-
-    Args:
-        steps: of each step its `ms`, whether it was `watched`, and how many micro-batches it `verified`.
-    """
+    """The table of what was timed: of each step its `ms`, whether it was `watched`, and what it `verified`."""
     counted = steps[BEFORE:]
     without = [one["ms"] for one in counted if not one["watched"]]
     of_watch = [one for one in counted if one["watched"]]

@@ -32,43 +32,22 @@ WARMUP = 4
 PLANNED = ("plan", "padded", "fused-plan", "fused-padded")
 
 
-def documents(count: int, vocabulary: int):
-    """Conversations of 30 to 4,096 tokens, half of them shorter than 240."""
+def write_rows(path: Path, rows: int) -> None:
+    """Rows as TRL packs them, of conversations of 30 to 4,096 tokens, half of them shorter than 240."""
     import numpy as np
-
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(5.5, 1.0, count).astype(int), 30, ROW)
-    return [rng.integers(10, vocabulary, n).tolist() for n in lengths]
-
-
-def packed_rows(directory: Path, rows: int, vocabulary: int):
-    """At least `rows` rows as TRL packs them, kept in `directory` for the next mode, and for `thdprof analyze`."""
     from datasets import Dataset
     from trl import pack_dataset
 
-    path = directory / "packed.parquet"
-    if not path.exists() and not waited_for(path):
-        data = Dataset.from_dict({"input_ids": documents(rows * 12, vocabulary)})
-        packed = pack_dataset(data, ROW, "bfd").select(range(rows))
-        packed.to_parquet(str(directory / "unfinished"))
-        (directory / "unfinished").rename(path)
-    return Dataset.from_parquet(str(path))
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.5, 1.0, rows * 12).astype(int), 30, ROW)
+    documents = [rng.integers(10, SAME["vocab_size"], n).tolist() for n in lengths]
+    packed = pack_dataset(Dataset.from_dict({"input_ids": documents}), ROW, "bfd")
+    packed.select(range(rows)).to_parquet(str(path))
 
 
-def waited_for(path: Path) -> bool:
-    """Whether another rank makes `path`, which then is there."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        return False
-    while not path.exists():
-        time.sleep(0.1)
-    return True
-
-
-def make_plan(options: argparse.Namespace, directory: Path, processes: int) -> Path:
-    """The plan that `thdprof analyze` makes of the packed rows, and its report beside it."""
-    plan, report = directory / "plan.yaml", directory / "analysis.txt"
-    if plan.exists() or waited_for(plan):
-        return plan
+def write_plan(options: argparse.Namespace) -> None:
+    """Write the plan that `thdprof analyze` makes of the packed rows, and its report beside it."""
+    directory, report = options.directory, options.directory / "analysis.txt"
     config, settings = directory / "config.json", directory / "settings.yaml"
     config.write_text(json.dumps({**SAME, **SHAPES[options.shape], "tie_word_embeddings": options.shape != "8b"}))
     of_model = {"lora_dim": 16} if options.lora else {}
@@ -77,15 +56,14 @@ def make_plan(options: argparse.Namespace, directory: Path, processes: int) -> P
     settings.write_text("".join(f"{name}: {value}\n" for name, value in of_model.items()))
     command = [
         *(sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer"),
-        *("--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", processes, "--seq-length", ROW),
+        *("--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", options.gpus, "--seq-length", ROW),
         *("--gradient-accumulation", options.accumulation, "--train-iters", options.steps),
-        *("--model", config, "--settings", settings, "--gpu", options.gpu, "-o", plan),
+        *("--model", config, "--settings", settings, "--gpu", options.gpu, "-o", directory / "plan.yaml"),
     ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     report.write_text(done.stdout + done.stderr)
     if done.returncode:
         raise SystemExit(report.read_text())
-    return plan
 
 
 def run_mode(options: argparse.Namespace, mode: str) -> dict:
@@ -93,6 +71,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
+    from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
@@ -105,19 +84,34 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
     shape, kind = SHAPES[options.shape], dict(SAME)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    directory = Path(options.directory)
-    rows = packed_rows(directory, options.steps * options.accumulation * processes + 8, kind["vocab_size"])
+    directory, processes = options.directory, options.gpus
+    rows = Dataset.from_parquet(str(directory / "packed.parquet"))
     config = AutoConfig.for_model(kind.pop("model_type"), **kind, **shape, tie_word_embeddings=options.shape != "8b")
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    clock = _clock_class()()
-    callbacks: list[TrainerCallback] = [clock]
+    began, seconds = [0.0], []
+
+    class Clock(TrainerCallback):
+        """Keeps the seconds of every step, the GPU waited for at its end."""
+
+        def on_step_begin(self, *args, **kwargs) -> None:
+            began[0] = began[0] or time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs) -> None:
+            if gpu:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            seconds.append(now - began[0])
+            began[0] = now
+
+    callbacks: list[TrainerCallback] = [Clock()]
     plan_callback = None
     if mode in PLANNED:
-        plan = without_watch(load_plan(make_plan(options, directory, processes)))
+        plan = load_plan(directory / "plan.yaml")
+        # Verified micro-batches also run eagerly
+        plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
         plan_callback = PlanCallback(plan, replay=mode.endswith("plan"), stats=directory / f"{mode}.stats.jsonl",
                                      attention=options.attention, compile=mode.startswith("fused"))  # fmt: skip
         callbacks.append(plan_callback)
@@ -141,72 +135,28 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     )  # fmt: skip
     trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer(),
                          callbacks=callbacks, peft_config=peft_config)  # fmt: skip
-    began = time.perf_counter()
+    started = time.perf_counter()
     trainer.train()
-    seconds = clock.seconds[WARMUP:] or clock.seconds
+    counted, last = seconds[WARMUP:] or seconds, plan_callback and plan_callback.last
+    predictions = plan.predictions.model_dump(mode="json") if plan_callback else {}
+    predicted = ("verdict", "times", "step_ms", "eager_step_ms", "peak_memory_bytes", "graph_memory_bytes")
     asked = ("shape", "lora", "checkpointing", "accumulation", "deterministic", "attention")
     return {
         "mode": mode,
         **{name: getattr(options, name) for name in asked},
         "processes": processes,
-        "step_s": median(seconds),
-        "step_s_min": min(seconds),
-        "step_s_max": max(seconds),
-        "first_step_s": clock.seconds[0],
-        "steps": len(clock.seconds),
-        "total_s": time.perf_counter() - began,
+        "step_s": median(counted),
+        "step_s_min": min(counted),
+        "step_s_max": max(counted),
+        "first_step_s": seconds[0],
+        "steps": len(seconds),
+        "total_s": time.perf_counter() - started,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
-        "stats": None if plan_callback is None else stats_of(plan_callback),
-        "predicted": None if plan_callback is None else predictions(plan),
+        "stats": last and {**last.to_dict(), "capture_s": last.capture_s},
+        "predicted": plan_callback and {name: predictions.get(name) for name in (*predicted, "capture_seconds")},
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
-
-
-def _clock_class():
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        """Seconds of every step, the GPU waited for at its end."""
-
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-            self._began = 0.0
-
-        def on_step_begin(self, *args, **kwargs) -> None:
-            self._began = self._began or self._now()
-
-        def on_step_end(self, args, state, control, **kwargs) -> None:
-            now = self._now()
-            self.seconds.append(now - self._began)
-            self._began = now
-
-        @staticmethod
-        def _now() -> float:
-            import torch
-
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            return time.perf_counter()
-
-    return Clock
-
-
-def without_watch(plan):
-    """The plan without verified micro-batches, which also run eagerly."""
-    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
-
-
-def stats_of(callback) -> dict | None:
-    """The counters of a run by a plan."""
-    return None if callback.last is None else {**callback.last.to_dict(), "capture_s": callback.last.capture_s}
-
-
-def predictions(plan) -> dict:
-    """What `thdprof analyze` predicted, with units in the names."""
-    names = ("verdict", "times", "step_ms", "eager_step_ms", "peak_memory_bytes", "graph_memory_bytes")
-    found = plan.predictions.model_dump(mode="json")
-    return {name: found.get(name) for name in (*names, "capture_seconds")}
 
 
 def main() -> None:
@@ -222,16 +172,20 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--gpus", type=int, default=1, help="ranks that train together [1]")
     parser.add_argument("--gpu", default="h200", help="the GPU that is predicted for [h200]")
-    parser.add_argument("--directory", default="transformers_sft")
+    parser.add_argument("--directory", type=Path, default=Path("transformers_sft"), help="data and plan are kept here")
     parser.add_argument("--out", type=Path, help="append the lines here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    Path(options.directory).mkdir(parents=True, exist_ok=True)
     if options.one:
         found = run_mode(options, options.one)
         if int(os.environ.get("RANK", 0)) == 0:
             print("RESULT " + json.dumps(found), flush=True)
         return
+    options.directory.mkdir(parents=True, exist_ok=True)
+    if not (options.directory / "packed.parquet").exists():
+        write_rows(options.directory / "packed.parquet", options.steps * options.accumulation * options.gpus + 8)
+    if {*PLANNED} & {*options.modes.split(",")} and not (options.directory / "plan.yaml").exists():
+        write_plan(options)
     launch = [sys.executable]
     if options.gpus > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]

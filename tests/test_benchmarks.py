@@ -30,14 +30,6 @@ def test_every_command_line_shows_its_help(name):
     assert "usage:" in done.stdout
 
 
-def test_every_script_is_a_command_or_imported_by_one():
-    scripts = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
-    imported = {name for name in scripts for text in scripts.values() if f"import {name}" in text}
-    imported |= {name for name in scripts for text in scripts.values() if f"from {name} import" in text}
-    started = {name for name in scripts for text in scripts.values() if f'"{name}.py"' in text}
-    assert {*scripts} == {*COMMANDS} | imported | started
-
-
 def cases() -> ModuleType:
     """The module of the cases of `exact`."""
     return importlib.import_module("trainer_cases")
@@ -46,6 +38,7 @@ def cases() -> ModuleType:
 def test_megatron_knows_every_argument_of_every_case(megatron_parser, tmp_path):
     rows = cases().ROWS
     assert len({row.name for row in rows}) == len(rows) > 100
+    assert not any(word.isupper() for row in rows for word in row.flags.split() if word.isidentifier())
     for row in rows:
         parsed, unknown = megatron_parser.parse_known_args(cases().exact_flags(row, tmp_path, 40))
         own = ["--adapters", "--adapters-dropout", "--switch-on"] if row.script == cases().ADAPTERS_SCRIPT else []
@@ -57,15 +50,6 @@ def test_megatron_knows_every_argument_of_every_case(megatron_parser, tmp_path):
         assert (parsed.train_iters, parsed.eval_interval) == (40, 20)
         assert parsed.gradient_accumulation_fusion == ("fused" in row.options)
         assert (parsed.hidden_dropout > 0) == ("dropout" in row.options)
-
-
-def test_a_case_is_read_with_its_options_and_parts():
-    text = "\nPP 2, one\nCP 4, two |\n    @fused @impl=local CP\n    --context-parallel-size 4\n"
-    one, two = cases().read_cases(text)
-    assert (one.gpus, one.flags, one.impl, one.layers_per_graph, one.multiple) == (2, "", "chunk", "all", 1)
-    assert (two.gpus, two.options) == (4, {"fused": "", "impl": "local"})
-    assert two.flags == "--context-parallel-size 2 --context-parallel-size 4"
-    assert not any(word.isupper() for row in cases().ROWS for word in row.flags.split() if word.isidentifier())
 
 
 @pytest.fixture
@@ -95,13 +79,8 @@ def _as_with_an_engine(monkeypatch):
 def test_megatron_takes_the_arguments_of_every_run_together(megatron_parser, monkeypatch, tmp_path):
     from megatron.training import arguments
 
-    learned, stages, trainer = (
-        importlib.import_module(name) for name in ("trainer_learned", "trainer_stages", "trainer")
-    )
+    learned, trainer = (importlib.import_module(name) for name in ("trainer_learned", "trainer"))
     runs = [(row.name, cases().exact_flags(row, tmp_path), row.gpus, row.environment) for row in cases().ROWS]
-    runs += [
-        (name, stages.stages_flags(name, tmp_path, 100), ranks, {}) for name, (ranks, _) in stages.PIPELINES.items()
-    ]
     options = ["--megatron-lm", str(tmp_path), "--out", str(tmp_path / "out.md")]
     runs.append(("overlap", trainer.overlap_flags(tmp_path, trainer.arguments(["overlap", *options])), 2, {}))
     wide = trainer.arguments(["experts", *options, "--fused"])
@@ -157,22 +136,6 @@ def test_runs_of_a_case_are_compared_step_by_step(monkeypatch, tmp_path):
     assert (one[1:4], two[1:4]) == (["0, 0, 0", "0 of 2", "0 of 2"], ["0, 0, 0", "1 of 2", "1 of 2"])
     late = exact.run_rows(rows, tmp_path, tmp_path, tell=lambda lines: None, **{**limits, "seconds": 1.0})
     assert [line[1] for line in late[1:]] == ["not run", "not run"]
-
-
-def test_the_cost_of_the_watch_at_a_rate_is_of_verifying_and_of_watching():
-    watch = importlib.import_module("trainer_watch")
-    early = [{"ms": 9000.0, "watched": True, "verified": 8}] * watch.BEFORE  # is not counted
-    quiet = [{"ms": 202.0, "watched": True, "verified": 0}] * 6
-    without = [{"ms": 200.0, "watched": False, "verified": 0}] * 8
-    often = [{"ms": 702.0, "watched": True, "verified": 2}, {"ms": 452.0, "watched": True, "verified": 1}]
-    steps = [*early, *quiet, *without, *often]
-    # three of them took 750 ms more; one in 1000 is 8 / 1000 of a step's 200 ms, and watching takes 2 ms of 200
-    told = watch.share_at(steps, every=1000, microbatches=8)
-    assert "250 ms more" in told
-    assert "1.000% of a step" in told
-    assert "2.000%, standard error 0.000%" in told
-    assert [line[1] for line in watch.lines_of(steps)[1:]] == ["8", "8", "6", "2"]
-    assert watch.share_at(steps[: watch.BEFORE], every=1000, microbatches=8) == "Too few steps to tell."
 
 
 def test_a_long_run_holds_without_a_fault_and_fails_with_one():

@@ -18,7 +18,7 @@ from thdprof.megatron_limits.known_fields import OUTSIDE, REPLACED
 
 sys.path.insert(0, str(ROOT / "tools"))
 import recipe_coverage
-from proved_settings import PROVED
+from recipe_settings import PROVED
 
 COMMON = """
 from megatron.bridge.training.mixed_precision import bf16_mixed, bf16_with_fp8_current_scaling_mixed
@@ -178,7 +178,7 @@ def report_of(bridge, capsys):
 
 
 def rows_missing(verdict):
-    return tuple(name for name, rows in verdict.settings.items() if not rows)
+    return [name for name, rows in verdict["settings"].items() if not rows]
 
 
 def refusing(reason, *fields):
@@ -202,7 +202,7 @@ def replace_in_recipes(bridge, old, new):
 def test_recipes_are_found_and_called(bridge):
     before = {name for name in sys.modules if name.partition(".")[0] in recipe_coverage.REPLACED_PACKAGES}
     found = verdicts_on(bridge, limits=refusing("no", "fp8", "recompute_granularity"), proved={})
-    assert {name: tuple(verdict.refusals) for name, verdict in found.items()} == {
+    assert {name: tuple(verdict["refusals"]) for name, verdict in found.items()} == {
         "one": (),
         "two": ("fp8",),
         "three": ("recompute_granularity",),
@@ -210,22 +210,22 @@ def test_recipes_are_found_and_called(bridge):
         "five": (),
         "six": (),
     }
-    assert Counter(verdict.gpu for verdict in found.values()) == {"h100": 3, "b200": 3}
-    assert [name for name, verdict in found.items() if verdict.is_fine_tuning] == ["six", "two"]
+    assert Counter(verdict["gpu"] for verdict in found.values()) == {"h100": 3, "b200": 3}
+    assert [name for name, verdict in found.items() if verdict["fine_tuning"]] == ["six", "two"]
     after = {name for name in sys.modules if name.partition(".")[0] in recipe_coverage.REPLACED_PACKAGES}
     assert after == before
 
 
 def test_overlap_of_one_rank_is_off_and_of_several_on(bridge):
     found = verdicts_on(bridge, proved={})
-    assert "tp_comm_overlap" not in found["one"].settings
-    assert "tp_comm_overlap" in found["two"].settings
-    assert found["two"].settings["fp8_param_gather"] == ()
+    assert "tp_comm_overlap" not in found["one"]["settings"]
+    assert "tp_comm_overlap" in found["two"]["settings"]
+    assert found["two"]["settings"]["fp8_param_gather"] == []
 
 
 def test_a_recipe_is_proved_only_where_a_row_covers_each_of_its_settings(bridge):
     def kinds(**proved):
-        return {name: verdict.kind for name, verdict in verdicts_on(bridge, limits=(), proved=proved).items()}
+        return {name: verdict["verdict"] for name, verdict in verdicts_on(bridge, limits=(), proved=proved).items()}
 
     assert kinds()["one"] == "proved"  # which sets nothing that needs a row
     assert kinds()["two"] == "accepted unmeasured"
@@ -242,13 +242,13 @@ def test_a_recipe_for_a_gpu_that_no_row_ran_on_is_never_proved(bridge):
     for gpu, kind in (("b200", "accepted unmeasured"), ("gb300", "accepted unmeasured"), ("h200", "proved")):
         replace_in_recipes(bridge, one.format("h100"), one.format(gpu))
         found = verdicts_on(bridge, limits=())["one"]
-        assert (found.gpu, rows_missing(found), found.unknown, found.kind) == (gpu, (), (), kind)
+        assert (found["gpu"], rows_missing(found), found["unknown"], found["verdict"]) == (gpu, [], [], kind)
 
 
 def test_a_setting_that_nobody_knows_is_never_proved(bridge, capsys):
     found = verdicts_on(bridge, limits=(), proved=dict.fromkeys(PROVED, ("a.md: b",)))["five"]
-    assert rows_missing(found) == ("never_heard_of 3",)
-    assert found.kind == "accepted unmeasured"
+    assert rows_missing(found) == ["never_heard_of 3"]
+    assert found["verdict"] == "accepted unmeasured"
     assert {"setting": "never_heard_of 3", "recipes": 1} in report_of(bridge, capsys)["unmeasured"]
 
 
@@ -256,24 +256,24 @@ def test_a_model_that_nobody_knows_is_never_proved(bridge):
     common = bridge / "perf_recipes" / "common.py"
     common.write_text(COMMON.replace("meta-llama/Meta-Llama-3-8B", "somebody/Something"))
     found = verdicts_on(bridge, limits=())["one"]
-    assert (found.unknown, found.kind) == (("the model",), "accepted unmeasured")
+    assert (found["unknown"], found["verdict"]) == (["the model"], "accepted unmeasured")
 
 
 def test_a_quantization_that_is_read_from_a_file_is_a_setting_of_its_own(bridge):
     made = "cfg.model.quant_recipe = load_quantization_recipe(str(1))"
     replace_in_recipes(bridge, "cfg.model.never_heard_of = 3", made)
     found = verdicts_on(bridge)["five"]
-    assert (found.kind, tuple(found.refusals)) == ("accepted unmeasured", ())
+    assert (found["verdict"], found["refusals"]) == ("accepted unmeasured", {})
     assert "quant_recipe, of a file that is not read" in rows_missing(found)  # whatever rows the setting has
 
 
 def test_megatrons_own_graphs_are_replaced_and_refuse_nothing(bridge):
     verdict = verdicts_on(bridge)["one"]
-    assert (verdict.kind, verdict.replaced) == ("proved", ("cuda_graph_impl",))
+    assert (verdict["verdict"], verdict["replaced"]) == ("proved", ["cuda_graph_impl"])
 
 
 def test_sharded_weights_are_refused_by_the_table_of_install(bridge):
-    line = verdicts_on(bridge)["four"].refusals["wrappers other than DistributedDataParallel"]
+    line = verdicts_on(bridge)["four"]["refusals"]["wrappers other than DistributedDataParallel"]
     assert line.startswith("the model is wrapped in FullyShardedDataParallel: it moves parameters")
 
 
@@ -332,7 +332,7 @@ def installed():
 
 def test_the_installed_recipes_that_are_proved_are_for_hopper(installed):
     verdicts, _ = installed
-    proved = Counter(verdict.gpu for verdict in verdicts if verdict.kind == "proved")
+    proved = Counter(verdict["gpu"] for verdict in verdicts if verdict["verdict"] == "proved")
     assert {*proved} == {"h100"}
     assert proved["h100"] >= 38
 
@@ -350,29 +350,30 @@ def words_of(root: Path) -> dict[str, str]:
 def test_the_installed_recipes_are_all_read_and_known(installed):
     verdicts, root = installed
     words = words_of(root)
-    assert {verdict.name for verdict in verdicts} == set(words)
+    assert {verdict["name"] for verdict in verdicts} == set(words)
     assert len(words) > 400
-    assert {verdict.name for verdict in verdicts if verdict.unknown} == set()
-    assert Counter(v.gpu for v in verdicts) == Counter(re.search(r"gpu_([a-z0-9]+)_", n)[1] for n in words)
+    assert {verdict["name"] for verdict in verdicts if verdict["unknown"]} == set()
+    assert Counter(v["gpu"] for v in verdicts) == Counter(re.search(r"gpu_([a-z0-9]+)_", n)[1] for n in words)
 
 
 def test_what_a_recipe_plainly_sets_is_found_in_it(installed):
     verdicts, root = installed
     words, checked = words_of(root), Counter()
     for verdict in verdicts:
-        text, settings = words[verdict.name], verdict.settings
+        name, settings = verdict["name"], verdict["settings"]
+        text = words[name]
         plain = re.findall(r"mixed_precision = _perf_precision\('(\w+)'\)", text)
         if plain and "fp8_recipe" not in text:
             recipe = {"fp8_cs": "fp8_recipe tensorwise", "fp8_mx": "fp8_recipe mxfp8", "nvfp4": "fp4_recipe nvfp4"}
             wanted = recipe.get(plain[-1])
-            scaled = {name for name in settings if name.startswith(("fp8_recipe", "fp4_recipe"))}
-            assert scaled == ({wanted} if wanted else set()), verdict.name
+            scaled = {setting for setting in settings if setting.startswith(("fp8_recipe", "fp4_recipe"))}
+            assert scaled == ({wanted} if wanted else set()), name
             checked[plain[-1]] += 1
         size = re.findall(r"cfg\.model\.tensor_model_parallel_size = (\d+)", text)
         if size and text.count("_config()") == 1:
-            assert ("tensor_model_parallel_size" in settings) == (int(size[-1]) > 1), verdict.name
+            assert ("tensor_model_parallel_size" in settings) == (int(size[-1]) > 1), name
             checked["tensor"] += 1
         if "use_megatron_fsdp = True" in text:
-            assert "wrappers other than DistributedDataParallel" in verdict.refusals, verdict.name
+            assert "wrappers other than DistributedDataParallel" in verdict["refusals"], name
             checked["sharded"] += 1
     assert all(checked[name] > 10 for name in ("bf16", "fp8_cs", "fp8_mx", "nvfp4", "tensor", "sharded")), checked

@@ -1,6 +1,6 @@
 """Prints the size and the shape of the package: its lines, its circles, and the way of one analysis through it.
 
-    python tools/measure_house.py [--json]
+    .venv/bin/python tools/measure_house.py [--json]
 
 Entry points: `measure` gives every number by its name, `count_walk` the modules that an analysis enters. The modules
 that each module imports are `find_imports`. `packages_of`, `graph_entries` and `find_circles` find circles among the
@@ -114,12 +114,19 @@ def find_circles(graph: Graph) -> list[set[str]]:
 
 
 def count_walk(root: Path = ROOT) -> tuple[list[str], int]:
-    """The modules that a plain `thdprof analyze demo/bridge` enters, and the moves between them."""
+    """The modules that a plain `thdprof analyze demo/bridge` enters, and the moves between them.
+
+    Raises:
+        RuntimeError: thdprof does not run in this Python.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for words in (["-m", PACKAGE, "demo", "demo"], ["-c", _WALK, "analyze", "demo/bridge"]):
             done = subprocess.run(
                 [sys.executable, *words], cwd=folder, env={"PYTHONPATH": str(root)}, capture_output=True, text=True
             )
+            if done.returncode:
+                reason = done.stderr.strip().rpartition("\n")[2]
+                raise RuntimeError(f"{sys.executable} cannot run thdprof: {reason}: use .venv/bin/python (make setup)")
     *_, counts, entered = done.stderr.splitlines()
     return entered.split(), int(counts)
 
@@ -145,6 +152,9 @@ def _count_lines(*paths: Path) -> int:
 
 
 if __name__ == "__main__":
-    numbers = measure()
+    try:
+        numbers = measure()
+    except RuntimeError as error:
+        sys.exit(str(error))
     table = "\n".join(f"{number:>8,}  {name}" for name, number in numbers.items())
     print(json.dumps(numbers, indent=2) if "--json" in sys.argv[1:] else table)

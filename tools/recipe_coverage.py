@@ -20,17 +20,17 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-from proved_settings import COMMUNICATION, PROVED, REPLACED, find_settings
-from recipe_models import find_architecture
+from recipe_settings import PROVED, find_architecture, find_settings
 
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.files import json_text
 from thdprof.megatron_limits import LIMITS, UP_TO_ROUTER, Limit, Run, ends_at_router
+from thdprof.megatron_limits.known_fields import REPLACED
+from thdprof.megatron_limits.run import SHARDED, find_experts
 
 SCHEMA = "thdprof.recipes/1"
 RECIPES = "perf_recipes"
@@ -42,6 +42,9 @@ EXECUTED = (
 """Modules of Bridge that are executed, with all below them."""
 REPLACED_PACKAGES = ("megatron", "torch", "transformers")
 """Packages in whose place stand-ins are imported."""
+COMMUNICATION = ["tp_comm_overlap", "defer_embedding_wgrad_compute"]
+COMMUNICATION += ["overlap_moe_expert_parallel_comm", "delay_wgrad_compute"]
+"""Fields of the model that Bridge's CommOverlapConfig sets."""
 HOPPER = ("h100", "h200")
 """Types of GPUs, as recipes name them, of the architecture of the H200s that the rows ran on."""
 MEANINGS = {
@@ -225,22 +228,13 @@ def _with_named_precision(recipe: Any) -> Any:
     return recipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """One recipe as the table of limits knows it."""
+def _settle(recipe: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """What Bridge puts together of a recipe at the start of a run.
 
-    run: Run
-    """The run."""
-    given: Mapping[str, Any]
-    """Fields of TransformerConfig that the recipe, its precision or its model sets, by name."""
-    trainer: Mapping[str, Any]
-    """Settings of the trainer by dotted names, such as `ddp.overlap_grad_reduce`; `peft` is the kind of adapters."""
-    is_known_model: bool
-    """Whether it is known what the model is made of."""
-
-
-def settle(recipe: Any) -> Settled:
-    """A recipe's configuration as Bridge puts it together at the start of a run."""
+    Returns:
+        Fields of TransformerConfig that the recipe, its precision or its model sets; settings of the trainer by dotted
+        names, such as `ddp.overlap_grad_reduce`; whether it is known what the model is made of.
+    """
     own = {name: value for name, value in _values(recipe.model).items() if not name.startswith(("hf_model", "_"))}
     architecture = find_architecture(vars(recipe.model).get("hf_model"), type(recipe.model).__name__)
     fields = {**(architecture or {}), **own, **_values(recipe.mixed_precision)}
@@ -252,19 +246,31 @@ def settle(recipe: Any) -> Settled:
         fields["quant_recipe"] = "of a file"
     if fields.get("cp_comm_type") == "allgather":  # as some recipes spell it
         fields["cp_comm_type"] = "all_gather"
-    kind, layers = fields.pop("kind", None), fields.pop("layers", None)
     trainer = {
         f"{part}.{name}": value
-        for part in ("ddp", "optimizer", "peft", "dataset")
+        for part in ("ddp", "dist", "optimizer", "peft", "dataset")
         for name, value in _values(getattr(recipe, part)).items()
     }
     trainer["peft"] = type(recipe.peft).__name__ if recipe.peft else None
+    return fields, trainer, architecture is not None
+
+
+def _values(part: Any) -> dict[str, Any]:
+    """What a part of a recipe holds; nothing for an absent one."""
+    kept = vars(part).items() if part else ()
+    return {name: value for name, value in kept if value or not isinstance(value, Unset)}
+
+
+def _run_of(fields: dict[str, Any], trainer: Mapping[str, Any]) -> Run:
+    """The run as the table of limits knows it; `kind` and `layers` are taken out of the fields."""
+    kind, layers = fields.pop("kind", None), fields.pop("layers", ())
     config = SimpleNamespace(**fields)
-    experts = _experts(config)
+    pattern = fields.get("hybrid_layer_pattern") or ""
+    experts = "none" if pattern and "E" not in pattern else find_experts(config)
     up_to_router = ends_at_router(experts, fields.get("moe_token_dispatcher_type"))
-    offloads = fields.get("fine_grained_activation_offloading") and fields.get("offload_modules")
-    is_sharded = any(_values(part).get("use_megatron_fsdp") is True for part in (recipe.ddp, recipe.dist))
-    run = Run(
+    offloads = bool(fields.get("fine_grained_activation_offloading"))
+    is_sharded = any(trainer.get(f"{part}.use_megatron_fsdp") is True for part in ("ddp", "dist"))
+    return Run(
         impl="transformer_engine" if up_to_router else "chunk",
         modules=UP_TO_ROUTER if up_to_router else (),
         pipeline_parallel_size=fields.get("pipeline_model_parallel_size") or 1,
@@ -272,71 +278,17 @@ def settle(recipe: Any) -> Settled:
         dynamic_cp=False,
         unmeasured=True,
         experts=experts,
-        offload_modules=tuple(fields["offload_modules"]) if offloads else None,
-        core_offload=bool(fields.get("fine_grained_activation_offloading")),
+        offload_modules=tuple(fields.get("offload_modules") or ()) if offloads else None,
+        core_offload=offloads,
         position_embedding=fields.get("position_embedding_type") or "rope",
-        layers=layers or (),
+        layers=layers,
         model=kind,
-        wrapper="FullyShardedDataParallel" if is_sharded else "DistributedDataParallel",
+        wrapper=SHARDED if is_sharded else "DistributedDataParallel",
         config=config,
     )
-    return Settled(run=run, given=fields, trainer=trainer, is_known_model=architecture is not None)
 
 
-def _values(part: Any) -> dict[str, Any]:
-    """What a part of a recipe holds; nothing for an absent one."""
-    return {name: value for name, value in vars(part).items() if not _is_unset(value)} if part else {}
-
-
-def _is_unset(value: Any) -> bool:
-    return isinstance(value, Unset) and not value
-
-
-def _experts(config: SimpleNamespace) -> Any:
-    pattern = getattr(config, "hybrid_layer_pattern", None) or ""
-    if not getattr(config, "num_moe_experts", None) or (pattern and "E" not in pattern):
-        return "none"
-    return "padded" if getattr(config, "moe_pad_expert_input_to_capacity", False) else "dropless"
-
-
-# --- verdicts ---------------------------------------------------------------------------------------------------------
-
-Kind = Literal["refused", "accepted unmeasured", "proved"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the table says of one recipe."""
-
-    name: str
-    """The recipe's function."""
-    refusals: Mapping[str, str]
-    """By the name of each limit that the recipe meets: the line that `install` would say."""
-    settings: Mapping[str, tuple[str, ...]]
-    """The settings that the recipe uses, each with the GPU rows that prove it; none where nothing was measured."""
-    replaced: tuple[str, ...]
-    """Fields that choose Megatron's own graphs: by a plan its graphs take their place."""
-    unknown: tuple[str, ...]
-    """What is not known of the recipe: a model of no known family."""
-
-    @property
-    def gpu(self) -> str:
-        """The type of GPU that the recipe is for, such as h100: the part of its name behind the number of GPUs."""
-        parts = self.name.split("_")
-        return next((after for part, after in itertools.pairwise(parts) if part.endswith("gpu")), "")
-
-    @property
-    def kind(self) -> Kind:
-        """Refused, accepted, or proved: a row covers each setting, and the recipe is for GPUs that rows ran on."""
-        if self.refusals:
-            return "refused"
-        is_proved = all(self.settings.values()) and not self.unknown and self.gpu in HOPPER
-        return "proved" if is_proved else "accepted unmeasured"
-
-    @property
-    def is_fine_tuning(self) -> bool:
-        """Whether it fine-tunes, on a packed dataset."""
-        return "_sft_" in self.name or "_peft_" in self.name
+# --- verdicts and their report ----------------------------------------------------------------------------------------
 
 
 def judge(
@@ -345,37 +297,47 @@ def judge(
     *,
     limits: Sequence[Limit] = LIMITS,
     proved: Mapping[str, tuple[str, ...]] = PROVED,
-) -> Verdict:
-    """The verdict on one recipe.
+) -> dict[str, Any]:
+    """The report's entry of one recipe.
 
     Args:
-        name: the recipe's function.
+        name: the recipe's function; its type of GPU, such as h100, is the part behind the number of GPUs.
         recipe: the configuration that it makes.
         limits: the table to judge by.
         proved: rows by the names of settings.
+
+    Returns:
+        The verdict with its reasons: under `refusals` the line that `install` would say, by the limit's name; under
+        `settings` the GPU rows that prove each setting; under `replaced` fields that choose Megatron's own graphs.
     """
-    settled = settle(recipe)
-    fields = settled.given
-    return Verdict(
-        name=name,
-        refusals={limit.name: limit.in_fields(settled.run) for limit in limits if limit.holds(settled.run)},
-        settings={setting: proved.get(setting, ()) for setting in find_settings(settled.run, fields, settled.trainer)},
-        replaced=tuple(key for key in fields if key.startswith(REPLACED) and fields[key] not in (None, "none")),
-        unknown=() if settled.is_known_model else ("the model",),
-    )
+    fields, trainer, is_known = _settle(recipe)
+    run = _run_of(fields, trainer)
+    gpu = re.search(r"gpu_([^_]+)", name)
+    is_for_hopper = gpu is not None and gpu[1] in HOPPER
+    refusals = {limit.name: limit.in_fields(run) for limit in limits if limit.holds(run)}
+    settings = {setting: [*proved.get(setting, ())] for setting in find_settings(run, fields, trainer)}
+    is_proved = all(settings.values()) and is_known and is_for_hopper
+    return {
+        "name": name,
+        "gpu": gpu and gpu[1],
+        "is_for_hopper": is_for_hopper,
+        "fine_tuning": "_sft_" in name or "_peft_" in name,
+        "verdict": "refused" if refusals else "proved" if is_proved else "accepted unmeasured",
+        "refusals": refusals,
+        "settings": settings,
+        "replaced": [key for key in fields if key.startswith(REPLACED) and fields[key] not in (None, "none")],
+        "unknown": [] if is_known else ["the model"],
+    }
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
-def to_json(bridge: Path, verdicts: Sequence[Verdict]) -> str:
+def to_json(bridge: Path, recipes: Sequence[dict[str, Any]]) -> str:
     """Everything as one JSON object."""
-    accepted = [verdict for verdict in verdicts if not verdict.refusals]
-    met = Counter(name for verdict in verdicts for name in verdict.refusals)
-    alone = Counter(next(iter(verdict.refusals)) for verdict in verdicts if len(verdict.refusals) == 1)
-    unmeasured = Counter(
-        name for v in accepted for name in (*(key for key, rows in v.settings.items() if not rows), *v.unknown)
-    )
+    met = Counter(name for recipe in recipes for name in recipe["refusals"])
+    alone = Counter(next(iter(recipe["refusals"])) for recipe in recipes if len(recipe["refusals"]) == 1)
+    accepted = [recipe for recipe in recipes if not recipe["refusals"]]
+    missing = ([name for name, rows in recipe["settings"].items() if not rows] for recipe in accepted)
+    unmeasured = Counter([*itertools.chain(*missing), *itertools.chain(*(recipe["unknown"] for recipe in accepted))])
+    gpus = sorted({recipe["gpu"] or "" for recipe in recipes})
     return json_text(
         {
             "schema": SCHEMA,
@@ -384,38 +346,27 @@ def to_json(bridge: Path, verdicts: Sequence[Verdict]) -> str:
             "rows_ran_on": ["h200"],
             "proved_for": list(HOPPER),
             "counts": {
-                "gpus": {
-                    gpu: _counts([v for v in verdicts if v.gpu == gpu]) for gpu in sorted({v.gpu for v in verdicts})
-                },
-                "fine_tuning": _counts([v for v in verdicts if v.is_fine_tuning]),
-                "all": _counts(verdicts),
+                "gpus": {gpu: _counts([r for r in recipes if (r["gpu"] or "") == gpu]) for gpu in gpus},
+                "fine_tuning": _counts([recipe for recipe in recipes if recipe["fine_tuning"]]),
+                "all": _counts(recipes),
             },
             "refused_by": [
                 {"limit": name, "recipes": number, "alone": alone[name]} for name, number in met.most_common()
             ],
             "unmeasured": [{"setting": name, "recipes": number} for name, number in unmeasured.most_common()],
-            "recipes": [
-                {
-                    "name": verdict.name,
-                    "gpu": verdict.gpu or None,
-                    "is_for_hopper": verdict.gpu in HOPPER,
-                    "fine_tuning": verdict.is_fine_tuning,
-                    "verdict": verdict.kind,
-                    "refusals": dict(verdict.refusals),
-                    "settings": {name: list(rows) for name, rows in verdict.settings.items()},
-                    "replaced": list(verdict.replaced),
-                    "unknown": list(verdict.unknown),
-                }
-                for verdict in verdicts
-            ],
+            "recipes": list(recipes),
         }
     )
 
 
-def _counts(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    kinds = Counter(verdict.kind for verdict in verdicts)
-    accepted = kinds["accepted unmeasured"] + kinds["proved"]
-    return {"recipes": len(verdicts), "refused": kinds["refused"], "accepted": accepted, "proved": kinds["proved"]}
+def _counts(recipes: Sequence[dict[str, Any]]) -> dict[str, int]:
+    kinds = Counter(recipe["verdict"] for recipe in recipes)
+    return {
+        "recipes": len(recipes),
+        "refused": kinds["refused"],
+        "accepted": len(recipes) - kinds["refused"],
+        "proved": kinds["proved"],
+    }
 
 
 def main(words: Sequence[str] | None = None) -> int:

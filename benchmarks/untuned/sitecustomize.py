@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -28,19 +27,14 @@ class _Finder:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            _wrap(spec)
+            own_exec = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                own_exec(module)
+                _keep_first(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _wrap(spec: ModuleSpec) -> None:
-    loader: Any = spec.loader
-    own_exec = loader.exec_module
-
-    def exec_module(module: Any) -> None:
-        own_exec(module)
-        _keep_first(module)
-
-    loader.exec_module = exec_module
 
 
 def _keep_first(module: Any) -> None:

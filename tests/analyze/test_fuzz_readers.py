@@ -36,7 +36,7 @@ from thdprof.analyze.sources.readers import npy, unpickler
 from thdprof.analyze.sources.readers.parquet import CorruptPage, list_lengths, pages
 from thdprof.errors import DataError, UsageError
 
-CASES_A_FILE = 500
+CASES_A_FILE = 200
 ADDRESS_SPACE_BYTES = 4 * 2**30
 MOST_GROWTH_BYTES = 200 * 2**20
 ROWS = [[3, 4, 2], [9], [1, 1, 1, 1], [5, 6], [300, 2]] * 3
@@ -156,11 +156,14 @@ def fuzz(directory: Path, seed: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     npy.subprocess = SimpleNamespace(run=forked)
     peak, counts = peak_bytes(), {"cases": 0, "read": 0}
-    mutant = directory / "mutant"
+    mutant, case = directory / "mutant", (directory / "case.json").open("w")
     for path, format in good.items():
         for number, data in zip(range(CASES_A_FILE), mutants(path.read_bytes(), rng), strict=False):
+            mutant.unlink(missing_ok=True)  # a disk waits for a file that is cut to nothing and written again
             mutant.write_bytes(data)
-            (directory / "case.json").write_text(json.dumps([path.name, number]))
+            case.seek(0)
+            case.write(f"{json.dumps([path.name, number]):<80}\n")
+            case.flush()
             counts["read"] += read_one(mutant, format)
             read_one(mutant, "auto")
             if number % 10 == 0:

@@ -383,7 +383,7 @@ def test_long_and_deep_input_ends():
     doubling = "A=x\n" + "A=$A$A\n" * 80 + "python x.py --seq-length 8 --seed $A"
     with pytest.raises(UsageError, match=r"--seed: .* is too long"):
         parse(doubling)
-    arrays = "A=(x x)\n" + 'A+=("${A[@]}")\n' * 60 + "python x.py --seq-length 8 ${A[@]}"
+    arrays = "A=(x x)\n" + 'A+=("${A[@]}")\n' * 24 + "python x.py --seq-length 8 ${A[@]}"
     assert parse(arrays).settings["seq_length"] == 8
     with pytest.raises(UsageError, match="nested too deeply"):
         parse("python x.py --seed " + "${A:-" * 5000 + "1" + "}" * 5000)

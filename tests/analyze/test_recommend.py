@@ -25,25 +25,31 @@ def recommend_for(table, costs, *, independent=None, limits=None, **options):
     return recommend(run, costs, independent=independent or len(table), limits=limits or Limits())
 
 
-def brute_force_step_ms(table, costs, buckets, pipeline=1) -> float:
-    """The mean step time by the definition, one micro-batch at a time."""
+def brute_force(table, costs, pipeline=1):
+    """Gives the mean step time with some buckets by the definition, one micro-batch at a time."""
     frame = table.to_pandas()
     frame["squared"] = 0.0 if table.squared is None else table.squared
+    frame["eager_ms"] = [float(costs.eager_ms(np.array([n_seqs]))[0]) for n_seqs in frame["n_seqs"]]
     with_squared = costs.ms_per_squared_token > 0 and costs.squared_tokens is not None and table.squared is not None
     shortest = min(p.ms for p in costs.eager + costs.replay)
-    steps = []
-    for step, rows in frame.groupby("step"):
-        by_rank = {}
-        for row in rows.itertuples():
-            fitting = [b for b in sorted(buckets) if row.n_seqs <= b.max_seqs and row.max_seqlen <= b.max_seqlen]
-            ms = costs.replay_ms(*_pair(fitting[0])) if fitting else float(costs.eager_ms(np.array([row.n_seqs]))[0])
-            ms += costs.outside_ms or 0
-            if with_squared and (fitting or not costs.host_bound):
-                ms += max(-0.9 * shortest, costs.ms_per_squared_token * (row.squared - costs.squared_tokens))
-            by_rank[row.dp_rank] = by_rank.get(row.dp_rank, 0.0) + ms
-        slowest = max(by_rank.values()) * (1 + (pipeline - 1) / int(table.num_microbatches[step]))
-        steps.append(slowest + (costs.optimizer_ms or 0))
-    return float(np.mean(steps))
+    rows_of_steps = [(step, list(rows.itertuples())) for step, rows in frame.groupby("step")]
+
+    def step_ms(buckets) -> float:
+        ordered = [(bucket, costs.replay_ms(*_pair(bucket))) for bucket in sorted(buckets)]
+        steps = []
+        for step, rows in rows_of_steps:
+            by_rank = {}
+            for row in rows:
+                fitting = [ms for b, ms in ordered if row.n_seqs <= b.max_seqs and row.max_seqlen <= b.max_seqlen]
+                ms = (fitting[0] if fitting else row.eager_ms) + (costs.outside_ms or 0)
+                if with_squared and (fitting or not costs.host_bound):
+                    ms += max(-0.9 * shortest, costs.ms_per_squared_token * (row.squared - costs.squared_tokens))
+                by_rank[row.dp_rank] = by_rank.get(row.dp_rank, 0.0) + ms
+            slowest = max(by_rank.values()) * (1 + (pipeline - 1) / int(table.num_microbatches[step]))
+            steps.append(slowest + (costs.optimizer_ms or 0))
+        return float(np.mean(steps))
+
+    return step_ms
 
 
 def _pair(bucket: Bucket) -> tuple[int, int]:
@@ -98,12 +104,13 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
         else:
             sizes = [longest]
         everything = [Bucket(n, s, 64) for n in caps for s in sizes]
-        assert brute_force_step_ms(table, costs, found.buckets, 2) == pytest.approx(found.step_ms)
+        step_ms = brute_force(table, costs, 2)
+        assert step_ms(found.buckets) == pytest.approx(found.step_ms)
         choices = [c for k in range(4) for c in combinations(everything, k)]
         if len(choices) > 150:
             choices = [choices[i] for i in rng.choice(len(choices), 150, replace=False)]
         for choice in choices:
-            assert brute_force_step_ms(table, costs, choice, 2) >= found.step_ms - 1e-6
+            assert step_ms(choice) >= found.step_ms - 1e-6
             compared += 1
     assert compared > 50
 
@@ -136,8 +143,7 @@ def test_step_times_do_not_depend_on_how_counts_are_kept(rng, monkeypatch, ranks
     costs = make_costs(replay=((1, None, 10.1), (30, None, 47.3)))
     choices = [(), *((Bucket(n, 64, 64),) for n in (5, 20, 30)), (Bucket(5, 64, 64), Bucket(30, 64, 64))]
     found = StepCosts(table, costs, [5, 20, 30], [64], 2, n_tokens=64).step_ms(choices)
-    expected = [brute_force_step_ms(table, costs, choice, 2) for choice in choices]
-    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(found, [*map(brute_force(table, costs, 2), choices)])
     monkeypatch.setattr(StepCosts, "_ms_of_rows", lambda self, weights: None)
     again = StepCosts(table, costs, [5, 20, 30], [64], 2, n_tokens=64).step_ms(choices)
     np.testing.assert_array_equal(found, again)
@@ -181,13 +187,13 @@ def test_step_times_equal_the_definition_with_squared_lengths(rng, ranks, kind):
         )
         choices = [(), *((Bucket(n, 64, 64),) for n in (5, 20, 30)), (Bucket(5, 64, 64), Bucket(30, 64, 64))]
         step_costs = StepCosts(table, costs, [5, 20, 30], [64], 2, n_tokens=64)
-        expected = [brute_force_step_ms(table, costs, choice, 2) for choice in choices]
-        np.testing.assert_allclose(step_costs.step_ms(choices), expected)
+        step_ms = brute_force(table, costs, 2)
+        np.testing.assert_allclose(step_costs.step_ms(choices), [*map(step_ms, choices)])
         found = recommend_for(table, costs, pipeline_size=2)
-        assert found.step_ms == pytest.approx(brute_force_step_ms(table, costs, found.buckets, 2))
+        assert found.step_ms == pytest.approx(step_ms(found.buckets))
         for candidate in found.candidates:
-            step_ms = brute_force_step_ms(table, costs, [Bucket(candidate.max_seqs, 64, 64)], 2)
-            assert candidate.relative_step_time == pytest.approx(step_ms / brute_force_step_ms(table, costs, (), 2))
+            relative = step_ms([Bucket(candidate.max_seqs, 64, 64)]) / step_ms(())
+            assert candidate.relative_step_time == pytest.approx(relative)
             compared += 1
     assert compared > 30
 
@@ -352,8 +358,8 @@ def test_a_search_that_takes_too_long_looks_at_evenly_spaced_steps(rng, monkeypa
     assert len(found.buckets) == 1
     assert found.graph_memory_bytes == 1000
     assert found.steps_searched == searched
-    assert found.step_ms == pytest.approx(brute_force_step_ms(table, costs, found.buckets))
-    assert found.eager_step_ms == pytest.approx(brute_force_step_ms(table, costs, ()))
+    assert found.step_ms == pytest.approx(brute_force(table, costs)(found.buckets))
+    assert found.eager_step_ms == pytest.approx(brute_force(table, costs)(()))
     assert found.relative_step_time == found.step_ms / found.eager_step_ms
     assert (found.unlimited_relative_step_time < found.relative_step_time) == (searched == 10)
 
@@ -487,7 +493,7 @@ def test_holding_the_largest_micro_batch_never_makes_graphs_that_pay_into_graphs
     assert [b.max_seqs for b in quickest.buckets] == [3]
     assert covering.buckets == quickest.buckets
     both = Bucket(3, 64, 64), Bucket(50, 64, 64)
-    held_ms = brute_force_step_ms(outlier(), costs, both)
+    held_ms = brute_force(outlier(), costs)(both)
     assert 0.98 * covering.eager_step_ms < held_ms < (covering.eager_step_ms + quickest.step_ms) / 2
 
 

@@ -24,9 +24,11 @@ def first_alarm(plan, kinds, *, per_look=PER_LOOK) -> tuple[int, Moved] | None:
     Kind 0 runs eagerly by shape, kind i replays the plan's i-th bucket.
     """
     buckets, test = sorted(plan.shares), DriftTest(plan)
+    counts = np.zeros(len(buckets) + 1, dtype=int)
     for look, end in enumerate(range(per_look, len(kinds) + 1, per_look), start=1):
-        counts = np.bincount(kinds[:end], minlength=len(buckets) + 1).tolist()
-        moved = test.moved(dict(zip(buckets, counts[1:], strict=True)), by_shape=counts[0], undecided=0)
+        counts += np.bincount(kinds[end - per_look : end], minlength=len(counts))
+        by_shape, *replayed = counts.tolist()
+        moved = test.moved(dict(zip(buckets, replayed, strict=True)), by_shape=by_shape, undecided=0)
         if moved is not None:
             return look, moved
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.cpu_graphs import as_if_on_a_gpu
-from support.gpu_process import free_port
+from support.rank_processes import start_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -70,10 +70,10 @@ def steps(model, rank: int, num_steps: int = 3) -> list[torch.Tensor]:
     return seen
 
 
-def on_a_rank(rank: int, port: int, results) -> None:
+def on_a_rank(rank: int, folder: str) -> None:
     patch = pytest.MonkeyPatch()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     ddp = torch.nn.parallel.DistributedDataParallel
     found = {"eager": steps(ddp(Model(graphs=False)), rank)}
     as_if_on_a_gpu(patch)
@@ -83,17 +83,15 @@ def on_a_rank(rank: int, port: int, results) -> None:
         found[name] = steps(ddp(model, **options), rank)
         assert model.run.stats().replays.total() == 9, model.run.stats()
         assert dict(model.run.stats().fallbacks) == {"too_many_seqs": 3}
-    results[rank] = {name: [g.numpy() for g in grads] for name, grads in found.items()}
+    torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def gradients():
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(on_a_rank, args=(free_port(), results), nprocs=2)
-        return dict(results)
+def gradients(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    start_ranks(on_a_rank, 2, str(folder))
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def test_gradients_are_reduced_as_without_graphs(gradients):

@@ -1,17 +1,13 @@
 """Micro-batches of several ranks whose module communicates: what each rank decided, replayed and saw of the others.
 
-Run as a process of its own for each rank: `deciding_ranks.py RANK WORLD STORE`. It prints one JSON object.
+Each rank is a process of its own (`rank_processes`). It prints one JSON object.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from datetime import timedelta
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
@@ -162,7 +158,3 @@ def main(rank: int, world: int, store: str) -> None:
     print(json.dumps({name: train(rank, name, None if name == "alone" else peers) for name in SCENARIOS}))
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

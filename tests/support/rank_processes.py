@@ -1,28 +1,42 @@
-"""A script of tests/support that runs as several ranks on the host, each a process of its own."""
+"""A function that runs as several ranks on the host, each a process of its own.
+
+The processes are forked from a server that has imported the training stack once, which takes seconds.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-from support.paths import ROOT
+import torch
+
+PRELOADED = (
+    *("numpy", "pandas", "scipy.stats", "pytest", "torch.distributed", "torch.testing._internal.distributed.fake_pg"),
+    *("megatron.core.parallel_state", "megatron.core.transformer.multi_token_prediction", "megatron.training.training"),
+    *("thdprof.runtime.megatron", "thdprof.runtime.megatron.trainers.megatron_lm", "thdprof.compare.statistics"),
+)
+"""Modules that the server imports; those that are not installed are left out."""
 
 
-def printed_by_ranks(script: ModuleType, world: int, store: Path) -> list[str]:
-    """What each of `world` ranks of a script printed, which is called with RANK WORLD STORE; all must end well."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script.__file__), str(rank), str(world), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    ended = [process.communicate(timeout=400) for process in started]
-    assert [process.returncode for process in started] == [0] * world, "\n".join(error for _, error in ended)
-    return [out for out, _ in ended]
+def start_ranks(function: Callable[..., None], world: int, *given: object) -> None:
+    """Call `function(rank, *given)`, a function of a module, in `world` processes; all of them must end well."""
+    multiprocessing.set_forkserver_preload([*PRELOADED])
+    torch.multiprocessing.start_processes(function, given, nprocs=world, start_method="forkserver")
+
+
+def printed_by_ranks(function: Callable[[int, int, str], None], world: int, store: Path) -> list[str]:
+    """What `function(rank, world, store)` printed in each of `world` processes, behind lines of Megatron's log."""
+    start_ranks(_print_to_file, world, function, world, str(store))
+    return [_output(str(store), rank).read_text() for rank in range(world)]
+
+
+def _print_to_file(rank: int, function: Callable[[int, int, str], None], world: int, store: str) -> None:
+    with _output(store, rank).open("w") as file:
+        os.dup2(file.fileno(), 1)
+    function(rank, world, store)
+
+
+def _output(store: str, rank: int) -> Path:
+    return Path(f"{store}-{rank}.txt")

@@ -1,12 +1,11 @@
 """Tokens of packed documents that several ranks share, shifted by megatron-core and by thdprof.
 
-Run as a process of its own for each rank: `shifting_ranks.py RANK WORLD STORE`. It prints the number of documents that
-were compared; a difference ends it with an error.
+Each rank is a process of its own (`rank_processes`). It prints the number of documents that were compared; a
+difference ends it with an error.
 """
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,10 +31,9 @@ def cases(world: int):
             yield bounds, bounds[-1] - 2  # as a rank's share of a mask that others share too
 
 
-def main() -> None:
+def main(rank: int, world: int, store: str) -> None:
     """Compare as one of the ranks."""
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     draws, compared = torch.Generator().manual_seed(rank), 0
     for bounds, tokens in cases(world):
         params = SimpleNamespace(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
@@ -62,7 +60,3 @@ def main() -> None:
             compared += len(bounds) - 1
     print(compared)
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Boundaries that every stage of a pipeline reads, through Megatron's own data loaders and schedules, on the host.
 
-Run as a process of its own for each rank: `stage_batches.py RANK WORLD STORE`. It prints one JSON object: for each
-case what the rank's stages read, in order, and the lines that were logged.
+Each rank is a process of its own (`rank_processes`). It prints one JSON object: for each case what the rank's stages
+read, in order, and the lines that were logged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
@@ -212,7 +210,3 @@ def main(rank: int, world: int, store: str) -> None:
                 for name, flags in CASES.items()
             }
     print(json.dumps({"stages": told, "lines": lines}))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,11 +1,11 @@
 """Batches of Megatron-LM's scripts on two tensor-parallel ranks: by Megatron's functions, and with boundaries kept.
 
-Run as a process of its own for each rank; it ends with an error where the two differ.
+Each rank is a process of its own (`rank_processes`); it ends with an error where the two differ.
 """
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -136,10 +136,11 @@ def flat_on_host(utils: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return utils.flatten_batch_for_packed_sequences(batch)
 
 
-def run(rank: int, store: str) -> None:
+def main(rank: int, world: int, store: str) -> None:
     """Compare the two on rank `rank`; some batches come from an iterator that keeps no boundaries."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     without_a_gpu()
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     from megatron.core import utils
     from megatron.core.rerun_state_machine import RerunDataIterator
 
@@ -176,7 +177,3 @@ def _compare(name: str, own: dict[str, Any], ours: dict[str, Any], *, unused: st
         both = isinstance(value, torch.Tensor) and isinstance(ours[key], torch.Tensor)
         assert both or (value is None and ours[key] is None), (name, key, value, ours[key])
         assert not both or (value.dtype == ours[key].dtype and torch.equal(value, ours[key])), (name, key)
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2])

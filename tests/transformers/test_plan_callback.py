@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -181,7 +182,9 @@ def test_a_trainer_that_was_dropped_after_an_unseen_error_is_freed_with_its_mode
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_compiled_layers_train_as_they_are(plan, tmp_path, replay):
+def test_compiled_layers_train_as_they_are(plan, tmp_path, monkeypatch, replay):
+    """By graphs that are traced and run without Inductor, whose C++ takes half a minute; GPU tests run its kernels."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     alone = run(tmp_path, max_steps=2)
     alone.train()

@@ -24,7 +24,7 @@ WORLD = 3
 def seen(tmp_path_factory):
     """What every rank saw, by scenario: a list with an entry for each rank."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    printed = [json.loads(out) for out in printed_by_ranks(deciding_ranks, WORLD, store)]
+    printed = [json.loads(out.splitlines()[-1]) for out in printed_by_ranks(deciding_ranks.main, WORLD, store)]
     return {name: [rank[name] for rank in printed] for name in SCENARIOS}
 
 

@@ -214,7 +214,7 @@ def parameter_homes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn
         held = (home for value in plain if isinstance(home := getattr(value, "__dict__", None), dict))
         for home in (owner._parameters, *held):
             for name, value in home.items():
-                if isinstance(value, nn.Parameter) and id(value) in own:
+                if id(value) in own:
                     yield home, name, value
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from support.paths import ROOT
 
 pytest.importorskip("megatron.core")
 
 from megatron.core import rerun_state_machine, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine
+from support import tensor_parallel_batches
 from support.gpu_stand_in import OnGpu
+from support.rank_processes import printed_by_ranks
 from support.tensor_parallel_batches import arguments_of, batch_of, flat_on_host, micro_batch, params_of
 
 from thdprof.runtime.megatron.decoder import packed_seq_params
@@ -40,21 +38,8 @@ def test_without_gloo_megatrons_own_functions_send_the_boundaries(monkeypatch):
 
 
 def test_two_tensor_parallel_ranks_get_what_megatrons_functions_give(tmp_path):
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.tensor_parallel_batches", str(rank), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        output, _ = rank.communicate(timeout=300)
-        assert rank.returncode == 0, output
-        assert "equal" in output
+    printed = printed_by_ranks(tensor_parallel_batches.main, 2, tmp_path / "store")
+    assert all("equal" in output for output in printed)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.plans import plan_of_shares
+from support.rank_processes import start_ranks
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -340,7 +341,7 @@ RUNS = {
 
 
 def test_micro_batches_that_ranks_share_are_counted_once(tmp_path):
-    torch.multiprocessing.spawn(of_one_rank, (str(tmp_path),), nprocs=4)
+    start_ranks(of_one_rank, 4, str(tmp_path))
     for name in ("tp", "cp", "pp"):
         (line,) = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
         assert [r["count"] for r in line["replays"]] == [70 + 80, 20 + 20], name

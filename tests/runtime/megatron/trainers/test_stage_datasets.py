@@ -26,7 +26,7 @@ WORLD, STAGES = 4, 4
 def printed(tmp_path_factory):
     """What every rank printed."""
     store = tmp_path_factory.mktemp("stages") / "store"
-    return [json.loads(out.splitlines()[-1]) for out in printed_by_ranks(stage_batches, WORLD, store)]
+    return [json.loads(out.splitlines()[-1]) for out in printed_by_ranks(stage_batches.main, WORLD, store)]
 
 
 @pytest.mark.parametrize("case", CASES)
