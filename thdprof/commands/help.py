@@ -221,8 +221,6 @@ def _bad_value(error: Exception, param: Any) -> str:
         must = f"choose one of {', '.join(map(str, choices))}"
     elif kind == "greater_than_equal":
         must = f"must be at least {bounds['ge']}"
-    elif kind == "less_than_equal":
-        must = f"is larger than {bounds['le']}"
     elif kind.startswith("int_"):
         must = "must be a whole number"
     elif kind.startswith("float_"):
