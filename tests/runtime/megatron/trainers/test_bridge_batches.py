@@ -131,6 +131,18 @@ def test_a_batch_without_packed_rows_goes_through_as_it_is(gpt_step):
     assert metadata is None
 
 
+def test_a_data_iterator_needs_next_alone(gpt_step, monkeypatch):
+    """As Megatron's RerunDataIterator, which has no `__iter__`."""
+
+    class Batches:
+        def __next__(self):
+            return {"tokens": "of the batch"}
+
+    monkeypatch.setattr(gpt_step, "get_batch_from_iterator", lambda iterator: next(iterator))
+    with host_boundaries_of_bridge(gpt_step):
+        assert gpt_step.get_batch_from_iterator(Batches()) == {"tokens": "of the batch"}
+
+
 def test_entries_without_a_document_are_not_counted():
     assert num_filled(np.array([0, 3, 8, 8, 8])) == 3
     assert num_filled(np.array([0, 3, 8])) == 3
