@@ -187,7 +187,7 @@ def rotated_on_the_device(monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     note(rope_utils, "_apply_rotary_pos_emb_thd", False)
-    note(rotary, "rotated", True)
+    note(rotary, "rotate_packed", True)
     return found
 
 
