@@ -109,7 +109,8 @@ def _text_of(path: Path) -> str:
         return f"{len(table):,} rows, sha256 {digest}\n{table.head(3).to_csv()}"
     text = path.read_text()
     if path.suffix in HASHED:
-        digest = hashlib.sha256(_round_numbers(text).encode()).hexdigest()[:16]
+        text = re.sub(r"\b20\d\d-\d\d-\d\d\b", "DATE", _round_numbers(text))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return f"sha256 {digest}, {len(text.splitlines()):,} lines\n"
     return text
 

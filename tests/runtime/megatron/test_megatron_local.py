@@ -487,6 +487,7 @@ def a_plan(**changes):
             **{
                 "pipeline_parallel_size": 1,
                 "virtual_pipeline_size": None,
+                "microbatch_group": 1,
                 "context_parallel_size": 1,
                 "data_parallel_size": 1,
                 "max_seqlen_per_dp_cp_rank": None,

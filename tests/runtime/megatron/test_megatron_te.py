@@ -190,7 +190,7 @@ def test_eager_micro_batches_of_a_decoder_move_what_its_graphs_do():
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 def test_activations_on_the_host_change_no_number(monkeypatch, fraction):
     mover = LateMover()
-    monkeypatch.setattr(layer_offload, "CudaMover", lambda *_: mover)
+    monkeypatch.setattr(layer_offload, "Mover", lambda *_: mover)
     plain, graphed, kept = make_block(), make_block(), make_block()
     run = graphs_of(graphed, offload=SavedTensors(Choice(fraction=fraction, min_bytes=64)))
     graphs_of(kept)
