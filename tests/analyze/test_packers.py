@@ -25,7 +25,8 @@ def rows_of(rows) -> list[list[int]]:
 
 
 def pack(documents, packer="next_fit", pack_tokens=10, seed=0, **options):
-    return pack_rows(np.array(documents, dtype=np.int32), packer=packer, pack_tokens=pack_tokens, seed=seed, **options)
+    settings = TrainingSettings(packer=packer, seq_length=pack_tokens, seed=seed, **options)
+    return pack_rows(np.array(documents, dtype=np.int32), settings)
 
 
 def by_search(documents, pack_tokens, cap, prefer) -> list[list[int]]:
@@ -50,7 +51,7 @@ class TestByHand:
         assert packing.notes == ("1 documents longer than the pack of 10 tokens were left out",)
 
     def test_first_fit_decreasing_pads_and_cuts_for_context_parallelism(self):
-        packing = pack([3, 8, 11, 5], "first_fit_decreasing", pad_to_multiple=4)
+        packing = pack([3, 8, 11, 5], "first_fit_decreasing", pad_seq_to_mult=4)
         assert rows_of(packing.rows) == [[8], [8], [8], [4]]
         assert packing.notes == ("1 documents longer than 8 tokens were cut to that",)
 
@@ -71,10 +72,10 @@ class TestByHand:
         assert packing.notes == ("packed 1000 documents at a time, as TRL does",)
 
     def test_cap_and_what_it_costs(self):
-        packing = pack([1] * 20, max_documents=5)
+        packing = pack([1] * 20, max_docs_per_pack=5)
         assert rows_of(packing.rows) == [[1] * 5] * 4
         assert (packing.efficiency, packing.efficiency_without_cap) == (0.5, 1.0)
-        packing = pack([1] * 20, max_documents=5, tail_documents=1)
+        packing = pack([1] * 20, max_docs_per_pack=5, tail_policy="append_dummy_seq")
         assert rows_of(packing.rows) == [[1] * 4] * 5
 
     def test_refusals(self):
@@ -83,11 +84,11 @@ class TestByHand:
         with pytest.raises(DataError, match=r"no document is left to pack .* 2 empty documents were left out"):
             pack([0, 0], "best_fit_decreasing")
         with pytest.raises(UsageError, match=r"max_docs_per_pack 1: leaves no document .* use 2 or more"):
-            pack([1], max_documents=1, tail_documents=1)
+            pack([1], max_docs_per_pack=1, tail_policy="append_dummy_seq")
         with pytest.raises(UsageError, match="--packer dp_balanced"):
             pack([1], "dp_balanced")
         with pytest.raises(UsageError, match="--pad-seq-to-mult 16: is more than --seq-length 10"):
-            pack([1], pad_to_multiple=16)
+            pack([1], pad_seq_to_mult=16)
 
 
 @pytest.mark.parametrize("packer", PACKERS)
@@ -123,7 +124,7 @@ def test_equals_a_search_over_all_packs(packer):
             expected = trl_best_fit(placed, pack_tokens, limit)
         if not placed:
             return
-        packing = pack(documents, packer, pack_tokens, seed, max_documents=cap, tail_documents=1 if cap else 0)
+        packing = pack(documents, packer, pack_tokens, seed, max_docs_per_pack=cap, tail_policy="append_dummy_seq")
         assert rows_of(packing.rows) == expected
         assert max(map(sum, expected)) <= pack_tokens
         assert max(map(len, expected)) <= limit
@@ -153,9 +154,9 @@ def trl_best_fit(placed, pack_tokens, cap) -> list[list[int]]:
 @pytest.mark.parametrize("packer", PACKERS)
 def test_compiled_loops_equal_plain_ones(packer, rng, monkeypatch):
     documents = rng.integers(0, 300, 4000)
-    plain = rows_of(pack(documents, packer, 256, 3, max_documents=7).rows)
+    plain = rows_of(pack(documents, packer, 256, 3, max_docs_per_pack=7).rows)
     monkeypatch.setattr(compiled, "_WORTH_COMPILING", 0)
-    assert rows_of(pack(documents, packer, 256, 3, max_documents=7).rows) == plain
+    assert rows_of(pack(documents, packer, 256, 3, max_docs_per_pack=7).rows) == plain
 
 
 @pytest.mark.referee

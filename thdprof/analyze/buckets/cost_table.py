@@ -335,9 +335,7 @@ def note_on_stamp(
     """One line that says where the run differs from what the table was measured on; None where it does not.
 
     Args:
-        stamp: the table's stamp; None where it has none.
         gpu: name of the run's GPU as the user gives it, such as h100; None: not given.
-        version_of: returns the version of an installed package.
     """
     if stamp is None:
         return None

@@ -64,7 +64,6 @@ def longest_captured(profiles: Mapping[int, Profile], longest_possible: Mapping[
     """The longest document, in tokens, that one cap's graph of each context-parallel size is captured for.
 
     Args:
-        profiles: micro-batches of each context-parallel size.
         longest_possible: tokens of the longest document that a micro-batch of each size can hold.
     """
     return {
@@ -99,9 +98,6 @@ def cap_curve(
 
     Args:
         options: the buckets of each cap, one for each context-parallel size.
-        profile: histograms of the micro-batches.
-        costs: the cost table.
-        step_costs: the step costs of the micro-batches.
         eager_ms: mean step time in milliseconds with all micro-batches run eagerly.
     """
     times = step_costs.step_ms(options)
@@ -180,10 +176,6 @@ def choices_of(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) 
 def refuse_long_search(num_shapes: int, num_buckets: int) -> None:
     """Refuse a search over more choices than are compared.
 
-    Args:
-        num_shapes: shapes of one context-parallel size.
-        num_buckets: most buckets of a choice.
-
     Raises:
         UsageError: naming the number of choices.
     """
@@ -214,9 +206,7 @@ def quickest_within(
     """The quickest choice within the limits; of equally quick choices, that of the fewest and then smallest buckets.
 
     Args:
-        choices: the choices, those of fewest buckets first.
         times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
-        costs: the step costs, for the fallback rates.
         max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
 
     Raises:
@@ -246,9 +236,7 @@ def quickest_covering(
     An eager micro-batch needs its activations beside all slots, where a further bucket needs about 1% of a slot.
 
     Args:
-        choices: the choices, those of fewest buckets first.
         times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
-        costs: the step costs.
         most_ms: longest mean step time that graphs may take.
     """
     everything = (1 << len(costs.class_counts)) - 1
@@ -305,10 +293,8 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     (`Limits.cover_largest`).
 
     Args:
-        run: the run.
         costs: the cost table, of the run's context-parallel size.
         independent: number of the run's micro-batches that are independent draws, for the confidence bound.
-        limits: limits that the buckets must keep to.
 
     Raises:
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.

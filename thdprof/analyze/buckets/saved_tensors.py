@@ -64,12 +64,7 @@ def layer_kinds(model: Model) -> list[Kind]:
 
 
 def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
-    """What one layer saves, in the order in which it is saved; its own input comes first.
-
-    Args:
-        model: the model.
-        kind: what the layer holds.
-    """
+    """What one layer saves, in the order in which it is saved; its own input comes first."""
     layer = _Layer(model)
     if "attention" in kind:
         (layer.latent_attention if model.multi_latent_attention else layer.attention)()
@@ -90,10 +85,6 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
 def around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
     """What one layer of a model with dropless experts saves inside a graph that ends at its router, where nothing is
     recomputed, and behind it. A layer without experts is a graph, whole.
-
-    Args:
-        model: the model.
-        kind: what the layer holds.
     """
     inside = layer_tensors(replace(model, recompute_granularity=None), kind)
     return _split_at_router(inside, kind)[0], _split_at_router(layer_tensors(model, kind), kind)[1]
@@ -318,12 +309,7 @@ class _Layer:
 
 
 def pass_bytes(layers: Sequence[Sequence[Saved]], n_tokens: int) -> int:
-    """Bytes that one forward and backward of `layers` reserve: saved tensors, and gradients during the backward.
-
-    Args:
-        layers: what each layer saves.
-        n_tokens: tokens of the micro-batch on one context-parallel rank.
-    """
+    """Bytes that one forward and backward of `layers` reserve: saved tensors, and gradients during the backward."""
     return reserved(partial(_reserved, [_bytes(layer, n_tokens) for layer in layers]))
 
 
@@ -367,10 +353,6 @@ def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
 
     Layers are those of `saved_tensors`, without biases and dropout. The decoder's input and output are left out,
     because the decoder does not own them.
-
-    Args:
-        model: sizes of the model.
-        n_tokens: tokens of a micro-batch on one context-parallel rank.
     """
     layer = layer_tensors(
         Model(
@@ -410,8 +392,6 @@ def predict_offload(
 
     Args:
         costs: the cost table, with the sizes of its model.
-        choice: the activations that are moved.
-        n_tokens: tokens of a micro-batch on one context-parallel rank.
         num_slots: slots of the pipeline rank that needs most, in whole models (`AnalyzedRun.num_slots`).
         graph_memory_bytes: graph memory of this rank in bytes with all activations on the device; None where it is not
             known.

@@ -158,7 +158,6 @@ def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> Fall
     """The shares of micro-batches, (rank, step) pairs and steps with a fallback.
 
     Args:
-        table: the micro-batches.
         falls_back: whether each micro-batch runs eagerly, shape [micro-batches].
     """
     per_rank_step = table.any_per_rank_step(falls_back)

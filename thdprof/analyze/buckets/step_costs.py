@@ -49,7 +49,6 @@ class RankCounts:
         Args:
             table: the micro-batches, without `groups`.
             classes: class of each micro-batch, from 0, shape [micro-batches].
-            num_classes: number of classes.
         """
         base = int(table.num_microbatches.max()) + 1
         row: NDArray[np.integer] = np.zeros((table.num_steps, table.data_parallel_size), dtype=np.int32)
@@ -71,11 +70,7 @@ class RankCounts:
         return cls(counts=counts, row=row.astype(np.int32, copy=False))
 
     def any_in(self, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whether each rank runs a micro-batch of a marked class in each step, shape [steps, ranks].
-
-        Args:
-            marked: whether each class is marked, shape [classes].
-        """
+        """Whether each rank runs a micro-batch of a marked class in each step, shape [steps, ranks]."""
         return np.asarray((self.counts[:, marked] > 0).any(axis=1)[self.row])
 
 
@@ -106,11 +101,8 @@ class StepCosts:
         """Step costs of `table`.
 
         Args:
-            table: the micro-batches.
-            costs: the cost table.
             caps: values of max_seqs that buckets are made of, ascending.
             lengths: values of max_seqlen that buckets are made of, ascending.
-            pipeline: pipeline-parallel size, for the bubble.
             n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
             cp_size: the run's context-parallel size, which `costs` are of; `table.groups` has the micro-batches' own
                 sizes, if any.
@@ -197,9 +189,7 @@ class StepCosts:
         """Mean step time of choices with these `weights`, shape [choices].
 
         Args:
-            weights: as `_weights` gives them, shape [2 * classes, choices].
             squared: milliseconds that each micro-batch takes beyond its class's, shape [micro-batches]; None: 0.
-            stride: every so-many-th step is looked at.
         """
         table = self._table
         if table.groups is not None:
@@ -296,7 +286,6 @@ class StepCosts:
 
         Args:
             cells: group * classes + class of each micro-batch, shape [micro-batches].
-            groups: number of groups.
             n_seqs: documents of each micro-batch, shape [micro-batches].
         """
         shape = (groups, len(self.class_counts))
@@ -394,12 +383,9 @@ def one_cap_step_ms(
     """Mean step time under each of `caps` alone, in milliseconds, shape [caps].
 
     Args:
-        table: the micro-batches.
-        costs: the cost table.
         caps: documents that a graph of every context-parallel size is captured for.
         longest: tokens of the longest document that a graph is captured for, by context-parallel size.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        pipeline_size: pipeline-parallel size, for the bubble.
         cp_size: the run's context-parallel size, which `costs` are of; None: the least of `longest`.
     """
     lengths, cp_size = sorted(set(longest.values())), cp_size or min(longest)

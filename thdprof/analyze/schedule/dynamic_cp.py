@@ -264,9 +264,7 @@ def aligned(rounds: list[Round], multiple: int, ranks: int) -> list[Round]:
     """The rounds of a step, cut in two, from the last one back, until their number is a multiple of `multiple`.
 
     Args:
-        rounds: the rounds of a step, in order.
         multiple: micro-batches that a virtual pipeline runs in a group.
-        ranks: data-parallel x context-parallel ranks.
 
     Raises:
         StoppedError: no round can be cut, or one is of groups that Megatron cannot cut.
@@ -345,7 +343,6 @@ def dynamic_cp(document_tokens: NDArray[np.int32], settings: TrainingSettings) -
 
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents]. They repeat over epochs.
-        settings: the training run.
 
     Raises:
         DataError: the documents do not fill one step; a step has only empty documents; a document needs more ranks
@@ -441,7 +438,6 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
 
     Args:
         by_step: tokens of the documents, in the order in which Megatron gathers them, shape [steps, documents].
-        settings: the training run.
 
     Returns:
         The placement, and the tokens of the documents that were dealt, int64, shape [documents dealt]: without the

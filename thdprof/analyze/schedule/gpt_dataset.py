@@ -110,12 +110,9 @@ def gpt_samples(
 
     Args:
         sequence_tokens: tokens of the split's sequences, int32, shape [sequences].
-        seq_length: tokens of a sample.
         num_samples: least number of samples to build, for which the data repeats; None builds one epoch.
         seed: seed of the one RandomState that shuffles sequences first, then samples.
         add_extra_token: whether a sample reads one token beyond seq_length.
-        where: names the dataset in errors.
-        tick: called with the share of the work that is done, 0 to 1.
         memo: keeps the shuffled sequences of the dataset `where` for the next call.
 
     Raises:
@@ -426,8 +423,6 @@ def _in_order(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequenc
 
     Args:
         order: index of the dataset that gives each sample, shape [samples of the blend].
-        parts: the samples of each dataset.
-        paths: name of each dataset, for errors.
 
     Raises:
         DataError: the blend draws more samples from a dataset than it has, on which Megatron stops.

@@ -43,113 +43,91 @@ class Packing:
     """Sentences on documents that were cut or left out."""
 
 
-def pack_rows(
-    document_tokens: NDArray[np.int32],
-    *,
-    packer: str,
-    pack_tokens: int,
-    seed: int,
-    max_documents: int | None = None,
-    pad_to_multiple: int = 1,
-    tail_documents: int = 0,
-    processes: int = 1,
-) -> Packing:
-    """Pack documents into rows of `pack_tokens`.
+def pack_rows(document_tokens: NDArray[np.int32], settings: TrainingSettings) -> Packing:
+    """Pack documents into rows of `seq_length` tokens with `settings.packer`, before training starts.
 
     - `first_fit_decreasing`, `first_fit_shuffle` (Megatron-Bridge, rule "bridge"): each document goes into the first
       row that has room for it, the longest document first, or in an order shuffled with `seed`. Documents longer than
-      a row are left out. With `pad_to_multiple` over 1 documents are padded to that multiple and long ones are cut, as
+      a row are left out. With `pad_seq_to_mult` over 1 documents are padded to that multiple and long ones are cut, as
       Bridge prepares data for context parallelism.
     - `next_fit`: each document goes into the last row or, without room there, into a new one, in file order. Documents
-      are padded to `pad_to_multiple`, and long ones are cut.
+      are padded to `pad_seq_to_mult`, and long ones are cut.
     - `best_fit_decreasing` (TRL's "bfd"): among every 1000 documents the longest comes first, and each goes into the
       fullest row that has room for it. Long documents are cut, empty ones left out. TRL pads micro-batches, so
-      `pad_to_multiple` has no effect on its documents.
+      `pad_seq_to_mult` has no effect on its documents.
     - `best_fit_split` (TRL's "bfd_split"): the same, but long documents become several of them.
     - `wrapped` (TRL's): the tokens of every 1000 documents are cut into rows, each of which is one document. The last
       row of the 1000 may be shorter. There is no cap on its documents.
 
+    A row holds at most `max_docs_per_pack` documents, with the one that training may append for its unused tail. TRL's
+    packers work on neighbouring parts of the documents in `packing_processes`, its dataset_num_proc.
+
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents].
-        packer: one of the names above.
-        pack_tokens: tokens of a row.
-        seed: seed of the shuffle.
-        max_documents: cap on the documents of a row, the appended one included; None: no cap.
-        pad_to_multiple: tokens to whose multiple documents are padded.
-        tail_documents: documents (0 or 1) that training appends to a row for its unused tail: the packer puts at most
-            max_documents - tail_documents of its own into a row.
-        processes: number of processes that pack neighbouring parts of the documents, as TRL's dataset_num_proc does.
+        settings: the run.
 
     Raises:
         DataError: no document is left to pack.
         UsageError: the packer is unknown, or the cap leaves no place for a document.
     """
-    lengths = document_tokens.astype(np.int64)
+    lengths, packer, pack_tokens = document_tokens.astype(np.int64), settings.packer, settings.seq_length
     notes: list[str] = []
-    place: Place
+    place: Place = _first_fit
     rule: RowRule = "concatenate"
+    batches, note_on_batches = _trl_batches(len(lengths), settings.packing_processes)
     match packer:
         case "first_fit_decreasing" | "first_fit_shuffle":
-            rule, place = "bridge", _first_fit
-            lengths = _fit_bridge(lengths, pack_tokens, pad_to_multiple, notes)
-            lengths.sort()
+            rule = "bridge"
+            lengths = np.sort(_fit_bridge(lengths, pack_tokens, settings.pad_seq_to_mult, notes))
             if packer == "first_fit_shuffle":
-                np.random.RandomState(seed).shuffle(lengths)
+                np.random.RandomState(settings.seed).shuffle(lengths)
             else:
                 lengths = lengths[::-1].copy()
         case "next_fit":
             place = _next_fit
-            lengths = cut(lengths, pack_tokens, pad_to_multiple, notes)
+            lengths = cut(lengths, pack_tokens, settings.pad_seq_to_mult, notes)
         case "best_fit_decreasing" | "best_fit_split":
             rule = "trl"
             if packer == "best_fit_decreasing":
-                lengths, batches = cut(lengths, pack_tokens, 1, notes), _trl_batches(len(lengths), processes, notes)
+                lengths = cut(lengths, pack_tokens, 1, notes)
             else:
-                lengths, batches = _split(lengths, pack_tokens, _trl_batches(len(lengths), processes, notes), notes)
-            lengths = _longest_first(lengths, batches, notes)
+                lengths, batches = _split(lengths, pack_tokens, batches, notes)
+            if empty := int((lengths == 0).sum()):
+                notes.append(f"{empty} empty documents were left out")
+            notes += note_on_batches
+            lengths = np.concatenate([np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)] or [lengths])
             place = partial(_best_fit, batches=batches)
         case "wrapped":
-            return _wrapped(lengths, pack_tokens, _trl_batches(len(lengths), processes, notes), notes)
+            return _wrapped(lengths, pack_tokens, batches, note_on_batches)
         case _:
             raise UsageError(f"--packer {packer}: does not make rows before training starts")
-    cap = NO_CAP if max_documents is None else _free_documents(max_documents, tail_documents)
-    packs = place(lengths, pack_tokens, cap)
-    if not (packs >= 0).any():
+    adds_tail = packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
+    packs = place(lengths, pack_tokens, _cap(settings, int(adds_tail)))
+    placed = packs >= 0
+    if not placed.any():
         reason = "; ".join(notes) or "there are none"
         raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens: {reason}")
-    rows = _rows(lengths[packs >= 0], packs[packs >= 0], rule)
-    without_cap = None
-    if max_documents is not None:
-        num_rows = int(place(lengths, pack_tokens, NO_CAP).max()) + 1
-        without_cap = _efficiency(lengths, num_rows, pack_tokens)
-    return Packing(
-        rows=rows,
-        efficiency=_efficiency(lengths, rows.num_rows(), pack_tokens),
-        efficiency_without_cap=without_cap,
-        notes=tuple(notes),
-    )
+    by_pack = lengths[placed][np.argsort(packs[placed], kind="stable")]
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(packs[placed])))).astype(np.int64)
+    rows = PackedRows(document_tokens=by_pack.astype(np.int32), row_offsets=offsets, rule=rule)
+    tokens, without_cap = float(lengths.sum()), None
+    if settings.max_docs_per_pack is not None:
+        without_cap = tokens / ((int(place(lengths, pack_tokens, NO_CAP).max()) + 1) * pack_tokens)
+    efficiency = tokens / (rows.num_rows() * pack_tokens)
+    return Packing(rows=rows, efficiency=efficiency, efficiency_without_cap=without_cap, notes=tuple(notes))
 
 
-def _free_documents(max_documents: int, tail_documents: int) -> int:
+def _cap(settings: TrainingSettings, tail_documents: int) -> int:
     """How many documents of the data a row may hold: the cap less the `tail_documents` that training may append."""
-    free = max_documents - tail_documents
+    if settings.max_docs_per_pack is None:
+        return NO_CAP
+    free = settings.max_docs_per_pack - tail_documents
     if free < 1:
         raise UsageError(
-            f"{shown('max_docs_per_pack', max_documents)}: leaves no document beside the one for the unused tail; "
-            f"use {tail_documents + 1} or more"
+            f"{shown('max_docs_per_pack', settings.max_docs_per_pack)}: leaves no document beside the one for the "
+            f"unused tail; use {tail_documents + 1} or more"
         )
     return free
-
-
-def _efficiency(lengths: NDArray[np.int64], num_rows: int, pack_tokens: int) -> float:
-    return float(lengths.sum()) / (num_rows * pack_tokens)
-
-
-def _rows(lengths: NDArray[np.int64], packs: NDArray[np.int64], rule: RowRule) -> PackedRows:
-    """The packs as rows: `lengths` [documents] in placing order, and the pack that took each, [documents]."""
-    offsets = np.concatenate(([0], np.cumsum(np.bincount(packs))))
-    by_pack = lengths[np.argsort(packs, kind="stable")]
-    return PackedRows(document_tokens=by_pack.astype(np.int32), row_offsets=offsets.astype(np.int64), rule=rule)
 
 
 def pad(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
@@ -184,30 +162,18 @@ def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, not
     return lengths[fits]
 
 
-def _trl_batches(num_documents: int, processes: int, notes: list[str]) -> list[int]:
-    """Where the batches of documents that TRL packs together begin, and the end of the last.
+def _trl_batches(num_documents: int, processes: int) -> tuple[list[int], list[str]]:
+    """Where the batches of documents that TRL packs together begin, with the end of the last; and a note on several.
 
     `datasets.Dataset.map` gives each of its processes a contiguous part, and cuts it into batches.
     """
-    share, more = divmod(num_documents, min(processes, max(num_documents, 1)))
-    starts = [0]
-    while starts[-1] < num_documents:
-        number = len(starts) - 1
-        starts.append(starts[-1] + share + (number < more))
+    parts = min(processes, max(num_documents, 1))
+    share, more = divmod(num_documents, parts)
+    starts = [number * share + min(number, more) for number in range(parts + 1)]
     batches = [at for low, high in pairwise(starts) for at in range(low, high, _TRL_BATCH)]
-    if len(batches) > 1:
-        parts = "" if processes == 1 else f" in each of {min(processes, num_documents)} processes"
-        notes.append(f"packed {_TRL_BATCH} documents at a time{parts}, as TRL does")
-    return [*batches, num_documents]
-
-
-def _longest_first(lengths: NDArray[np.int64], batches: Sequence[int], notes: list[str]) -> NDArray[np.int64]:
-    """Sort each batch of documents that TRL packs together, the longest first."""
-    empty = int((lengths == 0).sum())
-    if empty:
-        notes.insert(max(0, len(notes) - (len(batches) > 2)), f"{empty} empty documents were left out")
-    parts = [np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)]
-    return np.concatenate(parts) if parts else lengths
+    each = "" if processes == 1 else f" in each of {parts} processes"
+    notes = [f"packed {_TRL_BATCH} documents at a time{each}, as TRL does"] if len(batches) > 1 else []
+    return [*batches, num_documents], notes
 
 
 def _split(
@@ -303,8 +269,6 @@ def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int, *, batches
 
     Args:
         lengths: tokens of the documents in placing order, int64, shape [documents].
-        pack_tokens: tokens of a pack.
-        cap: most documents of a pack.
         batches: where the batches that are packed for themselves begin, and the end of the last.
     """
     packs: list[int] = []
@@ -341,12 +305,11 @@ def dp_balanced(
     A global batch is packed in the order in which the ranks gather it (`samplers.gathered`). A pack holds at most
     `seq_length` tokens (Megatron's max_seqlen_per_dp_cp_rank x context-parallel size) and `max_docs_per_pack`
     documents, one fewer if training may append a dummy document. Until the number of packs is a multiple of
-    `pack_multiple(settings)`, the last pack that holds several documents gives its last one to a new pack at the end.
-    Documents are first cut to `seq_length` and padded to a multiple of `pad_seq_to_mult`.
+    data-parallel size x micro-batch group, the last pack that holds several documents gives its last one to a new pack
+    at the end. Documents are first cut to `seq_length` and padded to a multiple of `pad_seq_to_mult`.
 
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents]. They repeat over epochs.
-        settings: the training run.
 
     Returns:
         The packs as rows, in order of step, data-parallel rank and micro-batch; and the micro-batches of one rank in
@@ -359,11 +322,8 @@ def dp_balanced(
     capacity, ranks, size = settings.seq_length, settings.data_parallel_size, settings.global_batch_size
     if capacity % settings.pad_seq_to_mult:
         raise UsageError(f"--seq-length {capacity}: must be a multiple of --pad-seq-to-mult {settings.pad_seq_to_mult}")
-    cap = NO_CAP
-    if settings.max_docs_per_pack is not None:
-        tail_documents = int(settings.tail_policy == "append_dummy_seq")
-        cap = _free_documents(settings.max_docs_per_pack, tail_documents)
-    multiple = _pack_multiple(settings)
+    cap = _cap(settings, int(settings.tail_policy == "append_dummy_seq"))
+    multiple = ranks * settings.microbatch_group
     lengths = pad(np.minimum(document_tokens.astype(np.int64), capacity), settings.pad_seq_to_mult)
     by_step = samplers.gathered(lengths, settings)
     steps, documents = len(by_step), by_step.reshape(-1)
@@ -381,11 +341,6 @@ def dp_balanced(
     offsets = np.concatenate(([0], np.cumsum(row_sizes[:num_rows])))
     rows = PackedRows(document_tokens=dealt.astype(np.int32), row_offsets=offsets)
     return rows, microbatches.astype(np.int32)
-
-
-def _pack_multiple(settings: TrainingSettings) -> int:
-    """The number whose multiple the packs of a step must be: the data-parallel size, times the micro-batch group."""
-    return settings.data_parallel_size * settings.microbatch_group
 
 
 def _deal(lengths, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes, microbatches):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

@@ -19,9 +19,6 @@ def build_schedule(
     """Predict the micro-batches of a training run.
 
     Args:
-        dataset: the data.
-        settings: the run.
-        tick: called with the share of the work that is done, 0 to 1.
         memo: keeps work for the next schedule of this dataset; a memo must not serve two datasets.
 
     Raises:
@@ -55,22 +52,11 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, independent=independent, packing_efficiency=used)
-    adds_tail = settings.packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
-    options: dict[str, Any] = {
-        "packer": settings.packer,
-        "pack_tokens": settings.seq_length,
-        "seed": settings.seed,
-        "max_documents": settings.max_docs_per_pack,
-        "pad_to_multiple": settings.pad_seq_to_mult,
-        "tail_documents": int(adds_tail),
-        "processes": settings.packing_processes,
-    }
     lengths = documents.document_tokens
     if settings.shuffle_seed is not None:  # TRL shuffles before it packs, and the rows after
         lengths = lengths[dataset_shuffle(len(lengths), settings.shuffle_seed)]
-    packing = memo.get(
-        "packed", (*options.items(), settings.shuffle_seed), lambda: packers.pack_rows(lengths, **options)
-    )
+    key = tuple(getattr(settings, name) for name in _OF_PACKING)
+    packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings))
     schedule = schedule_rows(packing.rows, settings)
     return Schedule(
         table=schedule.table,
@@ -82,6 +68,9 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     )
 
 
+_OF_PACKING = ("packer", "seq_length", "seed", "max_docs_per_pack", "pad_seq_to_mult", "tail_policy",
+               "packing_processes", "shuffle_seed")  # fmt: skip
+"""Settings that decide the rows of a packer."""
 _DEFAULT_LOADERS: dict[str, Loader] = {
     "megatron": "single",
     "megatron-sft": "single",

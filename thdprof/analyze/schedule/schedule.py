@@ -153,10 +153,7 @@ class Samples(NamedTuple):
         """The table of these micro-batches, which are in its order.
 
         Args:
-            settings: the run.
             num_microbatches: micro-batches of one rank in every step; None: arrays have shape [steps, ranks, ...].
-            exact: whether training forms these micro-batches in this order.
-            groups: the groups of ranks that run them.
         """
         if int(self.n_seqs.max()) > np.iinfo(np.int32).max:
             raise UsageError("a micro-batch has more than 2**31 - 1 documents; give a smaller --micro-batch-size")

@@ -109,14 +109,6 @@ class Conversations:
         """Number of lines of all files; a line makes a row."""
         return sum(len(file.line_numbers) for file in self.files)
 
-    def num_conversations(self) -> int:
-        """Number of conversations of all files."""
-        return sum(len(file.conversation_tokens) for file in self.files)
-
-    def num_tokens(self) -> int:
-        """Tokens of all conversations."""
-        return sum(int(file.conversation_tokens.sum(dtype=np.int64)) for file in self.files)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenization:
@@ -161,37 +153,59 @@ class Dataset:
     notes: tuple[str, ...] = field(default=())
     """Remarks of the reader that the user should know, such as an assumption that it made."""
 
+    @classmethod
+    def of(
+        cls,
+        format: str,
+        paths: Iterable[Path | str],
+        content: Content,
+        *,
+        digest: str | None = None,
+        pack_tokens: int | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> Dataset:
+        """The dataset in `paths`; without a `digest` its fingerprint is of the boundaries in `content`."""
+        parts: list[NDArray[np.integer]]
+        if digest is None:
+            match content:
+                case PackedRows():
+                    parts = [content.document_tokens, content.row_offsets]
+                case UnpackedDocuments():
+                    parts = [content.document_tokens]
+                case Conversations():
+                    parts = [part for file in content.files for part in (file.conversation_tokens, file.line_offsets)]
+                case streams:
+                    parts = [stream.sequence_tokens for stream in streams]
+            digest = fingerprint(parts)
+        uris = tuple(map(str, paths))
+        return cls(format=format, uris=uris, fingerprint=digest, content=content, pack_tokens=pack_tokens, notes=notes)
+
+    def _lengths(self) -> list[NDArray[np.int32]]:
+        """Tokens of the documents whose boundaries training can see, file by file where they are apart."""
+        match self.content:
+            case PackedRows() | UnpackedDocuments():
+                return [self.content.document_tokens]
+            case Conversations():
+                return [file.conversation_tokens for file in self.content.files]
+            case streams:
+                return [stream.sequence_tokens for stream in streams]
+
     def num_rows(self) -> int:
         """Number of stored rows; for token streams and unpacked documents, of stored sequences."""
         match self.content:
             case PackedRows():
                 return self.content.num_rows()
-            case UnpackedDocuments():
-                return len(self.content.document_tokens)
             case Conversations():
                 return self.content.num_lines()
-            case streams:
-                return sum(len(s.sequence_tokens) for s in streams)
+        return self.num_documents()
 
     def num_documents(self) -> int:
         """Number of stored documents whose boundaries training can see."""
-        match self.content:
-            case PackedRows() | UnpackedDocuments():
-                return len(self.content.document_tokens)
-            case Conversations():
-                return self.content.num_conversations()
-            case streams:
-                return sum(len(s.sequence_tokens) for s in streams)
+        return sum(map(len, self._lengths()))
 
     def num_tokens(self) -> int:
         """Number of stored tokens, as training counts them."""
-        match self.content:
-            case PackedRows() | UnpackedDocuments():
-                return int(self.content.document_tokens.sum(dtype=np.int64))
-            case Conversations():
-                return self.content.num_tokens()
-            case streams:
-                return sum(int(s.sequence_tokens.sum(dtype=np.int64)) for s in streams)
+        return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
-from thdprof.analyze.sources.readers import arrow, npy, parquet
+from thdprof.analyze.sources.readers import arrow, npy
 from thdprof.analyze.sources.readers.npy import read_header
 from thdprof.analyze.sources.readers.parquet import ParquetFile, open_parquet, parquet_schema
 from thdprof.errors import DataError
@@ -37,7 +37,6 @@ def document_tokens(
         starts: first token of every document in its row, `seq_start_id`, shape [documents], row after row.
         offsets: row r has the documents offsets[r] to offsets[r + 1], shape [rows + 1].
         row_lengths: stored tokens of every row, shape [rows].
-        where: name of the file in messages.
 
     Raises:
         DataError: an empty row, a row that does not start at 0, starts that do not ascend or lie beyond the row.
@@ -140,29 +139,23 @@ def _read_parquet(paths: Sequence[Path]) -> Dataset:
             parts.append(_rows_of_parquet(file))
             digests += [str(path.stat().st_size).encode(), file.footer]
     rows = base.join_rows(parts, "bridge")
-    return Dataset(
-        format=PARQUET.name,
-        uris=tuple(str(path) for path in paths),
-        fingerprint=fingerprint(digests),
-        content=rows,
-        pack_tokens=pack_size(paths, int(rows.num_tokens().max())),
-    )
+    size = pack_size(paths, int(rows.num_tokens().max()))
+    return Dataset.of(PARQUET.name, paths, rows, digest=fingerprint(digests), pack_tokens=size)
 
 
 def _rows_of_parquet(file: ParquetFile) -> base.Rows:
     """Document tokens and row offsets of one file."""
-    path, names = file.path, file.schema.names
+    path = file.path
     for name in KEYS:
-        if name not in names:
-            raise DataError(f"{path}: column {name} is missing; it has {', '.join(names)}")
+        arrow.require_column(file.schema, name, path)
     kind = file.schema.field("loss_mask").type
-    if not arrow.is_list(kind) or file.leaf("loss_mask") < 0:
+    if not arrow.is_list(kind):
         raise DataError(f"{path}: column loss_mask: is {kind}, not lists of numbers")
     where = f"{path}: column seq_start_id"
     starts, offsets = arrow.list_integers(file.read_column("seq_start_id"), where)
     if len(offsets) == 1:
         raise DataError(f"{path}: holds no rows; pack it again with data")
-    return document_tokens(starts, offsets, parquet.row_lengths(file, "loss_mask"), str(path)), offsets
+    return document_tokens(starts, offsets, file.row_lengths("loss_mask"), str(path)), offsets
 
 
 PARQUET = Format(
@@ -184,15 +177,8 @@ def _is_packed_npy(path: Path) -> bool:
 
 def _read_npy(paths: Sequence[Path]) -> Dataset:
     """The rows of `paths`, one file after the other."""
-    parts = [_rows_of_npy(path) for path in paths]
-    rows = base.join_rows(parts, "bridge")
-    return Dataset(
-        format=NPY.name,
-        uris=tuple(str(path) for path in paths),
-        fingerprint=fingerprint((rows.document_tokens, rows.row_offsets)),
-        content=rows,
-        pack_tokens=pack_size(paths, int(rows.num_tokens().max())),
-    )
+    rows = base.join_rows([_rows_of_npy(path) for path in paths], "bridge")
+    return Dataset.of(NPY.name, paths, rows, pack_tokens=pack_size(paths, int(rows.num_tokens().max())))
 
 
 def _rows_of_npy(path: Path) -> base.Rows:

@@ -99,7 +99,6 @@ def _split_rows(random: np.random.Generator, totals: NDArray[np.int64], counts: 
     """Random lengths of documents in tokens, each at least 1, that fill every row, int64, shape [documents].
 
     Args:
-        random: the generator.
         totals: tokens of each row, shape [rows].
         counts: documents of each row, shape [rows].
     """
@@ -201,7 +200,6 @@ def _lists(ends: NDArray[np.int64], values: object) -> object:
 
     Args:
         ends: start of the first list in `values`, then the end of every list, shape [rows + 1].
-        values: the Arrow array of all lists' elements.
     """
     import pyarrow as pa
 

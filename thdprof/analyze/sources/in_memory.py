@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Content, Dataset, PackedRows, UnpackedDocuments, fingerprint
+from thdprof.analyze.sources.base import Content, Dataset, PackedRows, UnpackedDocuments
 from thdprof.errors import UsageError
 
 Documents = Sequence[int] | NDArray[np.integer[Any]]
@@ -39,11 +39,9 @@ def lengths_dataset(lengths: Lengths) -> Dataset:
     content: Content
     if _is_list(lengths[0]):
         content = _rows(lengths)
-        digest = fingerprint((content.document_tokens, content.row_offsets))
     else:
         content = UnpackedDocuments(document_tokens=_checked(lengths, "lengths"))
-        digest = fingerprint((content.document_tokens,))
-    dataset = Dataset(format=FORMAT, uris=(URI,), fingerprint=digest, content=content)
+    dataset = Dataset.of(FORMAT, [URI], content)
     if dataset.num_tokens() == 0:
         raise UsageError("lengths: have no tokens: every length is 0")
     return dataset

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thdprof.analyze.sources.base import Dataset, Format, TokenStream, check_lengths, fingerprint
+from thdprof.analyze.sources.base import Dataset, Format, TokenStream, check_lengths
 from thdprof.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -55,13 +55,7 @@ def _read_stream(path: Path) -> TokenStream:
 
 def read(paths: Sequence[Path]) -> Dataset:
     """Read one token stream from each of `paths`, in their order; several streams are a blend."""
-    streams = [_read_stream(path) for path in paths]
-    return Dataset(
-        format=FORMAT.name,
-        uris=tuple(s.path for s in streams),
-        fingerprint=fingerprint(s.sequence_tokens for s in streams),
-        content=streams,
-    )
+    return Dataset.of(FORMAT.name, paths, [_read_stream(path) for path in paths])
 
 
 FORMAT = Format(

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths, fingerprint
-from thdprof.analyze.sources.readers import arrow, json_lines, npy, parquet
+from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths
+from thdprof.analyze.sources.readers import arrow, json_lines, npy
+from thdprof.analyze.sources.readers.columns import holds_columns, open_columns, schema_of
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, Lengths
 from thdprof.errors import DataError
 
@@ -32,25 +33,16 @@ def recognises(path: Path) -> bool:
             file.seek(0)
             header = npy.read_header(file)
             return header is not None and len(header[0]) == 1 and header[1].kind in "iu"
-    if parquet.is_parquet(path) or arrow.is_arrow(path):
-        return _column_of(_schema(path)) not in (None, *_not_here(path))
+    if holds_columns(path):  # TRL's packed data alone are written as Arrow with seq_lengths
+        return _column_of(schema_of(path)) not in (None, *(["seq_lengths"] if arrow.is_arrow(path) else []))
     return json_lines.begins_with_lengths(path)
 
 
 def _holds_tokens(path: Path) -> bool:
     """Whether the lengths of the file are those of its lists of tokens."""
-    if parquet.is_parquet(path) or arrow.is_arrow(path):
-        return _column_of(_schema(path)) == TOKENS
+    if holds_columns(path):
+        return _column_of(schema_of(path)) == TOKENS
     return json_lines.begins_with_tokens(path)
-
-
-def _not_here(path: Path) -> tuple[str, ...]:
-    """Columns that mean another format: TRL's packed data, which alone is written as Arrow with lengths in it."""
-    return () if parquet.is_parquet(path) else ("seq_lengths",)
-
-
-def _schema(path: Path) -> Any:
-    return parquet.parquet_schema(path) if parquet.is_parquet(path) else arrow.arrow_schema(path)
 
 
 def read(paths: Sequence[Path]) -> Dataset:
@@ -68,65 +60,32 @@ def read(paths: Sequence[Path]) -> Dataset:
         raise DataError(f"{other}: holds single lengths where another file holds lists; analyse them apart")
     if rows:
         content = base.join_rows(rows, "concatenate")
-        digest = fingerprint((content.document_tokens, content.row_offsets))
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate(documents))
-        digest = fingerprint((content.document_tokens,))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
-    return Dataset(
-        format=FORMAT.name,
-        uris=tuple(map(str, paths)),
-        fingerprint=digest,
-        content=content,
-        notes=(note,) if any(map(_holds_tokens, paths)) else (),
-    )
+    return Dataset.of(FORMAT.name, paths, content, notes=(note,) if any(map(_holds_tokens, paths)) else ())
 
 
 def _read_file(path: Path) -> Lengths:
     with path.open("rb") as file:
         is_npy = file.read(len(npy.MAGIC)) == npy.MAGIC
-    if parquet.is_parquet(path):
-        return _read_parquet(path)
-    if arrow.is_arrow(path):
-        return _read_arrow(path)
+    if holds_columns(path):
+        return _read_column(path)
     return _read_npy(path) if is_npy else json_lines.read_lines(path)
 
 
-def _read_parquet(path: Path) -> Lengths:
-    with parquet.open_parquet(path) as file:
+def _read_column(path: Path) -> Lengths:
+    with open_columns(path) as file:
         name = _column_of(file.schema)
         if name is None:
-            raise _no_column(path)
+            raise DataError(f"{path}: no column of integers or lists of them is named {', '.join(KEYS)}, nor {TOKENS}")
         where = f"{path}: column {name}"
-        if name == TOKENS and file.leaf(name) >= 0:
-            return _documents(parquet.row_lengths(file, name), where)
-        return _lengths_in(file.read_column(name), where)
-
-
-def _read_arrow(path: Path) -> Lengths:
-    name = _column_of(arrow.arrow_schema(path))
-    if name is None:
-        raise _no_column(path)
-    column, where = arrow.read_column(path, name), f"{path}: column {name}"
-    with arrow.arrow_errors(path):
-        if name != TOKENS:
-            return _lengths_in(column, where)
-        lengths, row = [np.empty(0, dtype=np.int64)], 0
-        for chunk in column.chunks:
-            lengths.append(arrow.list_lengths(chunk, where, row))
-            row += len(chunk)
-        return _documents(np.concatenate(lengths), where)
-
-
-def _lengths_in(column: Any, where: str) -> Lengths:
-    """A `pyarrow.ChunkedArray` of integers, or of lists of integers."""
-    if arrow.is_list(column.type):
-        return base.check_rows(*arrow.list_integers(column, where), where)
-    return _documents(arrow.integers(column, where), where)
-
-
-def _no_column(path: Path) -> DataError:
-    return DataError(f"{path}: no column of integers or lists of them is named {', '.join(KEYS)}, nor {TOKENS}")
+        if name == TOKENS:
+            return _documents(file.row_lengths(name), where)
+        column = file.read_column(name)
+        if arrow.is_list(column.type):
+            return base.check_rows(*arrow.list_integers(column, where), where)
+        return _documents(arrow.integers(column, where), where)
 
 
 def _column_of(schema: Any) -> str | None:

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Tokenization, fingerprint
+from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Tokenization
 from thdprof.analyze.sources.readers.json_lines import first_object, read_values
 from thdprof.errors import DataError, UsageError
 from thdprof.words import install_line
@@ -121,12 +122,7 @@ def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
                 faults={index: count for index, count in enumerate(own) if isinstance(count, str)},
             )
         )
-    return Dataset(
-        format=FORMAT.name,
-        uris=tuple(map(str, paths)),
-        fingerprint=fingerprint([part for f in files for part in (f.conversation_tokens, f.line_offsets)]),
-        content=Conversations(files=tuple(files)),
-    )
+    return Dataset.of(FORMAT.name, paths, Conversations(files=tuple(files)))
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -150,16 +146,12 @@ def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         yield number, messages
 
 
-def _without_tokenizer(paths: Sequence[Path]) -> Dataset:
-    return read_text(paths, Tokenization())
-
-
 FORMAT = Format(
     name="megatron-sft",
     summary="all text: the tokens of every conversation by the run's own tokenizer",
     sign="JSON lines (also .gz) of objects with a list messages",
     suffixes=(".jsonl", ".jsonl.gz"),
     recognises=recognises,
-    read=_without_tokenizer,
+    read=partial(read_text, tokenization=Tokenization()),
     read_text=read_text,
 )

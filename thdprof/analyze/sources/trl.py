@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Dataset, Format, fingerprint
+from thdprof.analyze.sources.base import Dataset, Format
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.parquet import is_parquet, open_parquet, parquet_schema
+from thdprof.analyze.sources.readers.columns import open_columns, schema_of
 
 COLUMN = "seq_lengths"
 
 
 def recognises(path: Path) -> bool:
     """Whether the file has a column `seq_lengths` of lists, and is no cache that `datasets` left beside its data."""
-    schema = parquet_schema(path) if is_parquet(path) else arrow.arrow_schema(path)
+    schema = schema_of(path)
     if schema is None or schema.get_field_index(COLUMN) < 0 or "seq_start_id" in schema.names:
         return False
     return arrow.is_list(schema.field(COLUMN).type)
@@ -27,27 +27,14 @@ def read(paths: Sequence[Path]) -> Dataset:
     Raises:
         DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
     """
-    rows = base.join_rows([_read_rows(path) for path in paths], "trl")
-    return Dataset(
-        format=FORMAT.name,
-        uris=tuple(str(path) for path in paths),
-        fingerprint=fingerprint((rows.document_tokens, rows.row_offsets)),
-        content=rows,
-    )
+    return Dataset.of(FORMAT.name, paths, base.join_rows([_read_rows(path) for path in paths], "trl"))
 
 
 def _read_rows(path: Path) -> base.Rows:
     """Document tokens and row offsets of one file."""
     where = f"{path}: column {COLUMN}"
-    if is_parquet(path):
-        with open_parquet(path) as file:
-            arrow.require_column(file.schema, COLUMN, path)
-            column = file.read_column(COLUMN)
-    else:
-        column = arrow.read_column(path, COLUMN)
-    with arrow.arrow_errors(path):
-        values, offsets = arrow.list_integers(column, where)
-    return base.check_rows(values, offsets, where)
+    with open_columns(path) as file:
+        return base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where)
 
 
 FORMAT = Format(

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from thdprof.analyze.sources.base import Format
-from thdprof.analyze.sources.readers import arrow, json_lines, npy, parquet
+from thdprof.analyze.sources.readers import json_lines, npy
+from thdprof.analyze.sources.readers.columns import holds_columns, schema_of
+from thdprof.analyze.sources.readers.parquet import is_parquet
 from thdprof.errors import DataError
 
 _MOST_NAMES = 12
@@ -54,9 +56,8 @@ def _describe(path: Path) -> str:
             f"a .bin holds tokens, and there is no {path.with_suffix('.idx').name} beside it, which holds the lengths "
             "of a Megatron dataset"
         )
-    if parquet.is_parquet(path) or arrow.is_arrow(path):
-        kind = "parquet" if parquet.is_parquet(path) else "Arrow"
-        schema = parquet.parquet_schema(path) if kind == "parquet" else arrow.arrow_schema(path)
+    if holds_columns(path):
+        kind, schema = "parquet" if is_parquet(path) else "Arrow", schema_of(path)
         if schema is None:
             return f"it begins as {kind} files do, and cannot be read"
         return f"it is {kind} with the columns {_listed(f'{f.name} ({f.type})' for f in schema)}"

@@ -36,7 +36,6 @@ def predict_capture(*, num_buckets: int, slots: Sequence[Sequence[int]], costs: 
     an eager run needs it too.
 
     Args:
-        num_buckets: shapes that are captured.
         slots: slots of each model chunk, for every pipeline rank.
         costs: the cost table, whose times are of all layers of one rank.
     """
@@ -152,9 +151,6 @@ def document_tokens(
     padded, the documents' tokens are those of the mean row.
 
     Args:
-        table: the run's micro-batches.
-        settings: the run.
-        kind: what the dataset holds.
         row_tokens: tokens of the mean row of the dataset, for rows that were packed before.
         packing_efficiency: share of the packed rows' tokens that hold documents; None where thdprof did not pack.
     """
@@ -188,10 +184,6 @@ def worth_of(
     """What the plan is worth; None without times.
 
     Args:
-        times: the step times, with the plan and eagerly.
-        settings: the run.
-        model: the model, for its tensor-parallel size.
-        table: the run's micro-batches.
         price: price of a GPU-hour; None: not given.
         tokens: tokens that the run trains on; None: all those of its micro-batches.
     """
@@ -241,11 +233,9 @@ def predict(
 
     Args:
         run: the run, whose model is known, or whose costs were measured.
-        costs: the cost table.
         chosen: the buckets, chosen by `costs`.
         modelled: the model of times that `costs` are of; None: they were measured, or are of another model.
         unknown: how to get times, where `costs` are of another model.
-        offload: activations that wait on the host.
         watched: whether some replayed micro-batches are verified (`graphs.verify`).
         tokens: tokens that the run trains on; None: all those of its micro-batches.
         price: price of a GPU-hour; None: not given.
@@ -286,8 +276,6 @@ def times_of(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, b
     """Times of the median micro-batch and of a step by `costs`, which are of the user's model.
 
     Args:
-        run: the run.
-        costs: the cost table, measured or modelled.
         buckets: the buckets that are captured, ascending.
         basis: the model and the GPU that the times are of.
     """

@@ -58,7 +58,6 @@ def eager_in_flight(
     Args:
         table: the micro-batches; without dynamic context parallelism.
         eager: whether each runs eagerly, shape [micro-batches].
-        pipeline_size: pipeline ranks.
         num_chunks: model chunks on a pipeline rank; over 1 the schedule is the interleaved one.
         group: contiguous micro-batches of one chunk in the interleaved schedule; None: `pipeline_size`.
     """
@@ -165,12 +164,7 @@ def trainer_loss_bytes(model: Model, vocab_size: int, n_tokens: int) -> int:
 
 
 def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
-    """What one layer saves for its backward, in the order in which it does; None for layers of other kinds.
-
-    Args:
-        model: the model.
-        kind: what the layer holds.
-    """
+    """What one layer saves for its backward, in the order in which it does; None for layers of other kinds."""
     if kind != "attention+mlp":
         return None
     element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
@@ -237,7 +231,6 @@ def predict_memory(
     dynamic context parallelism, where ranks hold different micro-batches.
 
     Args:
-        run: the run.
         costs: the cost table; a measured one gives the memory of a slot.
         buckets: the shapes that are captured; none: all micro-batches run eagerly.
         freed_bytes: bytes by which activations that wait on the host shrink the graphs of the rank with most slots.
@@ -437,8 +430,6 @@ def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer
     """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
 
     Args:
-        model: the model.
-        settings: the run's settings.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
         layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
     """

@@ -43,8 +43,6 @@ def outside_ms(model: Model, gpu: Gpu, tokens: int) -> float:
     """GPU time of embedding, output layer and loss of a micro-batch, in milliseconds; 0 without a vocabulary.
 
     Args:
-        model: the model.
-        gpu: the GPU.
         tokens: tokens of the micro-batch on one context-parallel rank.
     """
     if model.vocab_size is None:
@@ -318,12 +316,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def why_not(settings: TrainingSettings, attention: Attention) -> str | None:
-    """Why times of a run whose model is known cannot be modelled; None where they can.
-
-    Args:
-        settings: the run's settings.
-        attention: the attention backend.
-    """
+    """Why times of a run whose model is known cannot be modelled; None where they can."""
     if settings.max_seqlen_per_dp_cp_rank is not None:
         return "times under dynamic context parallelism are not modelled: measure them and give --cost-table"
     if attention != "transformer_engine":

@@ -114,9 +114,6 @@ def backward_ms(
         compute_ms: milliseconds of the backward alone, of which each graph has an equal share.
         parts: the buckets that each part completes: the output layer, all graphs in the order of their replays, and the
             embedding. Only graphs take time.
-        gpu: the GPU, for the bandwidth of its memory.
-        checked: whether gradients are checked for NaN.
-        one_connection: whether CUDA_DEVICE_MAX_CONNECTIONS is 1.
         all_at_end: whether no reduction starts before the backward of the whole chunk has ended.
     """
     computing, communicating = list[Task](), list[Task]()
@@ -150,7 +147,6 @@ def forward_ms(
         compute_ms: milliseconds of the forward alone, of which each graph has an equal share.
         parts: the buckets that each part needs first: the embedding, all graphs, and the output layer.
         all_ahead: whether all buckets are started at the beginning; else each one when the one before was waited for.
-        one_connection: whether CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
     computing, communicating = list[Task](), list[Task]()
     held_up = sum(map(len, parts)) - 1 if all_ahead and one_connection else 0
@@ -206,7 +202,6 @@ def buckets_of(model: Model, stage: Stage, *, ranks: int, pipeline_size: int = 1
     output layer have none where the vocabulary is not known.
 
     Args:
-        model: the model.
         stage: the layers of all chunks of a rank.
         ranks: data- and context-parallel ranks, which hold the same dense weights.
         pipeline_size: pipeline stages: among several, an embedding that is the output layer too has its own bucket.
@@ -233,9 +228,7 @@ def bucket_size(model: Model, stage: Stage, *, ranks: int) -> float:
     """Parameters that fill a bucket; infinite where all parameters are one bucket.
 
     Args:
-        model: the model.
         stage: the layers of all chunks of a rank, whose parameters `ddp_num_buckets` divides.
-        ranks: data- and context-parallel ranks.
     """
     if not model.overlap_grad_reduce or model.overlap_param_gather_with_optimizer_step:
         return math.inf
@@ -403,11 +396,9 @@ def predict_overlap(
 
     Args:
         model: the model; None: not known.
-        settings: the run.
         gpu: the GPU, for the bandwidth of its links; None: not known.
         replay_ms: forward and backward of all layers of a pipeline rank, replayed, in milliseconds; None: not known.
         step_ms: mean time of a step, in milliseconds; None: not known.
-        num_microbatches: micro-batches of a rank in a step.
         gbps: bandwidth of one GPU in reductions and gathers, in GB/s and one direction; None: assumed.
 
     Returns:

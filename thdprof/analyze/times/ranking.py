@@ -38,8 +38,6 @@ class Rate:
         """The rate of a plan; None without times.
 
         Args:
-            worth: what the plan is worth.
-            times: its times.
             step_ms: mean step time on a host in the middle of the range, in milliseconds.
         """
         if worth is None or times.step_ms is None:
@@ -58,8 +56,6 @@ def why_unranked(times: Times, costs: CostTable, *, n_tokens: int, varied: Seque
     A measured table is of one model, one stage and one number of tokens: its milliseconds say nothing of others.
 
     Args:
-        times: the plan's times.
-        costs: the cost table that they come from.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
         varied: settings that differ between the plans, by name.
     """

@@ -83,14 +83,18 @@ def list_integers(column: Any, where: str) -> tuple[NDArray[np.int64], NDArray[n
     kind = column.type
     if not is_list(kind) or not types.is_integer(kind.value_type):
         raise DataError(f"{where}: is {kind}, not lists of integers")
-    values, lengths = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    row = 0
+    lengths = row_lengths(column, where)
+    values = [np.empty(0, dtype=np.int64), *(_int64(chunk.flatten(), where) for chunk in column.chunks)]
+    return np.concatenate(values), np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
+
+def row_lengths(column: Any, where: str, first_row: int = 0) -> NDArray[np.int64]:
+    """Lengths of the lists of a `ChunkedArray`, shape [rows], with the errors of `list_lengths`."""
+    lengths = [np.empty(0, dtype=np.int64)]
     for chunk in column.chunks:
-        lengths.append(list_lengths(chunk, where, row))
-        values.append(_int64(chunk.flatten(), where))
-        row += len(chunk)
-    offsets = np.concatenate(([0], np.cumsum(np.concatenate(lengths), dtype=np.int64)))
-    return np.concatenate(values), offsets
+        lengths.append(list_lengths(chunk, where, first_row))
+        first_row += len(chunk)
+    return np.concatenate(lengths)
 
 
 def list_lengths(lists: Any, where: str, first_row: int) -> NDArray[np.int64]:
@@ -172,23 +176,38 @@ def arrow_schema(path: Path) -> Any:
         return None
 
 
-def read_column(path: Path, name: str) -> Any:
-    """Column `name` of an Arrow file as a `pyarrow.ChunkedArray`; the other columns stay on disk.
+class ArrowFile:
+    """An Arrow file, of which columns are read one at a time; the others stay on disk."""
 
-    Raises:
-        DataError: no Arrow file, truncated, corrupt, or without the column.
-    """
-    import pyarrow as pa
+    def __init__(self, path: Path) -> None:
+        """Open `path`.
 
-    if not is_arrow(path):
-        raise DataError(f"{path}: neither a parquet nor an Arrow file")
-    with _open_arrow(path) as reader:
-        field = require_column(reader.schema, name, path)
-        kind = reader.schema.field(field).type
-    with _open_arrow(path, [field]) as reader:
-        batches = iter(reader) if hasattr(reader, "read_next_batch") else map(reader.get_batch, _batches(reader))
-        columns = [validate(batch.column(0), f"{path}: column {name}") for batch in batches]
-        return pa.chunked_array(columns, type=kind)
+        Raises:
+            DataError: no Arrow file, truncated or corrupt.
+        """
+        if not is_arrow(path):
+            raise DataError(f"{path}: neither a parquet nor an Arrow file")
+        self.path = path
+        with _open_arrow(path) as reader:
+            self.schema = reader.schema
+
+    def read_column(self, name: str) -> Any:
+        """Column `name` as a `pyarrow.ChunkedArray`.
+
+        Raises:
+            DataError: there is no such column, or it is truncated or corrupt.
+        """
+        import pyarrow as pa
+
+        field = require_column(self.schema, name, self.path)
+        with _open_arrow(self.path, [field]) as reader:
+            batches = iter(reader) if hasattr(reader, "read_next_batch") else map(reader.get_batch, _batches(reader))
+            columns = [validate(batch.column(0), f"{self.path}: column {name}") for batch in batches]
+            return pa.chunked_array(columns, type=self.schema.field(field).type)
+
+    def row_lengths(self, name: str) -> NDArray[np.int64]:
+        """Lengths of the lists in column `name`, shape [rows]."""
+        return row_lengths(self.read_column(name), f"{self.path}: column {name}")
 
 
 def require_column(schema: Any, name: str, path: Path) -> int:

@@ -382,10 +382,18 @@ class ParquetFile:
         return sum(group[3] for group in self.row_groups)
 
     def leaf(self, name: str) -> int:
-        """Index of the one leaf column below top-level column `name`, or -1 if there is not exactly one."""
+        """Index of the one leaf column below top-level column `name`.
+
+        Raises:
+            DataError: there is no such column, or it has several leaves.
+        """
+        arrow.require_column(self.schema, name, self.path)
         paths = [self.arrow.schema.column(i).path for i in range(len(self.arrow.schema))]
         leaves = [i for i, p in enumerate(paths) if p == name or p.startswith(name + ".")]
-        return leaves[0] if len(leaves) == 1 else -1
+        if len(leaves) != 1:
+            kind = self.schema.field(name).type
+            raise DataError(f"{self.path}: column {name}: is {kind}, not integers or lists of them")
+        return leaves[0]
 
     def chunks(self, leaf: int) -> Iterator[Chunk]:
         """The chunks of a leaf column, row group by row group; row groups without rows are left out.
@@ -450,18 +458,42 @@ class ParquetFile:
         """Top-level column `name` as a `pyarrow.ChunkedArray`.
 
         Raises:
-            DataError: the column is nested deeper than lists, or corrupt.
+            DataError: there is no such column, it is nested deeper than lists, or corrupt.
         """
         leaf = self.leaf(name)
-        if leaf < 0:
-            kind = self.schema.field(name).type
-            raise DataError(f"{self.path}: column {name}: is {kind}, not integers or lists of them")
         self.check_pages(leaf)
         with arrow_errors(self.path):
             column = self.arrow.read(columns=[self.arrow.schema.column(leaf).path]).column(0)
         if len(column) != self.num_rows():  # pyarrow stops at an empty page without an error
             raise DataError(f"{self.path}: column {name}: {len(column)} rows of the footer's {self.num_rows()}")
         return column
+
+    def row_lengths(self, name: str) -> NDArray[np.int64]:
+        """Lengths of the lists in top-level column `name`, shape [rows].
+
+        Raises:
+            DataError: the column is corrupt, or holds a null.
+        """
+        leaf = self.leaf(name)
+        column = self.arrow.schema.column(leaf)
+        lengths, row = [np.empty(0, dtype=np.int64)], 0
+        for chunk in self.chunks(leaf):
+            try:
+                if column.max_repetition_level != 1:
+                    raise _UnsupportedPage("nested lists")
+                of_chunk = list_lengths(
+                    chunk.content, codec=chunk.codec, max_definition=column.max_definition_level, rows=chunk.num_rows
+                )
+            except CorruptPage as error:
+                raise DataError(f"{self.path}: corrupt: row group {chunk.group}, column {name}: {error}") from error
+            except _UnsupportedPage:  # pyarrow decodes these
+                self.check_pages(leaf)
+                with arrow_errors(self.path):
+                    lists = self.arrow.read_row_group(chunk.group, columns=[name]).column(0)
+                of_chunk = arrow.row_lengths(lists, f"{self.path}: column {name}", row)
+            lengths.append(of_chunk)
+            row += chunk.num_rows
+        return np.concatenate(lengths)
 
 
 def is_parquet(path: Path) -> bool:
@@ -506,40 +538,3 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
         footer = raw.read(length)
     with arrow_errors(path), pq.ParquetFile(opened(path)) as arrow:
         yield ParquetFile(path, arrow, footer)
-
-
-def row_lengths(file: ParquetFile, name: str) -> NDArray[np.int64]:
-    """Lengths of the lists in top-level column `name`, shape [rows].
-
-    Raises:
-        DataError: the column is corrupt, or holds a null.
-    """
-    leaf = file.leaf(name)
-    column = file.arrow.schema.column(leaf)
-    lengths, row = [np.empty(0, dtype=np.int64)], 0
-    for chunk in file.chunks(leaf):
-        try:
-            if column.max_repetition_level != 1:
-                raise _UnsupportedPage("nested lists")
-            of_chunk = list_lengths(
-                chunk.content, codec=chunk.codec, max_definition=column.max_definition_level, rows=chunk.num_rows
-            )
-        except CorruptPage as error:
-            raise DataError(f"{file.path}: corrupt: row group {chunk.group}, column {name}: {error}") from error
-        except _UnsupportedPage:
-            of_chunk = _decoded_lengths(file, name, chunk.group, row)
-        lengths.append(of_chunk)
-        row += chunk.num_rows
-    return np.concatenate(lengths)
-
-
-def _decoded_lengths(file: ParquetFile, name: str, group: int, first_row: int) -> NDArray[np.int64]:
-    """Lengths of the lists of one row group by decoding the column, for pages that `parquet_pages` does not read."""
-    file.check_pages(file.leaf(name))
-    with arrow.arrow_errors(file.path):
-        lists = file.arrow.read_row_group(group, columns=[name]).column(0)
-    lengths, row, where = [], first_row, f"{file.path}: column {name}"
-    for part in lists.chunks:
-        lengths.append(arrow.list_lengths(part, where, row))
-        row += len(part)
-    return np.concatenate(lengths)

@@ -223,8 +223,6 @@ def rows(value: Any, shape: tuple[int, ...], size: int) -> tuple[array[int], arr
     """Document starts [documents], documents of each row [rows] and tokens of each row [rows] of a pickled array.
 
     Args:
-        value: what `load` returned.
-        shape: the array's shape in the file's header.
         size: bytes of the file. More documents than that are refused: one remembered row can be repeated in two bytes.
 
     Raises:
