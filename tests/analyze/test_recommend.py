@@ -420,13 +420,12 @@ def test_percentiles_are_numpys(rng):
     assert compared == 42
 
 
-def test_profiles_merge(rng):
+def test_histograms_merge(rng):
     values = rng.integers(1, 40, 600)
-    whole = Profile.of(make_table(values, ranks=1, num_microbatches=1))
-    parts = [Profile.of(make_table(part, ranks=1, num_microbatches=1)) for part in np.split(values, [10, 300])]
+    parts = [Histogram.of(part) for part in np.split(values, [10, 300])]
     merged = parts[0].merge(parts[1]).merge(parts[2])
-    np.testing.assert_array_equal(merged.n_seqs.counts, whole.n_seqs.counts)
-    assert merged.max_seqlen.total == 600
+    np.testing.assert_array_equal(merged.counts, Histogram.of(values).counts)
+    assert merged.total == 600
 
 
 def test_clopper_pearson_bound():

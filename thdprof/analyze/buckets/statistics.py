@@ -89,10 +89,6 @@ class Profile:
             for size in np.unique(sizes)
         }
 
-    def merge(self, other: Profile) -> Profile:
-        """The profile of both tables together."""
-        return Profile(n_seqs=self.n_seqs.merge(other.n_seqs), max_seqlen=self.max_seqlen.merge(other.max_seqlen))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyzedRun:

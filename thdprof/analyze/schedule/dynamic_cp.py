@@ -271,20 +271,15 @@ def aligned(rounds: list[Round], multiple: int, ranks: int) -> list[Round]:
     """
     rounds = list(rounds)
     missing = -len(rounds) % multiple
-    at, uncut = len(rounds) - 1, 0
+    at = len(rounds) - 1
     while missing:
-        if at < 0:
-            if uncut >= len(rounds):
-                raise StoppedError("no round has groups to part")
-            at = len(rounds) - 1
+        if all(len(groups) == 1 for groups in rounds):
+            raise StoppedError("no round has groups to part")
         if len(rounds[at]) > 1:
-            first, second = _parted(rounds[at], ranks)
-            rounds[at] = second
+            first, rounds[at] = _parted(rounds[at], ranks)
             rounds.append(first)
-            missing, uncut = missing - 1, 0
-        else:
-            uncut += 1
-        at -= 1
+            missing -= 1
+        at = at - 1 if at else len(rounds) - 1
     return rounds
 
 
@@ -518,13 +513,13 @@ def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
                 rows += [(document, step, round_, first, group.width) for document in group.documents]
                 first += group.width
         count += len(rounds)
-    values = np.array(rows, dtype=np.int64).T
+    document, step, round_, first_rank, cp_size = np.array(rows, dtype=np.int64).T
     return Placement(
-        document=values[0],
-        step=values[1],
-        round=values[2],
-        first_rank=values[3],
-        cp_size=values[4],
+        document=document,
+        step=step,
+        round=round_,
+        first_rank=first_rank,
+        cp_size=cp_size,
         stopped_steps=placement.stopped_steps,
         uncut_steps=np.array(uncut, dtype=np.int64),
     )

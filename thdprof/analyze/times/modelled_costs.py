@@ -90,29 +90,28 @@ class HostRate:
     basis: str
     """The processors that the range is of."""
 
-    def launch_ms(self, time: DecoderTime) -> tuple[float, float]:
-        """The host's time for the launches of a micro-batch, in milliseconds, as a range."""
-        launches = time.launches + _LIGHT * time.light_launches
-        return launches * self.low_us / 1000, launches * self.high_us / 1000
+    def launch_ms(self, time: DecoderTime) -> Range:
+        """The host's time for the launches of a micro-batch, in milliseconds."""
+        return self._launch_ms(time.launches, time.light_launches)
+
+    def _launch_ms(self, launches: float, light: float) -> Range:
+        return (launches + _LIGHT * light) * self.low_us / 1000, (launches + _LIGHT * light) * self.high_us / 1000
 
     def partly_replayed_ms(self, time: DecoderTime) -> tuple[float, float, float]:
         """Time of a micro-batch whose experts run eagerly between graphs: lowest, middle and highest, in milliseconds.
 
         The host launches the experts' kernels alone.
         """
-        launches = time.expert_launches + _LIGHT * time.expert_light_launches
-        low, high = launches * self.low_us / 1000, launches * self.high_us / 1000
+        low, high = self._launch_ms(time.expert_launches, time.expert_light_launches)
         return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
 
-    def eager_ms(self, time: DecoderTime) -> tuple[float, float]:
-        """Eager time of a micro-batch, in milliseconds: the larger of GPU time and launches, as a range."""
+    def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
+        """Eager time of a micro-batch, the larger of GPU time and launches: lowest, middle and highest, in
+        milliseconds.
+        """
         low, high = self.launch_ms(time)
-        return max(time.gpu_ms, low), _larger(time.gpu_ms * _GAPS, high)
-
-    def middle_ms(self, time: DecoderTime) -> float:
-        """Eager time of a micro-batch on a host in the middle of the range, in milliseconds."""
-        low, high = self.launch_ms(time)
-        return _larger(time.gpu_ms * _GAPS**0.5, math.sqrt(low * high))
+        middle = _larger(time.gpu_ms * _GAPS**0.5, math.sqrt(low * high))
+        return max(time.gpu_ms, low), middle, _larger(time.gpu_ms * _GAPS, high)
 
 
 def _larger(gpu: float, host: float) -> float:
@@ -282,8 +281,7 @@ class ModelledTimes:
     def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
         """Eager time of a micro-batch: lowest, middle and highest, in milliseconds, with what layers of multi-token
         prediction take longer than on the GPU alone."""
-        low, high = self.host.eager_ms(time)
-        low, middle, high = (self._with_mtp(ms, ms) for ms in (low, self.host.middle_ms(time), high))
+        low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.eager_ms(time))
         return low, middle, high
 
     def _experts_run_eagerly(self, time: DecoderTime) -> bool:
