@@ -117,7 +117,6 @@ def mtp_around_router(model: Model) -> tuple[list[Saved], list[Saved]]:
 
 
 def _split_at_router(tensors: Sequence[Saved], kind: Kind) -> tuple[list[Saved], list[Saved]]:
-    """The tensors of a layer that holds `kind`, up to its router and behind it."""
 
     def follows(one: Saved) -> bool:
         return "moe" in kind and (one.module in ("mlp", _LAST_NORM) or one.module.startswith(_EXPERTS))
@@ -173,9 +172,7 @@ class _Layer:
             self._adapter(module, width, drop=drop)
 
     def _adapter(self, module: str, width: float, *, drop: str = "", given: bool = False) -> None:
-        """What the adapter of a frozen linear layer saves, if it has one: its input, and what is between its two
-        products.
-        """
+        """The input and the inner product of a frozen linear layer's adapter, if it has one."""
         dim = self._model.lora_dim
         if dim is None or module.rpartition(".")[2] not in (self._adapted or ()):
             return
@@ -222,7 +219,6 @@ class _Layer:
         self._dropout(f"{at}.linear_proj")
 
     def _core(self, heads: float, *, head: int, keys: float, values: float, output: float, drop: str = "") -> None:
-        """Attention itself, and the linear layer behind it."""
         core, proj = "self_attention.core_attention", "self_attention.linear_proj"
         for part in (heads * head, keys, values):
             self._add(core, part, self._element, drop=drop)
@@ -323,7 +319,6 @@ def _bytes(layer: Sequence[Saved], n_tokens: int) -> list[tuple[int, bool]]:
 
 
 def _reserved(layers: Sequence[Sequence[tuple[int, bool]]], shared: bool) -> int:
-    """Bytes that the allocator reserves."""
     segments = Segments(shared=shared)
     gradients = Gradients(segments)
 
@@ -412,7 +407,6 @@ def predict_offload(
 
 
 def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
-    """The plan of moves for one slot of the cost table's model."""
     if costs.model is None:
         raise UsageError(
             "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "

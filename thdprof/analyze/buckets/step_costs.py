@@ -137,7 +137,6 @@ class StepCosts:
         self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
 
     def _fits(self, bucket: Bucket) -> NDArray[np.bool_]:
-        """Whether `bucket` fits each class, shape [classes]."""
         if bucket not in self._fitting:
             fits = holds(bucket, self._largest_of_class)
             self._fitting[bucket] = np.broadcast_to(fits, self.class_counts.shape)
@@ -186,11 +185,7 @@ class StepCosts:
     def _mean_step_ms(
         self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None, stride: int
     ) -> NDArray[np.float64]:
-        """Mean step time of choices with these `weights`, shape [choices].
-
-        Args:
-            squared: milliseconds that each micro-batch takes beyond its class's, shape [micro-batches]; None: 0.
-        """
+        """Mean step time, [choices]; `squared` are milliseconds of micro-batches beyond those of their class."""
         table = self._table
         if table.groups is not None:
             return self._step_ms_by_round(weights, table.groups, squared, stride)
@@ -230,10 +225,7 @@ class StepCosts:
 
     @functools.cached_property
     def _squared_ms(self) -> NDArray[np.float64] | None:
-        """Milliseconds by which each micro-batch's attention differs from the cost table's, shape [micro-batches].
-
-        None where times do not depend on it.
-        """
+        """Milliseconds that each micro-batch takes beyond the cost table's; None: times do not depend on it."""
         table = self._table
         if table.squared is None:
             return None
@@ -282,12 +274,7 @@ class StepCosts:
         return weights
 
     def _counts(self, cells: NDArray[np.integer], groups: int, n_seqs: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Micro-batches and eager milliseconds of every class, shape [groups, 2 * classes].
-
-        Args:
-            cells: group * classes + class of each micro-batch, shape [micro-batches].
-            n_seqs: documents of each micro-batch, shape [micro-batches].
-        """
+        """Micro-batches and eager milliseconds, [groups, 2 * classes]; `cells` are group * classes + class of each."""
         shape = (groups, len(self.class_counts))
         counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
         if self._same_eager_ms:
@@ -346,13 +333,7 @@ class StepCosts:
 
 
 def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32], more: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """The slowest rank's time in milliseconds in every step under each choice, shape [steps, choices].
-
-    Args:
-        ms: milliseconds of each distinct row of counts, shape [rows, choices].
-        row: index of the row of each rank in each step, shape [steps, ranks].
-        more: milliseconds that each rank takes beyond those of its row in each step, shape [steps, ranks]; None: 0.
-    """
+    """The slowest rank's time in every step, [steps, choices]: `ms` [rows, choices] of its `row`, plus `more`."""
     slowest = ms[row[:, 0]]
     if more is not None:
         slowest += more[:, :1]

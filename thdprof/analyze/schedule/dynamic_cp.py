@@ -488,7 +488,6 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
 
 
 def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
-    """The placement with rounds cut in two until each step has a multiple of `multiple` of them."""
     _, of_steps = np.unique(np.unique(np.stack((placement.step, placement.round)), axis=1)[0], return_counts=True)
     if not (of_steps % multiple).any():
         return placement
@@ -528,7 +527,6 @@ def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
 def _table(
     placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
 ) -> MicrobatchTable:
-    """The micro-batches that form where `placement` puts documents of `tokens` [documents placed]."""
     ranks = settings.data_parallel_size * settings.context_parallel_size
     order = np.lexsort((placement.first_rank, placement.round))  # stable: a group's documents stay in placing order
     step, round_, first, width, tokens = (

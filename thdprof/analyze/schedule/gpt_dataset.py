@@ -173,7 +173,6 @@ def _bits(n_seqs: NDArray[np.integer], seq_length: int) -> tuple[int, int] | Non
 
 
 def _packed(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
-    """Every sample as one integer, int64, shape [samples]."""
     packed = samples.squared.astype(np.int64)
     packed <<= bits[1]
     packed |= samples.max_seqlen
@@ -183,7 +182,6 @@ def _packed(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
 
 
 def _unpacked(packed: NDArray[np.int64], bits: tuple[int, int], seq_length: int) -> Samples:
-    """The samples of `packed`, which is used up."""
     n_seqs = (packed & ((1 << bits[0]) - 1)).astype(np.int32)
     packed >>= bits[0]
     max_seqlen = (packed & ((1 << bits[1]) - 1)).astype(np.int32)
@@ -294,7 +292,6 @@ def _sft_samples(file: ConversationFile, settings: TrainingSettings, num_samples
 
 
 def _boundaries(file: ConversationFile, line: int, *, seq_length: int, multiple: int) -> NDArray[np.int64]:
-    """The boundaries of the sample of a line, from 0 to `seq_length`, shape [documents + 1]."""
     first, behind = (int(n) for n in file.line_offsets[line : line + 2])
     where = f"{file.path}: line {file.line_numbers[line]}"
     ends: list[int] = []
@@ -387,7 +384,6 @@ def schedule_conversations(conversations: Conversations, settings: TrainingSetti
 
 
 def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
-    """The schedule of samples of equal length, which Megatron's samplers `single` and `cyclic` read."""
     num_samples = len(samples.n_seqs)
     steps, warnings = num_steps(num_samples, settings)
     if settings.loader == "cyclic":

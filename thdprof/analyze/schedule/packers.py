@@ -245,7 +245,6 @@ def _first_fit_loop(lengths, pack_tokens, cap, leaves, free, counts, packs):  # 
 
 
 def _next_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
-    """Place each document into the last pack or, without room there, into a new one."""
     return compiled.run(_next_fit_loop, len(lengths), lengths, pack_tokens, cap, np.empty_like(lengths))
 
 

@@ -126,13 +126,11 @@ def _metadata_sizes(directory: Path) -> set[int]:
 
 
 def _is_packed_parquet(path: Path) -> bool:
-    """Whether the file is parquet with Bridge's three columns."""
     schema = parquet_schema(path)
     return schema is not None and set(KEYS) <= set(schema.names)
 
 
 def _read_parquet(paths: Sequence[Path]) -> Dataset:
-    """The rows of `paths`, one file after the other."""
     parts, digests = [], []
     for path in paths:
         with open_parquet(path) as file:
@@ -144,7 +142,6 @@ def _read_parquet(paths: Sequence[Path]) -> Dataset:
 
 
 def _rows_of_parquet(file: ParquetFile) -> base.Rows:
-    """Document tokens and row offsets of one file."""
     path = file.path
     for name in KEYS:
         arrow.require_column(file.schema, name, path)
@@ -169,20 +166,17 @@ PARQUET = Format(
 
 
 def _is_packed_npy(path: Path) -> bool:
-    """Whether the file is a `.npy` of objects with at most one dimension."""
     with path.open("rb") as file:
         header = read_header(file)
     return header is not None and header[1].hasobject and len(header[0]) <= 1
 
 
 def _read_npy(paths: Sequence[Path]) -> Dataset:
-    """The rows of `paths`, one file after the other."""
     rows = base.join_rows([_rows_of_npy(path) for path in paths], "bridge")
     return Dataset.of(NPY.name, paths, rows, pack_tokens=pack_size(paths, int(rows.num_tokens().max())))
 
 
 def _rows_of_npy(path: Path) -> base.Rows:
-    """Document tokens and row offsets of one file."""
     with path.open("rb", buffering=0) as file:  # the child process reads on where this one stops
         header = read_header(file)
         if header is None or not header[1].hasobject or len(header[0]) > 1:

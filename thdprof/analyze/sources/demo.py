@@ -90,18 +90,12 @@ def documents_per_row() -> NDArray[np.int64]:
 
 
 def _heavy_tailed(random: np.random.Generator, count: int, longest: int) -> NDArray[np.int32]:
-    """Random document lengths from 8 to `longest` tokens, int32, shape [count]."""
     lengths = np.rint(random.lognormal(mean=5.3, sigma=1.3, size=count))
     return np.clip(lengths, 8, longest).astype(np.int32)
 
 
 def _split_rows(random: np.random.Generator, totals: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Random lengths of documents in tokens, each at least 1, that fill every row, int64, shape [documents].
-
-    Args:
-        totals: tokens of each row, shape [rows].
-        counts: documents of each row, shape [rows].
-    """
+    """Random lengths of documents, at least 1, that fill rows of `totals` tokens, int64, shape [documents]."""
     row = np.repeat(np.arange(len(counts)), counts)
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
     weights = random.lognormal(sigma=1.0, size=len(row))
@@ -117,7 +111,6 @@ def _split_rows(random: np.random.Generator, totals: NDArray[np.int64], counts: 
 
 
 def _tokens(random: np.random.Generator, document_tokens: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Random tokens of documents that each end in token 0, int64, shape [tokens]."""
     tokens = random.integers(1, VOCABULARY, size=int(document_tokens.sum()), dtype=np.int64)
     tokens[np.cumsum(document_tokens) - 1] = 0
     return tokens
@@ -196,11 +189,7 @@ def _write_trl(parquet: Path) -> None:
 
 
 def _lists(ends: NDArray[np.int64], values: object) -> object:
-    """An Arrow list array with one list a row.
-
-    Args:
-        ends: start of the first list in `values`, then the end of every list, shape [rows + 1].
-    """
+    """An Arrow array of lists, which `ends` cut out of `values`: 0, then the end of every list."""
     import pyarrow as pa
 
     return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), values)

@@ -63,7 +63,6 @@ def _rows(lengths: Sequence[Any] | NDArray[Any]) -> PackedRows:
 
 
 def _checked(lengths: Any, where: str) -> NDArray[np.int32]:
-    """`lengths` as int32, shape [documents]."""
     if not isinstance(lengths, np.ndarray):
         if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, lengths))):
             index = next(i for i, v in enumerate(lengths) if isinstance(v, bool) or not isinstance(v, int | np.integer))

@@ -28,7 +28,6 @@ def recognises(path: Path) -> bool:
 
 
 def _read_stream(path: Path) -> TokenStream:
-    """Read the sequence lengths of one `.idx` file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER.size)

@@ -39,7 +39,6 @@ def recognises(path: Path) -> bool:
 
 
 def _holds_tokens(path: Path) -> bool:
-    """Whether the lengths of the file are those of its lists of tokens."""
     if holds_columns(path):
         return _column_of(schema_of(path)) == TOKENS
     return json_lines.begins_with_tokens(path)

@@ -31,7 +31,6 @@ def read(paths: Sequence[Path]) -> Dataset:
 
 
 def _read_rows(path: Path) -> base.Rows:
-    """Document tokens and row offsets of one file."""
     where = f"{path}: column {COLUMN}"
     with open_columns(path) as file:
         return base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where)

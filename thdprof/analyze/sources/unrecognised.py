@@ -46,7 +46,6 @@ def _signs(formats: Sequence[Format], *, suffixes: bool = False) -> str:
 
 
 def _describe(path: Path) -> str:
-    """The content of a file, with advice where there is some."""
     with path.open("rb") as file:
         head = file.read(_MOST_BYTES)
         file.seek(0)
@@ -72,7 +71,6 @@ def _describe(path: Path) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first names, on one line, and how many there are besides."""
     every = [name if name.isprintable() else ascii(name) for name in names]
     more = len(every) - _MOST_NAMES
     return ", ".join(every[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

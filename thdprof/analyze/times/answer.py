@@ -109,7 +109,6 @@ def rule(slowest: float, middle: float, quickest: float) -> Ruling:
 
 
 def _measured_verdict(times: Times) -> Verdict:
-    """The verdict on measured times."""
     assert times.relative_step_time is not None
     assert times.step_ms is not None
     assert times.eager_step_ms is not None
@@ -131,7 +130,6 @@ def _digits(ms: float) -> str:
 
 
 def _num_gpus(settings: TrainingSettings, model: Model | None) -> int:
-    """GPUs of the run: data x context x pipeline x tensor parallel sizes."""
     tensor = 1 if model is None else model.tensor_model_parallel_size
     sizes = settings.data_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size
     return sizes[0] * sizes[1] * sizes[2] * tensor

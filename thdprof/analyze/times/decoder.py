@@ -156,9 +156,7 @@ def _attention_forward(device: Device, shape: Attention, tokens: int, squared: f
 
 
 def _attention_backward(device: Device, shape: Attention, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
-    """The kernels of a backward: set-up, zeroed gradients, the product of output and its gradient, the fused kernel,
-    the conversion of the queries' gradient and, where heads share keys, the sums over them.
-    """
+    """The kernels of a backward: set-up, zeroed gradients, products, the fused kernel, and sums over heads."""
     documents, rows = rounded_documents(max_seqs), shape.heads * tokens
     width = (shape.query_dim + shape.value_dim) / 2
     us = device.scaled(5.0 * shape.heads * width * squared * 2.05e-9 + rows * (0.38e-3 + 0.0027e-3 * width))
@@ -317,7 +315,6 @@ class LayerModel:
         return layer
 
     def _between(self, work: Work) -> int:
-        """Tokens of the rank between matrix products."""
         return work.tokens // self._tp if self._model.sequence_parallel else work.tokens
 
     def _gather_and_reduce(self, work: Work) -> Layer:
@@ -347,7 +344,6 @@ class LayerModel:
         )
 
     def _head_norms(self, tokens: int, heads: int) -> Layer:
-        """Normalization of queries or keys, a head at a time."""
         forward = self._device.scaled(0.2e-3 * tokens * heads) + GAP_US
         backward = self._device.scaled(0.32e-3 * tokens * heads + 73) + 2 * GAP_US
         return Layer(
@@ -396,14 +392,12 @@ class LayerModel:
         return [cast, device.moves(2 * megabytes, 3.5, kind="quantization", launches=0.3), small]
 
     def _mlp(self, tokens: int, width: int) -> Layer:
-        """Two products with an activation between them."""
         model, inner = self._model, width // self._tp
         layer = self._linear(tokens, model.hidden_size, inner * (2 if model.gated_linear_unit else 1))
         layer.add(self._activation(tokens * inner), self._linear(tokens, inner, model.hidden_size, fused_scale=False))
         return layer
 
     def _activation(self, elements: int) -> Layer:
-        """SwiGLU or GELU of so many `elements`."""
         device, megabytes = self._device, elements * 2e-6
         if self._model.gated_linear_unit:
             return Layer(
@@ -518,13 +512,11 @@ class LayerModel:
         return layer
 
     def _quantize_experts(self, elements: int, experts: int) -> list[Kernels]:
-        """FP8 casts of the experts' inputs, an expert at a time."""
         us = experts * (_QUANTIZE_EXPERT_US + 4 * GAP_US)
         moved = self._device.memory_us(6 * elements * 1e-6, 3.0)
         return [Kernels(kind="quantization", us=max(us, moved), launches=0, light_launches=4 * experts)]
 
     def _grouped(self, experts: int, m: int, n: int, k: int, *, accumulates: bool) -> list[Kernels]:
-        """The same product for every local expert, on several streams at once."""
         one = self._device.product_us(m, n, k, fp8=self._fp8)
         if accumulates:  # sums are so short that nothing hides the reads and writes of the gradients
             one += self._device.memory_us(m * n * 8e-6, _ACCUMULATE_TBPS)
@@ -620,13 +612,11 @@ class Decoder:
         )
 
     def _length_us(self, kind: Kind) -> float:
-        """How long a layer takes by its work on the GPU and its launches together, in microseconds, to compare it with
-        others."""
+        """Time of a layer on the GPU and of its launches, to compare it with others."""
         layer = self._layer(kind, Work(tokens=4096, squared=2e6, max_seqs=12, cp_size=1))
         return sum(one.us + _LAUNCH_US * one.launches for one in (*layer.forward, *layer.backward))
 
     def _layer(self, kind: Kind, work: Work) -> Layer:
-        """The kernels of a layer that holds what its `kind` says."""
         if kind == "mamba":
             return self._makes.mamba_layer(work)
         layer = Layer()

@@ -82,12 +82,7 @@ def eager_in_flight(
 
 
 def _worst(marks: NDArray[np.int8], events: list[tuple[int, int]]) -> int:
-    """The most marked micro-batches that are in flight at once in any row.
-
-    Args:
-        marks: 1 for each micro-batch that counts, shape [micro-batches, rows].
-        events: the micro-batch of every pass in order, and 1 for its forward, -1 for its backward.
-    """
+    """The most marked micro-batches [micro-batches, rows] that are in flight at once in any row."""
     held = np.zeros(marks.shape[1], dtype=np.int32)
     most = held.copy()
     for place, change in events:
@@ -206,7 +201,6 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
 
 
 def _element(model: Model) -> int:
-    """Bytes of a number in the model's precision."""
     return 4 if model.precision == "fp32" else 2
 
 

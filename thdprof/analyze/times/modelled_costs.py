@@ -35,7 +35,6 @@ _OPTIMIZER_MS_A_PARAMETER = 14e-9
 
 
 def _outside_launches(model: Model, *, pipeline_size: int) -> float:
-    """Launches outside the decoder of a micro-batch, without those of layers of multi-token prediction."""
     return LAUNCHES * ((1.0 if pipeline_size == 1 else _OF_ONE_END) + model.mtp_num_layers)
 
 
@@ -218,8 +217,7 @@ class ModelledTimes:
         return self._mtp_layers * self._typical_gpu_ms
 
     def _with_mtp(self, ms: float, layers_ms: float) -> float:
-        """`ms`, and what layers of multi-token prediction take beyond `mtp_gpu_ms`, where the decoder's layers take
-        `layers_ms`."""
+        """Add what multi-token prediction takes beyond `mtp_gpu_ms`, where the layers take `layers_ms`."""
         return ms + self._mtp_layers * max(0.0, layers_ms - self._typical_gpu_ms)
 
     def optimizer(self) -> float:
@@ -256,7 +254,6 @@ class ModelledTimes:
         )
 
     def _documents(self) -> list[int]:
-        """Numbers of documents whose eager times differ, as far as the data has them."""
         ends = [n for n in _STEPS if n < self.shapes.most]
         return sorted({1, *ends, *(n + 1 for n in ends), self.shapes.most})
 

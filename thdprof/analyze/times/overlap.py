@@ -251,7 +251,6 @@ def _experts_apart(model: Model) -> bool:
 
 
 def _elements(model: Model, stage: Stage) -> float:
-    """The parameters of a rank, frozen ones included."""
     whole = stage_parameters(model, stage, model.vocab_size or 0)
     if model.lora_dim is not None:
         return whole.dense + whole.experts + (whole.adapters or 0)
@@ -261,7 +260,6 @@ def _elements(model: Model, stage: Stage) -> float:
 
 
 def _table(model: Model) -> float:
-    """Elements of the embedding on one rank."""
     return (model.vocab_size or 0) * model.hidden_size / model.tensor_model_parallel_size
 
 
@@ -450,7 +448,6 @@ def predict_overlap(
 
 
 def _across_hosts(model: Model, ranks: int) -> bool:
-    """Whether so many ranks that hold the same weights are on several hosts."""
     return ranks * model.tensor_model_parallel_size > GPUS_A_HOST
 
 

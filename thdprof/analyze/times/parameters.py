@@ -209,7 +209,7 @@ def joined_elements(model: Model) -> float:
 
 
 def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:
-    """Parameters of one layer outside experts, in experts, and of its largest matrix, on one rank."""
+    """Parameters outside experts, in experts, and of the largest matrix, of one layer on one rank."""
     matrices = _layer_matrices(model, kind)
     norms = model.hidden_size * sum(part in kind for part in ("attention", "mlp", "mamba", "moe"))
     router = model.hidden_size * (model.num_experts or 1) if "moe" in kind else 0

@@ -227,7 +227,6 @@ def _batches(reader: Any) -> range:
 
 @contextmanager
 def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
-    """An IPC reader of the columns `fields` (None: all), over a memory map."""
     import pyarrow as pa
 
     with arrow_errors(path), _mapped(path) as source:

@@ -96,7 +96,6 @@ def _is_single(value: dict[str, Any]) -> bool:
 
 
 def _chunks(path: Path) -> Iterator[list[bytes]]:
-    """The lines of a file, some at a time."""
     with path.open("rb") as raw:
         packed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
@@ -232,7 +231,6 @@ def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[
 
 
 def _count_tokens(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[int]:
-    """Tokens of every object, a document each."""
     for number, value in zip(numbers, values, strict=True):
         packed = next((key for key in PACKED if key in value), None)
         if packed is not None:

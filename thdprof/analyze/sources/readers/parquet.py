@@ -206,7 +206,6 @@ def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: in
 
 
 def _levels(page: Page, codec: str) -> tuple[bytes, bytes]:
-    """The run-length encoded repetition and definition levels of a data page."""
     if page.kind == _DATA_PAGE_V2:  # the levels lie uncompressed before the values
         definition, repetition = page.header.get(5), page.header.get(6)
         if not isinstance(definition, int) or not isinstance(repetition, int):

@@ -247,7 +247,6 @@ def rows(value: Any, shape: tuple[int, ...], size: int) -> tuple[array[int], arr
 
 
 def _row(row: Any, most_documents: int) -> tuple[array[int], int]:
-    """Document starts and number of tokens of one row."""
     if type(row) is not dict:
         described = "a number" if type(row) in (int, float, bool) else "no dict"
         raise PickleRefused(f"is {described}; rows are dicts with {', '.join(KEYS)}")
