@@ -42,17 +42,13 @@ def _blend_order(weights: Sequence[float], size: int, most: Sequence[int] | None
     weighted blend once more, as in BlendedDataset.
     """
     parts = _normalize(weights)
-    limits = np.full(len(parts), size) if most is None else np.array(most)
+    limits = np.full(len(parts), size) if most is None else np.array(most, dtype=np.int64)
+    return compiled.run(_lagging, size * len(parts), parts, size, limits)
+
+
+def _lagging(parts: NDArray[np.float64], size: int, limits: NDArray[np.int64]) -> NDArray[np.int16]:
+    """The dataset that lags furthest behind its share in `parts`, sample by sample; of equal ones the first."""
     order, counts = np.empty(size, dtype=np.int16), np.zeros(len(parts))
-    return compiled.run(_fill_order, size * len(parts), order, parts, counts, limits)
-
-
-def _fill_order(order, parts, counts, limits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Fill `order` sample by sample with the dataset that lags furthest behind its share in `parts`.
-
-    `counts` starts as zeros and counts the samples of each dataset, of which none gives more than its `limits`. Of
-    equal datasets the first gives the sample.
-    """
     for i in range(len(order)):
         position = float(max(i, 1))
         best = -1

@@ -209,15 +209,17 @@ def _wrapped(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int
 
 
 def _first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
+    work = len(lengths) * max(1, len(lengths) - 1).bit_length()
+    return compiled.run(_first_fit_loop, work, lengths, pack_tokens, cap)
+
+
+def _first_fit_loop(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
     """Place each document into the first pack with room, found by a tree of maxima over the packs' free tokens."""
-    leaves = 1 << max(1, len(lengths) - 1).bit_length()
+    leaves = 2
+    while leaves < len(lengths):
+        leaves *= 2
     free = np.full(2 * leaves, -1, dtype=np.int64)
     packs, counts = np.empty_like(lengths), np.zeros_like(lengths)
-    work = len(lengths) * leaves.bit_length()
-    return compiled.run(_first_fit_loop, work, lengths, pack_tokens, cap, leaves, free, counts, packs)
-
-
-def _first_fit_loop(lengths, pack_tokens, cap, leaves, free, counts, packs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     used = 0
     for i in range(len(lengths)):
         need = lengths[i]
@@ -245,10 +247,12 @@ def _first_fit_loop(lengths, pack_tokens, cap, leaves, free, counts, packs):  # 
 
 
 def _next_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
-    return compiled.run(_next_fit_loop, len(lengths), lengths, pack_tokens, cap, np.empty_like(lengths))
+    return compiled.run(_next_fit_loop, len(lengths), lengths, pack_tokens, cap)
 
 
-def _next_fit_loop(lengths, pack_tokens, cap, packs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _next_fit_loop(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
+    """Place each document into the last pack or, without room there, into a new one."""
+    packs = np.empty_like(lengths)
     pack = count = tokens = 0
     for i in range(len(lengths)):
         if count > 0 and (tokens + lengths[i] > pack_tokens or count >= cap):
@@ -325,38 +329,36 @@ def dp_balanced(
     multiple = ranks * settings.microbatch_group
     lengths = pad(np.minimum(document_tokens.astype(np.int64), capacity), settings.pad_seq_to_mult)
     by_step = samplers.gathered(lengths, settings)
-    steps, documents = len(by_step), by_step.reshape(-1)
-    dealt, row_sizes = np.empty_like(documents), np.empty_like(documents)
-    microbatches, starts, sizes = (np.empty(n, dtype=np.int64) for n in (steps, size + multiple, size + multiple))
-    num_rows, failed = compiled.run(
-        _deal, len(documents) * 4, documents, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes,
-        microbatches,
-    )  # fmt: skip
+    dealt, row_sizes, microbatches, failed = compiled.run(
+        _deal, by_step.size * 4, by_step, capacity, cap, ranks, multiple
+    )
     if failed >= 0:
         raise DataError(
             f"step {failed}: its {size} documents cannot be spread over a multiple of {multiple} packs, and "
             f"Megatron stops on it; give a --global-batch-size of at least {multiple}, and more documents than packs"
         )
-    offsets = np.concatenate(([0], np.cumsum(row_sizes[:num_rows])))
-    rows = PackedRows(document_tokens=dealt.astype(np.int32), row_offsets=offsets)
-    return rows, microbatches.astype(np.int32)
+    offsets = np.concatenate(([0], np.cumsum(row_sizes)))
+    return PackedRows(document_tokens=dealt.astype(np.int32), row_offsets=offsets), microbatches.astype(np.int32)
 
 
-def _deal(lengths, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes, microbatches):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Pack the `size` documents of every step, and deal the packs to the ranks.
+def _deal(
+    by_step: NDArray[np.int64], capacity: int, cap: int, ranks: int, multiple: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+    """Pack the documents of every step [steps, documents], and deal the packs to the ranks.
 
-    `starts` and `sizes` are room for the packs of one step: index of the first document, and number of documents.
-    Fills `dealt` (tokens of the documents, pack by pack), `row_sizes` (documents of every pack) and `microbatches`
-    (micro-batches of one rank in every step).
-
-    Returns the number of packs, and the first step that cannot be dealt or -1.
+    Returns the tokens of the documents, pack by pack; the documents of every pack; the micro-batches of one rank in
+    every step; and the first step that cannot be dealt, or -1.
     """
+    steps, size = by_step.shape
+    dealt, row_sizes = np.empty(by_step.size, dtype=np.int64), np.empty(by_step.size, dtype=np.int64)
+    microbatches = np.empty(steps, dtype=np.int64)
+    starts, sizes = np.empty(size + multiple, dtype=np.int64), np.empty(size + multiple, dtype=np.int64)
     num_rows = num_dealt = 0
-    for step in range(len(lengths) // size):
-        first = step * size
+    for step in range(steps):
+        lengths = by_step[step]
         packs = tokens = 0
-        for i in range(first, first + size):
-            if i > first and tokens + lengths[i] <= capacity and sizes[packs - 1] < cap:
+        for i in range(size):
+            if i > 0 and tokens + lengths[i] <= capacity and sizes[packs - 1] < cap:
                 sizes[packs - 1] += 1
                 tokens += lengths[i]
             else:
@@ -369,7 +371,7 @@ def _deal(lengths, size, capacity, cap, ranks, multiple, starts, sizes, dealt, r
             while giver >= 0 and sizes[giver] == 1:
                 giver -= 1
             if giver < 0:
-                return num_rows, step
+                return dealt, row_sizes[:num_rows], microbatches, step
             sizes[giver] -= 1
             starts[packs] = starts[giver] + sizes[giver]
             sizes[packs] = 1
@@ -382,4 +384,4 @@ def _deal(lengths, size, capacity, cap, ranks, multiple, starts, sizes, dealt, r
                 for i in range(starts[pack], starts[pack] + sizes[pack]):
                     dealt[num_dealt] = lengths[i]
                     num_dealt += 1
-    return num_rows, -1
+    return dealt, row_sizes[:num_rows], microbatches, -1

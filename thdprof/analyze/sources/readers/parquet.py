@@ -192,12 +192,11 @@ def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: in
         if count:
             repetition, definition = _levels(page, codec)
             try:
-                all_there = _all_equal(definition, count, max_definition)
+                if not _all_equal(definition, count, max_definition):
+                    raise _UnsupportedPage("nulls or empty lists")
+                starts.append(_zeros(repetition, count) + total)
             except (IndexError, _CorruptThrift) as error:
-                raise CorruptPage("the definition levels end early") from error
-            if not all_there:
-                raise _UnsupportedPage("nulls or empty lists")
-            starts.append(_zeros(repetition, count) + total)
+                raise CorruptPage("the levels end early") from error
             total += count
     row_starts = np.concatenate(starts) if starts else np.empty(0, dtype=np.int64)
     if len(row_starts) != rows or (rows and row_starts[0] != 0):
@@ -244,28 +243,41 @@ def _decompress(page: Page, codec: str) -> memoryview:
 
 def _zeros(encoded: bytes, count: int) -> NDArray[np.int64]:
     """Positions of the zeros among `count` levels of one bit each, ascending, shape [zeros]."""
-    try:
-        packed_at, packed_groups, packed, runs = _split_runs(encoded, count)
-    except (IndexError, _CorruptThrift) as error:
-        raise CorruptPage("the repetition levels end early") from error
-    zeros = [np.arange(at, min(at + length, count), dtype=np.int64) for at, length in runs]
+    packed_at, packed_groups, packed, runs = _split_runs(encoded, count, width=1, usual=1)
+    zeros = [np.arange(at, min(at + length, count), dtype=np.int64) for at, length, level in runs if level == 0]
     if packed:
         groups = np.array(packed_groups)
         before = np.cumsum(groups) - groups
         first = np.repeat(
             np.array(packed_at, dtype=np.int64) - 8 * before, groups
         )  # the level at which byte 0 would lie
-        bits = np.unpackbits(np.frombuffer(b"".join(packed), dtype=np.uint8), bitorder="little")
-        if len(bits) != 8 * len(first):
-            raise CorruptPage("the repetition levels end early")
-        unset = np.flatnonzero(bits == 0)
+        unset = np.flatnonzero(_bits(b"".join(packed)) == 0)
         positions = first[unset >> 3] + unset
         zeros.append(positions[positions < count])
     return np.sort(np.concatenate(zeros)) if zeros else np.empty(0, dtype=np.int64)
 
 
-def _split_runs(encoded: bytes, count: int) -> tuple[list[int], list[int], list[bytes], list[tuple[int, int]]]:
-    """Bit-packed runs (first level, groups of eight, bytes) and runs of zeros (first level, levels) of `encoded`.
+def _bits(content: bytes) -> NDArray[np.uint8]:
+    return np.unpackbits(np.frombuffer(content, dtype=np.uint8), bitorder="little")
+
+
+def _all_equal(encoded: bytes, count: int, level: int) -> bool:
+    """Whether the `count` levels in `encoded` are all `level`, which is the highest level of the column."""
+    width = level.bit_length()
+    packed_at, _, packed, others = _split_runs(encoded, count, width=width, usual=level)
+    one = np.array([level >> i & 1 for i in range(width)], dtype=np.uint8)
+    for at, content in zip(packed_at, packed, strict=True):
+        bits = _bits(content)[: (count - at) * width]
+        if not np.array_equal(bits, np.resize(one, len(bits))):
+            return False
+    return not others
+
+
+def _split_runs(
+    encoded: bytes, count: int, *, width: int, usual: int
+) -> tuple[list[int], list[int], list[bytes], list[tuple[int, int, int]]]:
+    """The runs of `count` levels of `width` bits: bit-packed ones (first level, groups of eight, bytes), and those of a
+    level other than `usual` (first level, levels, level).
 
     The loop runs twice for each row of the dataset, so numbers of one and two bytes are read without a call.
     """
@@ -283,47 +295,22 @@ def _split_runs(encoded: bytes, count: int) -> tuple[list[int], list[int], list[
         else:
             position += 1
         if header < 2:
-            raise CorruptPage("the repetition levels have an empty run")
+            raise CorruptPage("the levels have an empty run")
+        length = header >> 1
         if header & 1:
-            groups = header >> 1
             packed_at.append(at)
-            packed_groups.append(groups)
-            packed.append(encoded[position : position + groups])
-            position += groups
-            at += 8 * groups
+            packed_groups.append(length)
+            packed.append(encoded[position : position + length * width])
+            position += length * width
+            at += 8 * length
         else:
-            if not encoded[position]:
-                runs.append((at, header >> 1))
+            if encoded[position] != usual:
+                runs.append((at, length, encoded[position]))
             position += 1
-            at += header >> 1
+            at += length
+    if position > len(encoded):
+        raise CorruptPage("the levels end early")
     return packed_at, packed_groups, packed, runs
-
-
-def _all_equal(encoded: bytes, count: int, level: int) -> bool:
-    """Whether the `count` levels in `encoded` are all `level`, which is the highest level of the column."""
-    width = level.bit_length()
-    position = at = 0
-    while at < count:
-        header, position = _read_varint(encoded, position)
-        if header & 1:
-            size = (header >> 1) * width
-            valid_bits = min(size * 8, (count - at) * width)
-            bits = np.unpackbits(np.frombuffer(encoded[position : position + size], dtype=np.uint8), bitorder="little")
-            if not size or len(bits) < size * 8:
-                raise CorruptPage("the definition levels end early")
-            expected = np.resize(np.array([level >> i & 1 for i in range(width)], dtype=np.uint8), valid_bits)
-            if not np.array_equal(bits[:valid_bits], expected):
-                return False
-            position += size
-            at += (header >> 1) * 8
-        else:
-            if not header:
-                raise CorruptPage("the definition levels have an empty run")
-            if encoded[position] != level:
-                return False
-            position += 1
-            at += header >> 1
-    return True
 
 
 MAGIC = b"PAR1"
