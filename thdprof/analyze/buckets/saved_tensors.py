@@ -22,7 +22,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, MeasuredModel
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.errors import UsageError
 from thdprof.offload.allocator import Gradients, Segments, reserved
-from thdprof.offload.plan import Choice, OffloadPlan, SavedStorage, plan_offload
+from thdprof.offload.plan import Choice, SavedStorage, plan_offload
 from thdprof.training import Model
 
 Kind = Literal["attention+mlp", "attention+moe", "attention", "mlp", "moe", "mamba"]
@@ -394,19 +394,6 @@ def predict_offload(
     Raises:
         UsageError: the cost table does not give the sizes of the model that it was measured on.
     """
-    moved = _planned(costs, choice, n_tokens)
-    freed = round(num_slots * moved.device_bytes_freed)
-    return OffloadPrediction(
-        choice=choice,
-        offloaded_bytes=moved.offloaded_bytes,
-        host_bytes=round(num_slots * moved.host_bytes),
-        device_bytes_freed=freed,
-        graph_memory_bytes=None if graph_memory_bytes is None else max(0, graph_memory_bytes - freed),
-        model=costs.name,
-    )
-
-
-def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
     if costs.model is None:
         raise UsageError(
             "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "
@@ -416,4 +403,13 @@ def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
     at = [0] * (storages[-1].last + 1)
     for number, storage in enumerate(storages):
         at[storage.first] = at[storage.last] = number
-    return plan_offload(at, storages, choice)
+    moved = plan_offload(at, storages, choice)  # of one slot
+    freed = round(num_slots * moved.device_bytes_freed)
+    return OffloadPrediction(
+        choice=choice,
+        offloaded_bytes=moved.offloaded_bytes,
+        host_bytes=round(num_slots * moved.host_bytes),
+        device_bytes_freed=freed,
+        graph_memory_bytes=None if graph_memory_bytes is None else max(0, graph_memory_bytes - freed),
+        model=costs.name,
+    )

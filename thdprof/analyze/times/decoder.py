@@ -254,27 +254,92 @@ class Layer:
             self.backward += other.backward
 
 
-class LayerModel:
-    """Makes the kernels of the layers of one model on one GPU."""
+class Decoder:
+    """The layers of a pipeline rank of `model` on `gpu`."""
 
-    def __init__(self, model: Model, device: Device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: Model, gpu: Gpu, *, pipeline_size: int = 1) -> None:
+        """The layers of the pipeline rank, among `pipeline_size`, whose layers take longest: the others wait for it."""
+        self._model, self._device = model, Device(gpu)
         self._tp = model.tensor_model_parallel_size
-        self._fp8 = model.fp8_recipe is not None and device.gpu.fp8_tflops is not None
+        self._fp8 = model.fp8_recipe is not None and gpu.fp8_tflops is not None
+        ranks = [stage.layers for stage in stages(model, pipeline_size=pipeline_size, num_chunks=1)]
+        lengths = {kind: self._length_us(kind) for layers in ranks for kind in layers}
+        self._layers: list[Kind] = max(ranks, key=lambda layers: sum(lengths[kind] for kind in layers))
 
-    def attention_layer(self, work: Work) -> Layer:
+    @property
+    def num_layers(self) -> int:
+        """Layers of the rank."""
+        return len(self._layers)
+
+    def time(self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1) -> DecoderTime:
+        """The time of one micro-batch. Arguments are those of `Work`, with `tokens` of all context-parallel ranks."""
+        work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
+        made = {kind: self._layer(kind, work) for kind in set(self._layers)}
+        us, launches, light = 0.0, 0.0, 0.0
+        expert, expert_light = 0.0, 0.0
+        for index, kind in enumerate(self._layers):
+            for kernels in self._kernels(made[kind], index):
+                us += kernels.us
+                launches += kernels.launches
+                light += kernels.light_launches
+            if "moe" in kind:
+                layer = self._expert_layer(work)
+                layer.add(self._adapters(work, "moe"))
+                of_experts = self._kernels(layer, index)
+                expert += sum(kernels.launches for kernels in of_experts)
+                expert_light += sum(kernels.light_launches for kernels in of_experts)
+        return DecoderTime(
+            gpu_ms=us / 1000,
+            launches=launches,
+            light_launches=light,
+            expert_launches=expert,
+            expert_light_launches=expert_light,
+        )
+
+    def _length_us(self, kind: Kind) -> float:
+        """Time of a layer on the GPU and of its launches, to compare it with others."""
+        layer = self._layer(kind, Work(tokens=4096, squared=2e6, max_seqs=12, cp_size=1))
+        return sum(one.us + _LAUNCH_US * one.launches for one in (*layer.forward, *layer.backward))
+
+    def _layer(self, kind: Kind, work: Work) -> Layer:
+        if kind == "mamba":
+            return self._mamba_layer(work)
+        layer = Layer()
+        if "attention" in kind:
+            layer.add(self._attention_layer(work))
+        if "mlp" in kind:
+            layer.add(self._mlp_layer(work))
+        if "moe" in kind:
+            layer.add(self._expert_layer(work))
+        layer.add(self._adapters(work, kind))
+        return layer
+
+    def _kernels(self, layer: Layer, index: int) -> Sequence[Kernels]:
+        """All kernels of a layer, those that are computed again included."""
+        model = self._model
+        again: list[Kernels] = []
+        if model.recompute_granularity == "full":
+            last = model.recompute_num_layers if model.recompute_method == "block" else None
+            if last is None or index < last:
+                again = layer.forward
+        elif model.recompute_granularity == "selective":
+            kinds = {kind for module in model.recompute_modules for kind in _RECOMPUTED.get(module, ())}
+            again = [kernels for kernels in layer.forward if kernels.kind in kinds]
+        return [*layer.forward, *again, *layer.backward]
+
+    def _attention_layer(self, work: Work) -> Layer:
         """Normalization, attention with its projections, and the residual."""
         layer = self._latent_attention(work) if self._model.multi_latent_attention else self._attention(work)
         layer.add(self._residual(work))
         return layer
 
-    def mlp_layer(self, work: Work) -> Layer:
+    def _mlp_layer(self, work: Work) -> Layer:
         """Normalization, the dense MLP, and the residual."""
         layer = self._before_product(work)
         layer.add(self._mlp(work.tokens, self._model.ffn_size), self._residual(work))
         return layer
 
-    def expert_layer(self, work: Work) -> Layer:
+    def _expert_layer(self, work: Work) -> Layer:
         """Normalization, router, experts with their exchange of tokens, shared experts, and the residual."""
         layer = self._norm(work)
         layer.add(self._experts(work))
@@ -284,7 +349,7 @@ class LayerModel:
         layer.add(self._residual(work))
         return layer
 
-    def mamba_layer(self, work: Work) -> Layer:
+    def _mamba_layer(self, work: Work) -> Layer:
         """Normalization, a Mamba-2 mixer, and the residual."""
         model, device, tokens = self._model, self._device, work.tokens
         heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
@@ -300,7 +365,7 @@ class LayerModel:
         layer.add(self._linear(tokens, inner, model.hidden_size), self._residual(work))
         return layer
 
-    def adapters(self, work: Work, kind: Kind) -> Layer:
+    def _adapters(self, work: Work, kind: Kind) -> Layer:
         """The adapters of a layer's linear layers: two thin products each, and their sum with what the layer gives."""
         model, device, layer = self._model, self._device, Layer()
         if model.lora_dim is None:
@@ -561,86 +626,6 @@ class DecoderTime:
     def replay_ms(self) -> float:
         """Time of a replay, in milliseconds."""
         return self.gpu_ms + _REPLAY_MS
-
-
-class Decoder:
-    """The layers of a pipeline rank of `model` on `gpu`."""
-
-    def __init__(self, model: Model, gpu: Gpu, *, pipeline_size: int = 1) -> None:
-        """The layers of the pipeline rank, among `pipeline_size`, whose layers take longest: the others wait for it."""
-        self._model = model
-        self._makes = LayerModel(model, Device(gpu))
-        ranks = [stage.layers for stage in stages(model, pipeline_size=pipeline_size, num_chunks=1)]
-        lengths = {kind: self._length_us(kind) for layers in ranks for kind in layers}
-        self._layers: list[Kind] = max(ranks, key=lambda layers: sum(lengths[kind] for kind in layers))
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the rank."""
-        return len(self._layers)
-
-    def time(self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1) -> DecoderTime:
-        """The time of one micro-batch.
-
-        Args:
-            tokens: tokens of the micro-batch over all context-parallel ranks.
-            squared: sum of its documents' squared lengths.
-            max_seqs: documents that attention is called for: a graph's cap, or the micro-batch's own number.
-            cp_size: context-parallel ranks that share it.
-        """
-        work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
-        made = {kind: self._layer(kind, work) for kind in set(self._layers)}
-        us, launches, light = 0.0, 0.0, 0.0
-        expert, expert_light = 0.0, 0.0
-        for index, kind in enumerate(self._layers):
-            for kernels in self._kernels(made[kind], index):
-                us += kernels.us
-                launches += kernels.launches
-                light += kernels.light_launches
-            if "moe" in kind:
-                layer = self._makes.expert_layer(work)
-                layer.add(self._makes.adapters(work, "moe"))
-                of_experts = self._kernels(layer, index)
-                expert += sum(kernels.launches for kernels in of_experts)
-                expert_light += sum(kernels.light_launches for kernels in of_experts)
-        return DecoderTime(
-            gpu_ms=us / 1000,
-            launches=launches,
-            light_launches=light,
-            expert_launches=expert,
-            expert_light_launches=expert_light,
-        )
-
-    def _length_us(self, kind: Kind) -> float:
-        """Time of a layer on the GPU and of its launches, to compare it with others."""
-        layer = self._layer(kind, Work(tokens=4096, squared=2e6, max_seqs=12, cp_size=1))
-        return sum(one.us + _LAUNCH_US * one.launches for one in (*layer.forward, *layer.backward))
-
-    def _layer(self, kind: Kind, work: Work) -> Layer:
-        if kind == "mamba":
-            return self._makes.mamba_layer(work)
-        layer = Layer()
-        if "attention" in kind:
-            layer.add(self._makes.attention_layer(work))
-        if "mlp" in kind:
-            layer.add(self._makes.mlp_layer(work))
-        if "moe" in kind:
-            layer.add(self._makes.expert_layer(work))
-        layer.add(self._makes.adapters(work, kind))
-        return layer
-
-    def _kernels(self, layer: Layer, index: int) -> Sequence[Kernels]:
-        """All kernels of a layer, those that are computed again included."""
-        model = self._model
-        again: list[Kernels] = []
-        if model.recompute_granularity == "full":
-            last = model.recompute_num_layers if model.recompute_method == "block" else None
-            if last is None or index < last:
-                again = layer.forward
-        elif model.recompute_granularity == "selective":
-            kinds = {kind for module in model.recompute_modules for kind in _RECOMPUTED.get(module, ())}
-            again = [kernels for kernels in layer.forward if kernels.kind in kinds]
-        return [*layer.forward, *again, *layer.backward]
 
 
 _RECOMPUTED = {

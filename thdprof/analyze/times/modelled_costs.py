@@ -34,37 +34,6 @@ _OPTIMIZER_MS_A_PARAMETER = 14e-9
 """Adam with clipping and zeroed gradients, for one parameter, on an H200."""
 
 
-def _outside_launches(model: Model, *, pipeline_size: int) -> float:
-    return LAUNCHES * ((1.0 if pipeline_size == 1 else _OF_ONE_END) + model.mtp_num_layers)
-
-
-def outside_ms(model: Model, gpu: Gpu, tokens: int) -> float:
-    """GPU time of embedding, output layer and loss of a micro-batch, in milliseconds; 0 without a vocabulary.
-
-    Args:
-        tokens: tokens of the micro-batch on one context-parallel rank.
-    """
-    if model.vocab_size is None:
-        return 0.0
-    device = Device(gpu)
-    entries = model.vocab_size // model.tensor_model_parallel_size
-    hidden = model.hidden_size
-    products = (
-        device.product_us(tokens, entries, hidden)
-        + device.product_us(tokens, hidden, entries)
-        + device.product_us(entries, hidden, tokens, accumulates=model.gradient_accumulation_fusion)
-    )
-    heads = 1 + model.mtp_num_layers
-    loss = device.memory_us(tokens * entries, 1 / _LOSS_US_AN_ELEMENT)
-    embedding = device.memory_us(3 * tokens * hidden * 2e-6, 3.0) + device.memory_us(entries * hidden * 6e-6, 4.0)
-    return (heads * (products + loss) + embedding) / 1000
-
-
-def optimizer_ms(gpu: Gpu, parameters: float) -> float:
-    """GPU time of a step of the optimizer over `parameters` of one rank, in milliseconds."""
-    return parameters * _OPTIMIZER_MS_A_PARAMETER * 4.8 / gpu.memory_tbps
-
-
 _LIGHT = 0.4
 """Host's time for a launch that comes in a row out of one call, beside one from Python."""
 _MEGATRON = 4.7
@@ -199,16 +168,30 @@ class ModelledTimes:
         cp = self.settings.context_parallel_size
         return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
 
-    def outside(self) -> tuple[float, float]:
+    def outside(self) -> Range:
         """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
         on layers of multi-token prediction. Without a vocabulary it is what launching the former takes, and that work.
         """
-        gpu = outside_ms(self.model, self.gpu, self.shapes.tokens)
-        launches = _outside_launches(self.model, pipeline_size=self.settings.pipeline_parallel_size)
-        return (
-            max(gpu, launches * self.host.low_us / 1000) + self.mtp_gpu_ms,
-            max(gpu, launches * self.host.high_us / 1000) + self.mtp_gpu_ms,
+        model, gpu_ms = self.model, self._outside_gpu_ms()
+        share = 1.0 if self.settings.pipeline_parallel_size == 1 else _OF_ONE_END
+        launches = LAUNCHES * (share + model.mtp_num_layers)
+        low, high = (max(gpu_ms, launches * us / 1000) for us in (self.host.low_us, self.host.high_us))
+        return low + self.mtp_gpu_ms, high + self.mtp_gpu_ms
+
+    def _outside_gpu_ms(self) -> float:
+        """GPU time of embedding, output layer and loss of a micro-batch; 0 without a vocabulary."""
+        model, tokens, hidden = self.model, self.shapes.tokens, self.model.hidden_size
+        if model.vocab_size is None:
+            return 0.0
+        device, entries = Device(self.gpu), model.vocab_size // model.tensor_model_parallel_size
+        products = (
+            device.product_us(tokens, entries, hidden)
+            + device.product_us(tokens, hidden, entries)
+            + device.product_us(entries, hidden, tokens, accumulates=model.gradient_accumulation_fusion)
         )
+        loss = device.memory_us(tokens * entries, 1 / _LOSS_US_AN_ELEMENT)
+        embedding = device.memory_us(3 * tokens * hidden * 2e-6, 3.0) + device.memory_us(entries * hidden * 6e-6, 4.0)
+        return ((1 + model.mtp_num_layers) * (products + loss) + embedding) / 1000
 
     @property
     def mtp_gpu_ms(self) -> float:
@@ -228,11 +211,14 @@ class ModelledTimes:
             for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
         ]
         sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
-        return optimizer_ms(self.gpu, max(count.dense + count.experts for count in counts) / sharers)
+        most = max(count.dense + count.experts for count in counts) / sharers
+        return most * _OPTIMIZER_MS_A_PARAMETER * 4.8 / self.gpu.memory_tbps
 
     def table(self) -> CostTable:
         """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""
         outside = self.outside()
+        ends = [n for n in _STEPS if n < self.shapes.most]  # numbers of documents after which eager times differ
+        top = max(1024, rounded_documents(self.shapes.most))
         per_unit = (self._time(64, 2e9).gpu_ms - self._time(64, 1e9).gpu_ms) / 1e9
         return CostTable(
             name=f"{describe(self.model)}, {self.decoder.num_layers} layers a rank, {self.shapes.tokens} tokens",
@@ -241,8 +227,8 @@ class ModelledTimes:
             hardware=self.gpu.label,
             attention="Transformer Engine's fused attention",
             n_tokens=self.shapes.tokens,
-            eager=[self._eager_point(n) for n in self._documents()],
-            replay=[self._replay_point(n) for n in self._caps()],
+            eager=[self._eager_point(n) for n in sorted({1, *ends, *(n + 1 for n in ends), self.shapes.most})],
+            replay=[self._replay_point(n) for n in sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})],
             max_seqs_steps=_STEPS,
             ms_per_squared_token=per_unit * (1 + self._mtp_layers),
             squared_tokens=self.shapes.squared,
@@ -252,14 +238,6 @@ class ModelledTimes:
             optimizer_ms=self.optimizer(),
             slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens, layer_graphs=self._layer_graphs),
         )
-
-    def _documents(self) -> list[int]:
-        ends = [n for n in _STEPS if n < self.shapes.most]
-        return sorted({1, *ends, *(n + 1 for n in ends), self.shapes.most})
-
-    def _caps(self) -> list[int]:
-        top = max(1024, rounded_documents(self.shapes.most))
-        return sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
         time = self.at(max_seqs)
