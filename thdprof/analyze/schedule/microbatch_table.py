@@ -158,35 +158,27 @@ class MicrobatchTable:
         """
         import pyarrow as pa
 
-        if self.groups is not None:
-            columns = {
-                "step": self.groups.step.astype(np.int32),
-                "dp_rank": self.groups.first_rank.astype(np.int32),
-                "microbatch": self.groups.microbatch.astype(np.int32),
-                "n_seqs": self.n_seqs,
-                "max_seqlen": self.max_seqlen,
-                "n_tokens": self.n_tokens,
-                "cp_size": self.groups.cp_size,
-            }
-            yield from pa.table(columns).to_batches(_ROWS_A_BATCH)
-            return
+        groups = self.groups
         counts = self.num_microbatches.astype(np.int64)
         step_ends = np.cumsum(counts * self.data_parallel_size)
         for start in range(0, len(self), _ROWS_A_BATCH):
-            stop = min(start + _ROWS_A_BATCH, len(self))
-            rows = np.arange(start, stop, dtype=np.int64)
-            step = np.searchsorted(step_ends, rows, side="right")
-            within = rows - (step_ends[step] - counts[step] * self.data_parallel_size)
-            yield pa.record_batch(
-                {
-                    "step": step.astype(np.int32),
-                    "dp_rank": (within // counts[step]).astype(np.int32),
-                    "microbatch": (within % counts[step]).astype(np.int32),
-                    "n_seqs": self.n_seqs[start:stop],
-                    "max_seqlen": self.max_seqlen[start:stop],
-                    "n_tokens": np.ascontiguousarray(self.n_tokens[start:stop]),
-                }
-            )
+            part = slice(start, min(start + _ROWS_A_BATCH, len(self)))
+            if groups is not None:
+                step, rank, microbatch = (a[part] for a in (groups.step, groups.first_rank, groups.microbatch))
+            else:
+                rows = np.arange(part.start, part.stop, dtype=np.int64)
+                step = np.searchsorted(step_ends, rows, side="right")
+                within = rows - (step_ends[step] - counts[step] * self.data_parallel_size)
+                rank, microbatch = np.divmod(within, counts[step])
+            columns = {
+                "step": step.astype(np.int32),
+                "dp_rank": rank.astype(np.int32),
+                "microbatch": microbatch.astype(np.int32),
+                "n_seqs": self.n_seqs[part],
+                "max_seqlen": self.max_seqlen[part],
+                "n_tokens": np.ascontiguousarray(self.n_tokens[part]),
+            }
+            yield pa.record_batch(columns | ({} if groups is None else {"cp_size": groups.cp_size[part]}))
 
     def to_pandas(self) -> pd.DataFrame:
         """The table as a data frame with the columns of `record_batches`."""

@@ -164,33 +164,32 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
         return None
     element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
-    found: list[tuple[str, float]] = []
+    heads, groups, adapter = model.num_attention_heads, model.query_groups, element * (model.lora_dim or 0)
 
-    def norm(name: str, width: int, count: int) -> None:
+    def norm(name: str, width: int, count: int = 1) -> list[tuple[str, float]]:
         """A norm of `count` times `width` values: its input and statistics in float32, and what its weight scales."""
-        found.extend([(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, element * width * count)])
+        return [(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, element * width * count)]
 
-    def linear(name: str, *widths: int) -> None:
-        """The inputs of a linear layer that nothing before has saved, and what its adapter saves."""
-        found.extend((name, element * width) for width in widths)
-        if model.lora_dim is not None:
-            found.append((name, element * model.lora_dim))
+    def linear(name: str, width: int = 0) -> list[tuple[str, float]]:
+        """The input of a linear layer, unless something before has saved it, and what its adapter saves."""
+        return [(name, nbytes) for nbytes in (element * width, adapter) if nbytes]
 
-    norm("input_layernorm", hidden, 1)
-    linear("self_attn.q_proj", hidden)
-    linear("self_attn.k_proj")
-    linear("self_attn.v_proj")
-    if model.qk_layernorm:
-        norm("self_attn.q_norm", model.head_dim, model.num_attention_heads)
-        norm("self_attn.k_norm", model.head_dim, model.query_groups)
-    found += [("self_attn", element * width) for width in (queries, keys, keys, queries)]
-    found.append(("self_attn", STATISTICS_BYTES * model.num_attention_heads))
-    linear("self_attn.o_proj")
-    norm("post_attention_layernorm", hidden, 1)
-    linear("mlp.gate_proj", hidden)
-    linear("mlp.up_proj")
-    found += [("mlp", element * ffn)] * 3
-    linear("mlp.down_proj", ffn)
+    found = [
+        *norm("input_layernorm", hidden),
+        *linear("self_attn.q_proj", hidden),
+        *linear("self_attn.k_proj"),
+        *linear("self_attn.v_proj"),
+        *(norm("self_attn.q_norm", model.head_dim, heads) if model.qk_layernorm else ()),
+        *(norm("self_attn.k_norm", model.head_dim, groups) if model.qk_layernorm else ()),
+        *(("self_attn", element * width) for width in (queries, keys, keys, queries)),
+        ("self_attn", STATISTICS_BYTES * heads),
+        *linear("self_attn.o_proj"),
+        *norm("post_attention_layernorm", hidden),
+        *linear("mlp.gate_proj", hidden),
+        *linear("mlp.up_proj"),
+        *[("mlp", element * ffn)] * 3,
+        *linear("mlp.down_proj", ffn),
+    ]
     saved = [Saved(module=module, bytes_per_token=nbytes) for module, nbytes in found]
     if model.recompute_granularity is None:
         return saved

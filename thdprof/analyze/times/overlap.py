@@ -209,7 +209,8 @@ def buckets_of(model: Model, stage: Stage, *, ranks: int, pipeline_size: int = 1
     found: list[list[Bucket]] = [[] for _ in range(len(stage.chunks[0]) + 2)]
     least = bucket_size(model, stage, ranks=ranks)
     placed = list(_registered(model, stage, pipeline_size))
-    apart = _experts_apart(model)
+    tensor = model.tensor_model_parallel_size  # by Megatron's rule, other ranks then hold the same experts
+    apart = model.expert_model_parallel_size > 1 or (model.expert_tensor_parallel_size or tensor) != tensor
     for of_experts in (False, True):
         own = [one for one in placed if (one.matrix.of_expert and apart) == of_experts]
         sharing = expert_ranks(model, ranks) if of_experts else ranks
@@ -242,12 +243,6 @@ def expert_ranks(model: Model, ranks: int) -> int:
     tensor = model.tensor_model_parallel_size
     of_expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
     return max(1, ranks * tensor // of_expert)
-
-
-def _experts_apart(model: Model) -> bool:
-    """Whether other ranks hold the same experts than the same dense weights, by Megatron's rule."""
-    tensor = model.tensor_model_parallel_size
-    return model.expert_model_parallel_size > 1 or (model.expert_tensor_parallel_size or tensor) != tensor
 
 
 def _elements(model: Model, stage: Stage) -> float:

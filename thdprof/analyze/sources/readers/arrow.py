@@ -67,7 +67,9 @@ def integers(column: Any, where: str) -> NDArray[np.integer]:
     for chunk in column.chunks:
         if chunk.null_count:
             raise DataError(f"{where}: row {row + _first_null(chunk)}: is null")
-        parts.append(_narrow(_int64(chunk, where)))
+        values, limits = _int64(chunk, where), np.iinfo(np.int32)
+        fits = not values.size or (limits.min <= values.min() and values.max() <= limits.max)
+        parts.append(values.astype(np.int32) if fits else values)
         row += len(chunk)
     return np.concatenate(parts)
 
@@ -122,27 +124,6 @@ def _int64(array: Any, where: str) -> NDArray[np.int64]:
     if values.dtype == np.uint64 and values.size and int(values.max()) > np.iinfo(np.int64).max:
         raise DataError(f"{where}: {int(values.max())} is larger than 2**63 - 1")
     return values.astype(np.int64, copy=False)
-
-
-def _narrow(values: NDArray[np.int64]) -> NDArray[np.integer]:
-    limits = np.iinfo(np.int32)
-    fits = not values.size or (limits.min <= values.min() and values.max() <= limits.max)
-    return values.astype(np.int32) if fits else values
-
-
-def validate(array: Any, where: str) -> Any:
-    """Return `array`, whose buffers were taken from a file unread, after checking that its offsets stay inside them.
-
-    Raises:
-        DataError: an offset points outside the buffers.
-    """
-    import pyarrow as pa
-
-    try:
-        array.validate(full=True)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{where}: corrupt: {' '.join(str(error).split())}") from error
-    return array
 
 
 def _first_null(array: Any) -> int:
@@ -201,8 +182,14 @@ class ArrowFile:
 
         field = require_column(self.schema, name, self.path)
         with _open_arrow(self.path, [field]) as reader:
-            batches = iter(reader) if hasattr(reader, "read_next_batch") else map(reader.get_batch, _batches(reader))
-            columns = [validate(batch.column(0), f"{self.path}: column {name}") for batch in batches]
+            streams = hasattr(reader, "read_next_batch")
+            batches = iter(reader) if streams else map(reader.get_batch, range(reader.num_record_batches))
+            columns = [batch.column(0) for batch in batches]
+            try:
+                for column in columns:  # whose offsets were taken from the file unread
+                    column.validate(full=True)
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{self.path}: column {name}: corrupt: {' '.join(str(error).split())}") from error
             return pa.chunked_array(columns, type=self.schema.field(field).type)
 
     def row_lengths(self, name: str) -> NDArray[np.int64]:
@@ -221,26 +208,16 @@ def require_column(schema: Any, name: str, path: Path) -> int:
     return int(schema.get_field_index(name))
 
 
-def _batches(reader: Any) -> range:
-    return range(reader.num_record_batches)
-
-
 @contextmanager
 def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
     import pyarrow as pa
 
-    with arrow_errors(path), _mapped(path) as source:
+    file = opened(path)
+    with arrow_errors(path), pa.memory_map(file) if isinstance(file, str) else file as source:
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         source.seek(0)
         yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
-
-
-def _mapped(path: Path) -> Any:
-    import pyarrow as pa
-
-    file = opened(path)
-    return pa.memory_map(file) if isinstance(file, str) else file
 
 
 def _belongs(path: Path) -> bool:

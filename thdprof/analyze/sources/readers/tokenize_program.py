@@ -48,14 +48,10 @@ def _nano_v2(message: Message) -> str:
     return f"<SPECIAL_10>System\n{text}\n" if message["role"] == "system" else f"<SPECIAL_11>User\n{text}\n"
 
 
-def _identity(message: Message) -> str:
-    return str(message.get("content", ""))
-
-
 _TEXT_OF: dict[str, Callable[[Message], str]] = {
     "nemotron-h-aligned": _h_aligned,
     "nemotron-nano-v2": _nano_v2,
-    "identity": _identity,
+    "identity": lambda message: str(message.get("content", "")),
 }
 """What a message becomes, by prompt format; `default` uses the tokenizer's own chat template."""
 
