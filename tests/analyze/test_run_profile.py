@@ -96,6 +96,7 @@ def test_times_above_the_grid_are_those_of_the_run(tmp_path, fields):
         longest=analysis.longest,
         n_tokens=analysis.graph_tokens,
         pipeline_size=2,
+        cp_size=1,
     )
     assert profile.relative_step_time(larger) * profile.eager_step_ms == pytest.approx(times[0])
     assert fields == {} or float(np.ptp(analysis.microbatches.squared)) > 1000

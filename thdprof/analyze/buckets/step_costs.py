@@ -359,7 +359,7 @@ def one_cap_step_ms(
     longest: Mapping[int, int],
     n_tokens: int,
     pipeline_size: int,
-    cp_size: int | None = None,
+    cp_size: int,
 ) -> NDArray[np.float64]:
     """Mean step time under each of `caps` alone, in milliseconds, shape [caps].
 
@@ -367,9 +367,9 @@ def one_cap_step_ms(
         caps: documents that a graph of every context-parallel size is captured for.
         longest: tokens of the longest document that a graph is captured for, by context-parallel size.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        cp_size: the run's context-parallel size, which `costs` are of; None: the least of `longest`.
+        cp_size: the run's context-parallel size, which `costs` are of.
     """
-    lengths, cp_size = sorted(set(longest.values())), cp_size or min(longest)
+    lengths = sorted(set(longest.values()))
     step_costs = StepCosts(table, costs, sorted(caps), lengths, pipeline_size, n_tokens=n_tokens, cp_size=cp_size)
     options = [tuple(Bucket(n, length, n_tokens, size) for size, length in longest.items()) for n in caps]
     return step_costs.step_ms(options)

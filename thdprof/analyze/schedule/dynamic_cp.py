@@ -353,19 +353,17 @@ def dynamic_cp(document_tokens: NDArray[np.int32], settings: TrainingSettings) -
     tokens = dealt[placement.document]
     table = _table(placement, tokens, len(by_step), settings)
     one_epoch = len(table) * len(document_tokens) // by_step.size
-    warnings = _warnings_on_ranks(placement, tokens, len(by_step), settings)
-    warnings += _warnings_on_rounds(placement, table, len(by_step), settings)
     return Schedule(
         table=table,
         notes=tuple(notes),
-        warnings=tuple(warnings),
+        warnings=tuple(_warnings(placement, table, tokens, len(by_step), settings)),
         independent=max(1, min(len(table), one_epoch)),
         packing_efficiency=float(tokens.sum()) / float(capacity(table, settings).sum()),
     )
 
 
-def _warnings_on_ranks(
-    placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
+def _warnings(
+    placement: Placement, table: MicrobatchTable, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
 ) -> list[str]:
     """Reasons why Megatron may stop, although the scheduler places documents of `tokens` [documents placed]."""
     warnings = []
@@ -397,14 +395,6 @@ def _warnings_on_ranks(
             f"{int((~grouped).sum())} documents run on ranks that Megatron makes no process group of: its groups begin "
             f"at multiples of their size, which is at most {most} or all {ranks}; training may stop or hang there"
         )
-    return warnings
-
-
-def _warnings_on_rounds(
-    placement: Placement, table: MicrobatchTable, num_steps: int, settings: TrainingSettings
-) -> list[str]:
-    """Reasons why the dev branch may stop on the rounds of a step, or on the documents of a micro-batch."""
-    warnings = []
     uncut, cap = placement.uncut_steps, settings.max_docs_per_pack
     if uncut.size:
         warnings.append(

@@ -146,13 +146,14 @@ def replay(
         UsageError: settings that cannot be.
     """
     kind = _kind(dataset)
+    packed_by_step = kind == "documents" and given.get("packer") in STEP_PACKERS
     fullest = _fullest_row(dataset)
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
         size_guessed=fullest is not None,
         dataset_format=dataset.format,
-        default_loader=_default_loader(dataset, given),
+        default_loader="single" if packed_by_step else _DEFAULT_LOADERS.get(dataset.format),
         num_datasets=len(dataset.uris),
         kind=kind,
     )
@@ -174,13 +175,6 @@ def replay(
         pack_size_guessed=guessed,
         notes=vain,
     )
-
-
-def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None:
-    """The sampler that the format's own training code uses by default; None where the order is not known."""
-    if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") in STEP_PACKERS:
-        return "single"
-    return _DEFAULT_LOADERS.get(dataset.format)
 
 
 def _kind(dataset: Dataset) -> Kind:

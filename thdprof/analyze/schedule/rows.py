@@ -46,17 +46,12 @@ def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray
     return filled.reshape(-1, ranks, size)
 
 
-def _steps_of_an_epoch(num_rows: int, settings: TrainingSettings) -> int:
-    """Number of optimizer steps of one epoch; the last may accumulate fewer micro-batches."""
-    together = settings.data_parallel_size * settings.micro_batch_size
-    batches = num_rows // together if settings.drop_last else -(-num_rows // together)
-    return -(-batches // settings.num_microbatches)
-
-
 def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
     """The micro-batches that the Trainer forms of `rows`, with what the collator and the tail policy add."""
     num_rows = rows.num_rows()
-    one_epoch = _steps_of_an_epoch(num_rows, settings)
+    together = settings.data_parallel_size * settings.micro_batch_size
+    batches = num_rows // together if settings.drop_last else -(-num_rows // together)
+    one_epoch = -(-batches // settings.num_microbatches)  # the last step may accumulate fewer micro-batches
     if one_epoch == 0:
         raise DataError(
             f"{num_rows} rows do not fill one micro-batch of every rank with drop_last; give more data, or a smaller "

@@ -129,12 +129,6 @@ def _digits(ms: float) -> str:
     return f"{ms:.{max(0, 1 - math.floor(math.log10(ms)))}f}"
 
 
-def _num_gpus(settings: TrainingSettings, model: Model | None) -> int:
-    tensor = 1 if model is None else model.tensor_model_parallel_size
-    sizes = settings.data_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size
-    return sizes[0] * sizes[1] * sizes[2] * tensor
-
-
 def document_tokens(
     table: MicrobatchTable,
     settings: TrainingSettings,
@@ -187,7 +181,9 @@ def worth_of(
     """
     if times.step_ms is None or times.eager_step_ms is None:
         return None
-    gpus, steps = _num_gpus(settings, model), table.num_steps
+    tensor, steps = 1 if model is None else model.tensor_model_parallel_size, table.num_steps
+    ranks = settings.data_parallel_size * settings.context_parallel_size
+    gpus = ranks * settings.pipeline_parallel_size * tensor
     in_step = (float(table.n_tokens.sum()) if tokens is None else tokens) / steps
     hours = gpus * steps / 3.6e6
     saved = (

@@ -7,12 +7,12 @@ decoders.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from thdprof.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One kind of GPU: what it sustains in training, not its peak."""
 
@@ -24,7 +24,7 @@ class Gpu:
     """Rate of large bf16 matrix products, in TFLOP/s."""
     fp8_tflops: float | None
     """Rate of large FP8 matrix products, in TFLOP/s; None where the GPU has none."""
-    other_kernels: float = 1.0
+    other_kernels: float
     """Rate of kernels that are bound neither by matrix products nor by memory, beside the H200's."""
     memory_tbps: float
     """Rate at which kernels read and write memory beyond the cache, in TB/s, by the data sheet."""
@@ -40,62 +40,16 @@ class Gpu:
     """Whether modelled times were compared with measured ones on this GPU."""
 
 
-_H200 = Gpu(
-    name="h200",
-    label="H200",
-    bf16_tflops=700,
-    fp8_tflops=1250,
-    memory_tbps=4.8,
-    cache_mib=50,
-    multiprocessors=132,
-    link_gbps=450,
-    memory_gib=139,
-    compared=True,
-)
-_H100 = replace(_H200, name="h100", label="H100 SXM", bf16_tflops=650, fp8_tflops=1150, memory_tbps=3.35, memory_gib=79)
-_HOPPER = replace(_H200, bf16_tflops=670, fp8_tflops=1200, compared=False)
-_A100 = Gpu(
-    name="a100",
-    label="A100 SXM 80 GB",
-    bf16_tflops=250,
-    fp8_tflops=None,
-    other_kernels=0.6,
-    memory_tbps=2.04,
-    cache_mib=40,
-    multiprocessors=108,
-    link_gbps=300,
-    memory_gib=79,
-)
-_B200 = Gpu(
-    name="b200",
-    label="B200",
-    bf16_tflops=1600,
-    fp8_tflops=3000,
-    other_kernels=1.3,
-    memory_tbps=7.7,
-    cache_mib=126,
-    multiprocessors=148,
-    link_gbps=900,
-    memory_gib=178,
-)
 _GPUS = (
-    _H200,
-    _H100,
-    replace(_HOPPER, name="gh200", label="GH200", memory_tbps=4.0, memory_gib=94),
-    replace(_HOPPER, name="h800", label="H800", memory_tbps=3.35, link_gbps=200, memory_gib=79),
-    _A100,
-    _B200,
-    replace(
-        _B200,
-        name="gb200",
-        label="GB200",
-        bf16_tflops=1750,
-        fp8_tflops=3300,
-        other_kernels=1.35,
-        multiprocessors=152,
-        memory_gib=185,
-    ),
-    replace(_B200, name="b300", label="B300", memory_gib=268),
+    #   name, label, TFLOP/s in bf16 and FP8, other kernels, memory, cache, multiprocessors, links, memory, compared
+    Gpu("h200", "H200", 700, 1250, 1.0, 4.8, 50, 132, 450, 139, compared=True),
+    Gpu("h100", "H100 SXM", 650, 1150, 1.0, 3.35, 50, 132, 450, 79, compared=True),
+    Gpu("gh200", "GH200", 670, 1200, 1.0, 4.0, 50, 132, 450, 94),
+    Gpu("h800", "H800", 670, 1200, 1.0, 3.35, 50, 132, 200, 79),
+    Gpu("a100", "A100 SXM 80 GB", 250, None, 0.6, 2.04, 40, 108, 300, 79),
+    Gpu("b200", "B200", 1600, 3000, 1.3, 7.7, 126, 148, 900, 178),
+    Gpu("gb200", "GB200", 1750, 3300, 1.35, 7.7, 126, 152, 900, 185),
+    Gpu("b300", "B300", 1600, 3000, 1.3, 7.7, 126, 148, 900, 268),
 )
 GPUS = {gpu.name: gpu for gpu in _GPUS}
 """Every GPU that times are modelled for, by its name."""

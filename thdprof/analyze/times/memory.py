@@ -69,13 +69,17 @@ def eager_in_flight(
         parts = (rows[first : first + _AT_ONCE] for first in range(0, len(rows), _AT_ONCE))
         columns = [np.ascontiguousarray(part.T).view(np.int8) for part in parts]
         for rank in range(pipeline_size):
-            events = _events(
+            begun: Counter[tuple[str, int]] = Counter()
+            events = []  # the micro-batch of every pass, and 1 for its forward, -1 for its backward
+            for of_pass in passes(
                 rank=rank,
                 pipeline_size=pipeline_size,
                 num_chunks=num_chunks,
                 num_microbatches=rows.shape[1],
                 group=group or pipeline_size,
-            )
+            ):
+                events.append((begun[of_pass], 1 if of_pass[0] == "forward" else -1))
+                begun[of_pass] += 1  # each chunk takes the micro-batches in their order
             for marks in columns:
                 most[rank] = max(most[rank], _worst(marks, events))
     return most
@@ -114,24 +118,6 @@ def _by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[NDArray[
         places = steps[:, None] + np.arange(count * table.data_parallel_size)
         found.append(eager[places].reshape(-1, int(count)))
     return found
-
-
-def _events(
-    *, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int
-) -> list[tuple[int, int]]:
-    """The micro-batch of every pass of a pipeline rank in one step, and 1 for its forward, -1 for its backward."""
-    begun: Counter[tuple[str, int]] = Counter()
-    events = []
-    for kind, chunk in passes(
-        rank=rank,
-        pipeline_size=pipeline_size,
-        num_chunks=num_chunks,
-        num_microbatches=num_microbatches,
-        group=group,
-    ):
-        events.append((begun[kind, chunk], 1 if kind == "forward" else -1))
-        begun[kind, chunk] += 1  # each chunk takes the micro-batches in their order
-    return events
 
 
 _ADAPTER_STATE_BYTES = 16

@@ -315,28 +315,24 @@ def _small(model: Model, kind: Kind) -> float:
 
 def _lay_out(
     model: Model, parameters: Sequence[_Placed], least: float, ranks: int, *, layers: int
-) -> Iterator[tuple[int, float, float]]:
+) -> list[tuple[int, float, float]]:
     """For each bucket that is reduced and gathered at once, its part, its elements, and the bytes to gather.
 
     Parameters in FP8 have buckets apart, with the last of which those of all others travel. Norms, biases and routers
     of layers, which stay in bf16, are few, and counted among those in FP8.
     """
-    nbytes = 4 if model.precision == "fp32" else 2
     in_fp8 = model.fp8_param_gather and model.fp8_recipe in _IN_FP8
-    quantized = [one for one in parameters if in_fp8 and 1 <= one.place <= layers]
-    buckets = [(*one, 1.0) for one in _filled(model, quantized, least, ranks)]
-    others = [one for one in parameters if not (in_fp8 and 1 <= one.place <= layers)]
-    of_others = [(*one, float(nbytes)) for one in _filled(model, others, least, ranks)]
-    if buckets and of_others:
-        merged = (buckets.pop(), *of_others)
-        yield from ((place, elements, elements * each) for place, elements, each in buckets)
-        yield (
-            min(place for place, _, _ in merged),
-            sum(elements for _, elements, _ in merged),
-            sum(elements * each for _, elements, each in merged),
-        )
-        return
-    yield from ((place, elements, elements * each) for place, elements, each in (*buckets, *of_others))
+
+    def sized(*, quantized: bool, nbytes: float) -> list[tuple[int, float, float]]:
+        own = [one for one in parameters if (in_fp8 and 1 <= one.place <= layers) == quantized]
+        return [(place, elements, elements * nbytes) for place, elements in _filled(model, own, least, ranks)]
+
+    buckets = sized(quantized=True, nbytes=1.0)
+    others = sized(quantized=False, nbytes=4.0 if model.precision == "fp32" else 2.0)
+    if buckets and others:
+        places, elements, sizes = zip(buckets.pop(), *others, strict=True)
+        others = [(min(places), sum(elements), sum(sizes))]
+    return [*buckets, *others]
 
 
 def _filled(model: Model, parameters: Sequence[_Placed], least: float, ranks: int) -> Iterator[tuple[int, float]]:

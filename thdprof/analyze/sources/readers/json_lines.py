@@ -71,9 +71,7 @@ def first_object(path: Path) -> dict[str, Any] | None:
 def sniff(path: Path) -> bytes:
     """The first bytes of the text, unpacked; all of the first line where it begins an object."""
     with path.open("rb") as raw:
-        packed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-        raw.seek(0)
-        file = gzip.GzipFile(fileobj=raw) if packed else raw
+        file = gzip.GzipFile(fileobj=raw) if _is_gzip(raw) else raw
         try:
             head = file.read(_SNIFFED_BYTES)
             if len(head) == _SNIFFED_BYTES and head.lstrip(_BEFORE_A_VALUE).startswith(b"{") and b"\n" not in head:
@@ -81,6 +79,12 @@ def sniff(path: Path) -> bytes:
         except (EOFError, zlib.error, gzip.BadGzipFile):
             return b""
     return head
+
+
+def _is_gzip(raw: BinaryIO) -> bool:
+    head = raw.read(len(GZIP_MAGIC))
+    raw.seek(0)
+    return head == GZIP_MAGIC
 
 
 def _first_value(line: bytes) -> Any:
@@ -97,9 +101,7 @@ def _is_single(value: dict[str, Any]) -> bool:
 
 def _chunks(path: Path) -> Iterator[list[bytes]]:
     with path.open("rb") as raw:
-        packed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-        raw.seek(0)
-        if not packed:
+        if not _is_gzip(raw):
             while lines := raw.readlines(_CHUNK_BYTES):
                 yield lines
             return
