@@ -76,7 +76,9 @@ def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTa
             counts.append(len(step))
     read = np.concatenate(parts)
     present = read != NO_ROW
-    n_seqs, max_seqlen, squared, n_tokens = Samples.of(rows).apply(lambda values: np.where(present, values[read], 0))
+    n_seqs, max_seqlen, squared, n_tokens = Samples.from_rows(rows).apply(
+        lambda values: np.where(present, values[read], 0)
+    )
     collated = Samples(n_seqs.sum(axis=1), max_seqlen.max(axis=1), squared.sum(axis=1), np.sum(n_tokens, axis=1))
     padded = collated.pad(settings.pad_seq_to_mult)
     room = settings.micro_batch_size * settings.seq_length
@@ -146,7 +148,7 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
     row is collated alone. Rows that are collated together get equal lengths, and `cu_seqlens` as long as those of the
     row with the most documents.
     """
-    samples = Samples.of(rows).apply(lambda values: values[read])
+    samples = Samples.from_rows(rows).apply(lambda values: values[read])
     totals = np.asarray(samples.n_tokens)
     together = settings.loader == "batch"
     if settings.pad_to_max_length:

@@ -98,7 +98,7 @@ class Samples(NamedTuple):
     """Tokens of each; one number where all have as many."""
 
     @classmethod
-    def of(cls, rows: PackedRows) -> Samples:
+    def from_rows(cls, rows: PackedRows) -> Samples:
         """Stored rows, without what training adds to them, shape [rows]."""
         return cls(rows.num_documents(), rows.longest(), rows.squared(), rows.num_tokens())
 
@@ -176,5 +176,5 @@ class Samples(NamedTuple):
 
 def filled_rows(rows: PackedRows, settings: TrainingSettings) -> Samples:
     """Stored rows, each filled up to `seq_length` by the tail policy, shape [rows]."""
-    samples = Samples.of(rows)
+    samples = Samples.from_rows(rows)
     return samples.fill(settings.seq_length - rows.num_tokens(), settings.tail_policy, rows.last())

@@ -154,7 +154,7 @@ class Dataset:
     """Remarks of the reader that the user should know, such as an assumption that it made."""
 
     @classmethod
-    def of(
+    def from_content(
         cls,
         format: str,
         paths: Iterable[Path | str],

@@ -138,7 +138,7 @@ def _read_parquet(paths: Sequence[Path]) -> Dataset:
             digests += [str(path.stat().st_size).encode(), file.footer]
     rows = base.join_rows(parts, "bridge")
     size = pack_size(paths, int(rows.num_tokens().max()))
-    return Dataset.of(PARQUET.name, paths, rows, digest=fingerprint(digests), pack_tokens=size)
+    return Dataset.from_content(PARQUET.name, paths, rows, digest=fingerprint(digests), pack_tokens=size)
 
 
 def _rows_of_parquet(file: ParquetFile) -> base.Rows:
@@ -173,7 +173,7 @@ def _is_packed_npy(path: Path) -> bool:
 
 def _read_npy(paths: Sequence[Path]) -> Dataset:
     rows = base.join_rows([_rows_of_npy(path) for path in paths], "bridge")
-    return Dataset.of(NPY.name, paths, rows, pack_tokens=pack_size(paths, int(rows.num_tokens().max())))
+    return Dataset.from_content(NPY.name, paths, rows, pack_tokens=pack_size(paths, int(rows.num_tokens().max())))
 
 
 def _rows_of_npy(path: Path) -> base.Rows:

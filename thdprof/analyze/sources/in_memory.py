@@ -41,7 +41,7 @@ def lengths_dataset(lengths: Lengths) -> Dataset:
         content = _rows(lengths)
     else:
         content = UnpackedDocuments(document_tokens=_checked(lengths, "lengths"))
-    dataset = Dataset.of(FORMAT, [URI], content)
+    dataset = Dataset.from_content(FORMAT, [URI], content)
     if dataset.num_tokens() == 0:
         raise UsageError("lengths: have no tokens: every length is 0")
     return dataset

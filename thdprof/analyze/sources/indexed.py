@@ -54,7 +54,7 @@ def _read_stream(path: Path) -> TokenStream:
 
 def read(paths: Sequence[Path]) -> Dataset:
     """Read one token stream from each of `paths`, in their order; several streams are a blend."""
-    return Dataset.of(FORMAT.name, paths, [_read_stream(path) for path in paths])
+    return Dataset.from_content(FORMAT.name, paths, [_read_stream(path) for path in paths])
 
 
 FORMAT = Format(

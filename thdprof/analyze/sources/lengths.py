@@ -62,7 +62,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate(documents))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
-    return Dataset.of(FORMAT.name, paths, content, notes=(note,) if any(map(_holds_tokens, paths)) else ())
+    return Dataset.from_content(FORMAT.name, paths, content, notes=(note,) if any(map(_holds_tokens, paths)) else ())
 
 
 def _read_file(path: Path) -> Lengths:

@@ -122,7 +122,7 @@ def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
                 faults={index: count for index, count in enumerate(own) if isinstance(count, str)},
             )
         )
-    return Dataset.of(FORMAT.name, paths, Conversations(files=tuple(files)))
+    return Dataset.from_content(FORMAT.name, paths, Conversations(files=tuple(files)))
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:

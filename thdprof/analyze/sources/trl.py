@@ -27,7 +27,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     Raises:
         DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
     """
-    return Dataset.of(FORMAT.name, paths, base.join_rows([_read_rows(path) for path in paths], "trl"))
+    return Dataset.from_content(FORMAT.name, paths, base.join_rows([_read_rows(path) for path in paths], "trl"))
 
 
 def _read_rows(path: Path) -> base.Rows:

@@ -2,7 +2,7 @@
 
     python -I -S unpickler.py POSITION MEMORY_BYTES CPU_SECONDS [SHAPE...] <a.npy
 
-`plain_pickle` starts it. The pickle begins at byte POSITION of stdin and must hold an object array of SHAPE whose
+`npy` starts it. The pickle begins at byte POSITION of stdin and must hold an object array of SHAPE whose
 elements are packed rows. Stdout gets the rows' numbers, or the reason why the file is refused, as `main` describes.
 
 The pickle runs in Python's own unpickler, which may look up the names of `Unpickler.allowed` alone. They stand for
