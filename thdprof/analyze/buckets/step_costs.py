@@ -133,7 +133,7 @@ class StepCosts:
         self._class = renumber[pair]
         self.class_counts = np.bincount(self._class, minlength=len(used))
         self._eager_ms = costs.eager_ms(numbers)
-        self._num_steps, self._is_uniform = table.num_steps, table.uniform
+        self._num_steps, self._optimizer_ms = table.num_steps, costs.optimizer_ms or 0.0
         self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
 
     def _fits(self, bucket: Bucket) -> NDArray[np.bool_]:
@@ -189,7 +189,7 @@ class StepCosts:
         table = self._table
         if table.groups is not None:
             return self._step_ms_by_round(weights, table.groups, squared, stride)
-        if table.data_parallel_size == 1 and self._is_uniform:
+        if table.data_parallel_size == 1 and table.uniform:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
             totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / self._num_steps)
@@ -218,10 +218,6 @@ class StepCosts:
     def _total_ms(self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None) -> NDArray[np.float64]:
         totals = np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
         return totals if squared is None else totals + squared.sum()
-
-    @property
-    def _optimizer_ms(self) -> float:
-        return self._costs.optimizer_ms or 0.0
 
     @functools.cached_property
     def _squared_ms(self) -> NDArray[np.float64] | None:

@@ -126,11 +126,11 @@ class Tokenization:
         Raises:
             UsageError: a value that cannot be.
         """
-        names = {"tokenizer_model": "tokenizer_model", "sft_tokenizer_prompt_format": "prompt_format"}
-        values = {names[name]: value for name, value in given.items() if name in names and value is not None}
-        for name, own in names.items():
-            if own in values:
-                definitions()[name].check(values[own])
+        values = {}
+        for name, own in (("tokenizer_model", "tokenizer_model"), ("sft_tokenizer_prompt_format", "prompt_format")):
+            if given.get(name) is not None:
+                definitions()[name].check(given[name])
+                values[own] = given[name]
         return cls(**values)
 
 

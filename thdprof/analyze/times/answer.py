@@ -75,28 +75,24 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     ruling = rule(high / most, replay / middle, quickest)
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
-    gpu = f"{_digits(time.gpu_ms / layers)} ms"
-    launching = f"{_digits(low)} to {_digits(high)} ms"
+    computing, launching = f"{_digits(time.gpu_ms / layers)} ms", f"{_digits(low)} to {_digits(high)} ms"
+    both = f"launching a layer takes the host {launching}, computing it the GPU {computing}"
     if modelled.replay_range(time) is not None:
-        left = modelled.host.partly_replayed_ms(time)[2] / layers
-        return Verdict(
-            ruling=ruling,
-            reason=f"launching a layer takes the host {launching}, computing it the GPU {gpu}; dropless experts stay "
-            f"with the host, so that a replayed layer takes up to {_digits(left)} ms",
-        )
+        left = _digits(modelled.host.partly_replayed_ms(time)[2] / layers)
+        stay = f"dropless experts stay with the host, so that a replayed layer takes up to {left} ms"
+        return Verdict(ruling=ruling, reason=f"{both}; {stay}")
+    if ruling == "graphs pay":
+        return Verdict(ruling=ruling, reason=both)
+    if ruling == "graphs do not pay":
+        reason = f"computing a layer takes the GPU {computing}, and launching it the host {launching}"
+        return Verdict(ruling=ruling, reason=f"{reason}: eager training hides it")
     decides = (
         "the processor decides; run thdprof calibrate on it"
         if slower == 1
         else "the processor decides, and whether PlanCallback(compile=True) fuses the layers; train some steps by the "
         "plan and some without"
     )
-    reason = {
-        "graphs pay": f"launching a layer takes the host {launching}, computing it the GPU {gpu}",
-        "graphs do not pay": f"computing a layer takes the GPU {gpu}, and launching it the host {launching}: eager "
-        "training hides it",
-        "measure first": f"launching a layer takes the host {launching}, computing it the GPU {gpu}: {decides}",
-    }[ruling]
-    return Verdict(ruling=ruling, reason=reason)
+    return Verdict(ruling=ruling, reason=f"{both}: {decides}")
 
 
 def rule(slowest: float, middle: float, quickest: float) -> Ruling:
