@@ -63,7 +63,7 @@ def _deal_balanced(offsets: Ints, needed: Ints, work: Floats, ranks: int) -> tup
             bounds = _cut_into_buckets(pending, needed, work)
             document, group, width, load, pending = _fill_groups(pending, bounds, needed, work, ranks)
             if width.sum() == ranks:
-                pending = np.append(pending, _trim_overload(document, group, load, work))
+                pending = np.concatenate((pending, _trim_overload(document, group, load, work)))
             while width.sum() < ranks:  # fill_empty_gpus: while ranks are idle, double the narrowest group
                 narrow = width.argmin()
                 width[narrow] = min(2 * width[narrow], ranks)
@@ -113,7 +113,10 @@ def _fill_groups(
         for b in range(front, buckets):
             if heads[b] < bounds[b + 1]:
                 size = needed[pending[heads[b]]]
-                if used + size <= ranks or (width[:groups] == size).any():
+                fits = used + size <= ranks
+                for g in range(groups):
+                    fits = fits or width[g] == size
+                if fits:
                     bucket = b
                     break
         if bucket < 0:
@@ -152,14 +155,17 @@ def _trim_overload(document: Ints, group: Ints, load: Floats, work: Floats) -> I
     """
     trimmed, count = np.empty_like(document), 0
     while True:
-        heaviest, least = load.argmax(), load.min()
-        most, own = load[heaviest], np.flatnonzero(group == heaviest)
-        if most - least <= _SLACK * most or len(own) <= 1:
+        heaviest = load.argmax()
+        most, least, last, held = load[heaviest], load.min(), -1, 0
+        for i in range(len(group)):
+            if group[i] == heaviest:
+                last, held = i, held + 1
+        if most - least <= _SLACK * most or held <= 1:
             return trimmed[:count]
-        load[heaviest] = most - work[document[own[-1]]]
+        load[heaviest] = most - work[document[last]]
         if load.max() - load.min() >= most - least:
             return trimmed[:count]
-        trimmed[count], group[own[-1]] = document[own[-1]], -1
+        trimmed[count], group[last] = document[last], -1
         count += 1
 
 
