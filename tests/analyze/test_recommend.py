@@ -254,6 +254,7 @@ def test_the_report_says_why_there_are_no_graphs(best, experts, told):
     analysis = SimpleNamespace(
         recommendation=SimpleNamespace(buckets=(), unlimited_relative_step_time=best),
         times=SimpleNamespace(origin="measured"),
+        timed=True,
         costs=make_costs(),
         verdict=SimpleNamespace(ruling="graphs do not pay"),
         settings=SimpleNamespace(experts=experts),
@@ -264,7 +265,7 @@ def test_the_report_says_why_there_are_no_graphs(best, experts, told):
 def test_without_times_no_time_is_a_reason_for_no_graphs():
     chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=0.5)
     times = SimpleNamespace(origin="none")
-    told = sentence(SimpleNamespace(recommendation=chosen, times=times, costs=make_costs()))
+    told = sentence(SimpleNamespace(recommendation=chosen, times=times, timed=False, costs=make_costs()))
     assert told == "Capture no graphs: none keep to the limits."
 
 
