@@ -134,6 +134,7 @@ class StepCosts:
         self.class_counts = np.bincount(self._class, minlength=len(used))
         self._eager_ms = costs.eager_ms(numbers)
         self._num_steps, self._optimizer_ms = table.num_steps, costs.optimizer_ms or 0.0
+        self._has_one_rank = table.data_parallel_size == 1 and table.uniform
         self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
 
     def _fit(self, buckets: Iterable[Bucket]) -> Mapping[Bucket, NDArray[np.bool_]]:
@@ -191,7 +192,7 @@ class StepCosts:
         table = self._table
         if table.groups is not None:
             return self._step_ms_by_round(weights, table.groups, squared, stride)
-        if table.data_parallel_size == 1 and table.uniform:
+        if self._has_one_rank:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
             totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / self._num_steps)

@@ -143,12 +143,12 @@ def _cp_sizes(analysis: Analysis) -> Table:
 
 
 def _caps(analysis: Analysis, block: str) -> Table:
-    chosen = {b.max_seqs for b in analysis.recommendation.buckets}
+    chosen, is_timed = {b.max_seqs for b in analysis.recommendation.buckets}, analysis.timed
     table = plain_table([], ["one cap"])
     table.add_column("")
     table.add_column("replayed", justify="right")
     table.add_column("steps with an\neager micro-batch", justify="right")
-    if analysis.timed:
+    if is_timed:
         table.add_column("step time, eager = 1")
     for candidate in analysis.recommendation.candidates:
         time = candidate.relative_step_time
@@ -158,7 +158,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
             ", ".join([percentile_name(n) for n in candidate.names]),
             percent(candidate.coverage),
             percent(candidate.fallback_rate.step),
-            *([f"{time:.3f} {bar}"] if analysis.timed else []),
+            *([f"{time:.3f} {bar}"] if is_timed else []),
         )
     return table
 
