@@ -96,7 +96,7 @@ def train(plan: Plan, args: argparse.Namespace, steps: Iterator[Step]) -> Stats:
     dispatcher = Dispatcher(Bucket(b.max_seqs, b.max_seqlen, n_tokens, b.cp_size) for b in graphs.buckets)
     with graphed(layers, plan) as stack:
         stack.enabled = not args.eager
-        stack.stats().prediction = Prediction.of(plan)
+        stack.stats().prediction = Prediction.from_plan(plan)
         optimizer = torch.optim.AdamW([p for part in (embedding, stack, head) for p in part.parameters()], lr=3e-4)
         for number, step in enumerate(steps):
             total, shapes = torch.zeros((), device=args.device), []

@@ -99,7 +99,7 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
         caps = [c.max_seqs for c in found.candidates]
         longest = max(64, int(lengths.max()))
         if with_lengths:
-            histogram = Histogram.of(table.max_seqlen)
+            histogram = Histogram.count(table.max_seqlen)
             sizes = sorted({histogram.percentile(p) for p in (50, 90, 99, 100)} | {longest})
         else:
             sizes = [longest]
@@ -122,7 +122,7 @@ def test_distinct_rows_of_counts_are_those_of_every_rank_and_step(rng):
         per_step = rng.integers(1, most + 1, steps) if ragged else np.full(steps, most)
         table = make_table(rng.integers(1, 9, int(per_step.sum()) * ranks), ranks=ranks, num_microbatches=per_step)
         drawn = rng.choice(classes, len(table), p=rng.dirichlet(np.full(classes, 0.3)))
-        found = RankCounts.of(table, drawn, classes)
+        found = RankCounts.count(table, drawn, classes)
         assert len(np.unique(found.counts, axis=0)) == len(found.counts)
         marked = rng.random(classes) < 0.3
         positions = np.array([table.position(index)[:2] for index in range(len(table))])
@@ -285,7 +285,7 @@ def test_caps_are_rounded_up_to_the_steps_of_a_kernel():
     table = make_table([3, 20, 33, 140], ranks=1, num_microbatches=1)
     replay = ((1, None, 10.0), (600, None, 10.0))
     costs = make_costs(replay=replay, max_seqs_steps=(32, 64, 128), max_seqs_granularity=8)
-    assert candidate_caps(Profile.of(table), costs) == [32, 64, 144]
+    assert candidate_caps(Profile.count(table), costs) == [32, 64, 144]
     percentiles = {20, 140}
     found = recommend_for(table, costs)
     assert [c.max_seqs for c in found.candidates] == sorted({32, 64, 144} | percentiles)
@@ -420,7 +420,7 @@ def test_percentiles_are_numpys(rng):
     compared = 0
     for size in (1, 2, 7, 100, 1000, 1001, 5000):
         values = rng.integers(0, 50, size)
-        histogram = Histogram.of(values)
+        histogram = Histogram.count(values)
         for percent in (50, 90, 95, 99, 99.9, 100):
             assert histogram.percentile(percent) == np.percentile(values, percent, method="inverted_cdf")
             compared += 1
@@ -429,9 +429,9 @@ def test_percentiles_are_numpys(rng):
 
 def test_histograms_merge(rng):
     values = rng.integers(1, 40, 600)
-    parts = [Histogram.of(part) for part in np.split(values, [10, 300])]
+    parts = [Histogram.count(part) for part in np.split(values, [10, 300])]
     merged = parts[0].merge(parts[1]).merge(parts[2])
-    np.testing.assert_array_equal(merged.counts, Histogram.of(values).counts)
+    np.testing.assert_array_equal(merged.counts, Histogram.count(values).counts)
     assert merged.total == 600
 
 

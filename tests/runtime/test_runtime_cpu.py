@@ -270,7 +270,7 @@ def test_statistics_as_text(analysis):
         "  eager, not_training: 2 (20.0%)",
         "  eager, too_many_seqs: 1 (10.0%)",
     ]
-    stats.prediction = Prediction.of(make_plan(analysis))
+    stats.prediction = Prediction.from_plan(make_plan(analysis))
     assert str(stats).splitlines() == [
         "10 micro-batches, 2 captures",
         "  replayed 2 documents of 8 tokens: 5 (50.0%, predicted 75.0%)",
@@ -331,7 +331,7 @@ class Writer:
 
 def test_tensorboard_scalars(analysis):
     writer, stats = Writer(), counted()
-    stats.prediction = Prediction.of(make_plan(analysis))
+    stats.prediction = Prediction.from_plan(make_plan(analysis))
     stats.write_tensorboard(writer, 7)
     assert writer.written == {
         ("thdprof/microbatches", 7): 10,

@@ -54,7 +54,7 @@ def analyzed_run(table, settings=None, *, n_tokens=64, longest_possible=None, pi
     given = settings or TrainingSettings(
         seq_length=max(longest.values()), context_parallel_size=min(longest), pipeline_parallel_size=pipeline_size
     )
-    values = {"slots": ((1,),), "profile": Profile.of(table), "longest_possible": longest, **fields}
+    values = {"slots": ((1,),), "profile": Profile.count(table), "longest_possible": longest, **fields}
     return AnalyzedRun(settings=given, table=table, n_tokens=n_tokens, **values)
 
 

@@ -219,7 +219,7 @@ class Study:
         )
         return Analysis(
             **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
-            dataset=DatasetSummary.of(dataset),
+            dataset=DatasetSummary.summarize(dataset),
             settings=settings,
             assumptions=replayed.assumptions,
             microbatches=table,

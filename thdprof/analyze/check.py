@@ -148,9 +148,9 @@ def check(
     allowed = getattr(plan.predictions.fallback_rate, level) if max_fallback_rate is None else max_fallback_rate
     return Check(
         plan=plan,
-        dataset=DatasetSummary.of(dataset),
+        dataset=DatasetSummary.summarize(dataset),
         table=table,
-        profile=Profile.of(table),
+        profile=Profile.count(table),
         fallback_rate=fallback_rate(table, decisions.choice < 0),
         fallback_rate_unpadded=unpadded,
         reasons=decisions.reasons(),

@@ -144,7 +144,7 @@ def sweep(
             study = Study(chosen, dataset, measured, impl=impl, progress=show, memo=memo)
             done[index] = _analyze(value_sets[index], study, varied)
     return Sweep(
-        dataset=DatasetSummary.of(dataset),
+        dataset=DatasetSummary.summarize(dataset),
         names=tuple(axis.name for axis in axes),
         combinations=tuple(done[index] for index in range(len(value_sets))),
         notes=tuple(dict.fromkeys(note for r in good for note in r.notes)),
@@ -199,7 +199,7 @@ def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Com
         problem=None,
         **{name: getattr(result, name) for name in ("assumptions", "warnings", "times", "verdict", "memory")},
         worth=None if unranked else result.worth,
-        rate=None if unranked else Rate.of(result.worth, result.times, step_ms=step_ms),
+        rate=None if unranked else Rate.from_worth(result.worth, result.times, step_ms=step_ms),
         unranked=unranked,
     )
 

@@ -39,7 +39,7 @@ class Prediction:
     """Share of micro-batches that replay each bucket."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Prediction:
+    def from_plan(cls, plan: Plan) -> Prediction:
         """The prediction of `plan`."""
         return cls(fallback_rate=plan.predictions.fallback_rate.microbatch, shares=plan.shares)
 

@@ -89,7 +89,7 @@ def _unknown_orders(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes: int | None = None) -> dict[str, Any]:
-    """The run's settings by their names in `thdprof.training.TrainingOptions`; those that are not told are missing.
+    """The run's settings by their names in `thdprof.training.TrainingOptions`; those that they do not say are missing.
 
     Args:
         arguments: fields of SFTConfig or TrainingArguments; unknown fields are not read.

@@ -374,4 +374,4 @@ def _asked(table: MicrobatchTable, profile: Profile) -> Profile:
     if table.shared_capture_ranks == 1:
         return profile
     n_seqs, max_seqlen = table.joint(table.n_seqs), table.joint(table.max_seqlen)
-    return Profile(n_seqs=Histogram.of(n_seqs), max_seqlen=Histogram.of(max_seqlen))
+    return Profile(n_seqs=Histogram.count(n_seqs), max_seqlen=Histogram.count(max_seqlen))

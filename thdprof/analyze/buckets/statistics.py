@@ -26,7 +26,7 @@ class Histogram:
     """counts[v] is the number of times that v occurs; shape [largest value + 1]."""
 
     @classmethod
-    def of(cls, values: NDArray[np.integer]) -> Histogram:
+    def count(cls, values: NDArray[np.integer]) -> Histogram:
         """The histogram of `values`, shape [n]."""
         return cls(np.bincount(values))
 
@@ -68,9 +68,9 @@ class Profile:
     """Tokens of a micro-batch's longest document."""
 
     @classmethod
-    def of(cls, table: MicrobatchTable) -> Profile:
+    def count(cls, table: MicrobatchTable) -> Profile:
         """The profile of all micro-batches of `table`."""
-        return cls(n_seqs=Histogram.of(table.n_seqs), max_seqlen=Histogram.of(table.max_seqlen))
+        return cls(n_seqs=Histogram.count(table.n_seqs), max_seqlen=Histogram.count(table.max_seqlen))
 
     @classmethod
     def by_cp_size(cls, table: MicrobatchTable, run_cp_size: int) -> dict[int, Profile]:
@@ -79,12 +79,12 @@ class Profile:
         All have the run's size `run_cp_size` without dynamic context parallelism.
         """
         if table.groups is None:
-            return {run_cp_size: cls.of(table)}
+            return {run_cp_size: cls.count(table)}
         sizes = table.groups.cp_size
         return {
             int(size): cls(
-                n_seqs=Histogram.of(table.n_seqs[sizes == size]),
-                max_seqlen=Histogram.of(table.max_seqlen[sizes == size]),
+                n_seqs=Histogram.count(table.n_seqs[sizes == size]),
+                max_seqlen=Histogram.count(table.max_seqlen[sizes == size]),
             )
             for size in np.unique(sizes)
         }
@@ -136,7 +136,7 @@ def make_run(
     return AnalyzedRun(
         settings=settings,
         table=table,
-        profile=Profile.of(table),
+        profile=Profile.count(table),
         n_tokens=n_tokens,
         slots=slots(
             pipeline_size=settings.pipeline_parallel_size,

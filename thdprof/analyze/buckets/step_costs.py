@@ -40,7 +40,7 @@ class RankCounts:
     """Index into `counts` of the row of each rank in each step, shape [steps, ranks]."""
 
     @classmethod
-    def of(cls, table: MicrobatchTable, classes: NDArray[np.integer], num_classes: int) -> RankCounts:
+    def count(cls, table: MicrobatchTable, classes: NDArray[np.integer], num_classes: int) -> RankCounts:
         """The counts of `table`.
 
         To find equal rows quickly, the counts of a row are written as the digits of one integer, or of several in turn
@@ -283,7 +283,7 @@ class StepCosts:
 
     @functools.cached_property
     def _rank_counts(self) -> RankCounts:
-        return RankCounts.of(self._table, self._class, len(self.class_counts))
+        return RankCounts.count(self._table, self._class, len(self.class_counts))
 
     @functools.cached_property
     def _same_eager_ms(self) -> bool:

@@ -98,7 +98,7 @@ class DatasetSummary:
     """Stored tokens, as training counts them."""
 
     @classmethod
-    def of(cls, dataset: Dataset) -> DatasetSummary:
+    def summarize(cls, dataset: Dataset) -> DatasetSummary:
         """The summary of `dataset`."""
         return cls(
             format=dataset.format,

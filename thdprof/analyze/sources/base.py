@@ -120,7 +120,7 @@ class Tokenization:
     """The form in which a conversation is written out."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Tokenization:
+    def from_settings(cls, given: Mapping[str, Any]) -> Tokenization:
         """The settings among `given`, by their names in `TrainingOptions`; None counts as not given.
 
         Raises:

@@ -34,7 +34,7 @@ class Rate:
     """The rate on the quickest host that is expected."""
 
     @classmethod
-    def of(cls, worth: Worth | None, times: Times, *, step_ms: float) -> Rate | None:
+    def from_worth(cls, worth: Worth | None, times: Times, *, step_ms: float) -> Rate | None:
         """The rate of a plan; None without times.
 
         Args:

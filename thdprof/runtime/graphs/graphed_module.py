@@ -354,5 +354,5 @@ def graphed(
         reduced_by_hooks=reduced_by_hooks,
     )
     graphed_module = GraphedModule(module, plan.captured, options)
-    graphed_module.stats().prediction = Prediction.of(plan)
+    graphed_module.stats().prediction = Prediction.from_plan(plan)
     return graphed_module

@@ -328,7 +328,7 @@ class Installation:
         for plans in self._plans:
             plans.attach()
         for run in self._all_runs():
-            run.stats().prediction = Prediction.of(plan)
+            run.stats().prediction = Prediction.from_plan(plan)
         if plan.captured:
             self.until_closed(recompute.repeating_random_numbers(recompute.repeats_of(config)))
             self.until_closed(decoder_surroundings.room_for_compiled_captures())

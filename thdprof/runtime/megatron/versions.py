@@ -132,7 +132,7 @@ MEGATRON = Package(
     oldest="0.19.1",
     newest_run="0.19.2",
     tried={
-        "packed seq_idx: documents of Mamba layers are told apart by it alone": _seq_idx_is_kept,
+        "packed seq_idx: documents of Mamba layers are distinguished by it alone": _seq_idx_is_kept,
         "unfused RoPE: captures rotate tokens without a look at boundaries on the host": _rope_is_ours,
         "roll_tensor: multi-token prediction shifts all documents of a micro-batch together": _shift_is_ours,
     },

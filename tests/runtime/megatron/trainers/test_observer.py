@@ -27,7 +27,7 @@ class Installed:
     """What Observer asks of an Installation."""
 
     def __init__(self, plan) -> None:
-        self.counters = Stats(prediction=Prediction.of(plan))
+        self.counters = Stats(prediction=Prediction.from_plan(plan))
         self.other_chunks: list[Stats] = []
         self.behind: list[Stats] = []
 

@@ -40,7 +40,7 @@ class RankTotals:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._prediction = Prediction.of(plan)
+        self._prediction = Prediction.from_plan(plan)
         self._buckets = sorted({*plan.captured})
         self._dynamic = is_dynamic(plan)
         self._num_stages = 0
@@ -338,7 +338,7 @@ def write_scalars(scalars: Mapping[str, float], step: int, *, tensorboard: Any, 
 
 def compared(totals: Stats, plan: Plan) -> str:
     """Observed shares of all ranks, each micro-batch counted once, beside the plan's, in one line."""
-    prediction, dispatched = Prediction.of(plan), totals.dispatched
+    prediction, dispatched = Prediction.from_plan(plan), totals.dispatched
     evaluated = totals.fallbacks.get(FallbackReason.not_training, 0)
     trained = f"{totals.microbatches - evaluated:,} micro-batches"
     others = _other_reasons(totals)
