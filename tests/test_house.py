@@ -7,6 +7,8 @@ change inside; one that asserts on a clock fails on a busy machine.
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +93,13 @@ def test_every_folder_of_tests_is_that_of_a_package():
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
     packages = {path.name for path in Path(ROOT / "thdprof").iterdir() if path.is_dir()}
     assert folders - packages == {"docs", "examples", "golden", "gpu", "support"}
+
+
+def test_routes_through_the_code_name_modules_and_how_many():
+    modules = [path.relative_to(ROOT / "thdprof").as_posix() for path in (ROOT / "thdprof").rglob("*.py")]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    routes = re.findall(r"^\*\*(.+?)\*\*.*?, (\d+) modules\n(.+?)(?=^\*\*|^##)", text, re.MULTILINE | re.DOTALL)
+    named = {name: re.findall(r"`([\w/]+\.py)`", route.partition("is the same for")[0]) for name, _, route in routes}
+    assert [len(names) for names in named.values()] == [int(count) for _, count, _ in routes] == [15, 5, 17, 34]
+    for name in itertools.chain(*named.values()):
+        assert any(f"/{module}".endswith(f"/{name}") for module in modules), name
