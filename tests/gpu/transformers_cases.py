@@ -85,8 +85,8 @@ def train(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=True)
     found = []
     torch.manual_seed(1)
-    own_attention = decoder.attention_set_to(attention.IMPLEMENTATION)
-    with decoder.following(), without_random_states(refusals.decoder_of(model)), own_attention:
+    with decoder.following(), without_random_states(refusals.decoder_of(model)):
+        end_attention = decoder.choose_attention(attention.IMPLEMENTATION)
         for number, batch in enumerate(batches(steps * accumulation)):
             with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                 loss = model(**batch).loss
@@ -95,6 +95,7 @@ def train(
             if number % accumulation == accumulation - 1:
                 optimizer.step()
                 optimizer.zero_grad()
+        end_attention()
         stats = decoder.graphed.stats()
     weights = [p.detach().clone() for p in model.parameters()]
     return torch.stack(found).float().cpu(), weights, stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +159,8 @@ def followed(model, batch, cu):
     """The loss of `batch` by the plan, with boundaries `cu`."""
     attention.register()
     decoder = GraphedDecoder(refusals.decoder_of(model), PLAN, replay=True, reduced_by_hooks=False)
-    with decoder.attention_set_to(attention.IMPLEMENTATION), decoder.following():
+    with ExitStack() as stack, decoder.following():
+        stack.callback(decoder.choose_attention(attention.IMPLEMENTATION))
         boundaries = HostBoundaries(cu_seqlens=np.array(cu, dtype=np.int32))
         return model(**batch, use_cache=False, **{BATCH_KEY: boundaries}).loss
 

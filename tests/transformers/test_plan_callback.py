@@ -181,6 +181,34 @@ def test_a_trainer_that_was_dropped_after_an_unseen_error_is_freed_with_its_mode
     assert [[reference() for reference in found] for found in dropped] == [[None, None], [None, None]]
 
 
+class Collecting(TrainerCallback):
+    """Drops what it holds after the first step, and notes the model's attention after each."""
+
+    def __init__(self, held):
+        self.held, self.seen = held, []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.held.clear()
+        gc.collect()
+        self.seen.append(model.config._attn_implementation)
+
+
+def test_a_run_that_nothing_has_ended_changes_no_other_run_when_it_is_collected(plan, tmp_path):
+    """Also where the next model has the same config object."""
+    first = run(tmp_path, Failing())
+    first.add_callback(PlanCallback(plan))  # too late to see how `train` ends
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        first.train()
+    second, seen = type(first.model)(first.model.config), weakref.ref(first.model.model)
+    collecting, callback = Collecting([first]), PlanCallback(plan)
+    del first
+    run(tmp_path, callback, collecting, model=second).train()
+    assert seen() is None
+    assert len(collecting.seen) > 2
+    assert {*collecting.seen} == {attention.IMPLEMENTATION}
+    assert callback.last.microbatches == plan.microbatches.count
+
+
 @pytest.mark.parametrize("replay", [True, False])
 def test_compiled_layers_train_as_they_are(plan, tmp_path, monkeypatch, replay):
     """By graphs that are traced and run without Inductor, whose C++ takes half a minute; GPU tests run its kernels."""

@@ -51,7 +51,7 @@ def followed(model, **options):
     """The decoder of `model` by the plan, with thdprof's attention."""
     attention.register()
     decoder = GraphedDecoder(refusals.decoder_of(model), PLAN, **{"replay": True, "reduced_by_hooks": False, **options})
-    decoder.changes.enter_context(decoder.attention_set_to(attention.IMPLEMENTATION))
+    decoder.changes.callback(decoder.choose_attention(attention.IMPLEMENTATION))
     return decoder
 
 

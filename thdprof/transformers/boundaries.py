@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,17 +68,13 @@ def host_boundaries(batch: Any) -> HostBoundaries | None:
     return HostBoundaries(cu_seqlens=np.array([0, tokens.shape[1]], dtype=np.int32))
 
 
-@contextmanager
-def followed_collator(dataloader: Any) -> Iterator[None]:
-    """Let the batches of `dataloader` hold their boundaries inside the block.
+def follow_collator(dataloader: Any) -> Callable[[], None]:
+    """Let the batches of `dataloader` hold their boundaries; returns a function that ends it.
 
     Args:
         dataloader: a torch DataLoader, or accelerate's around one, of which no iterator was made yet.
     """
     loader = getattr(dataloader, "base_dataloader", dataloader)
-    own = loader.collate_fn
-    loader.collate_fn = WithBoundaries(own)
-    try:
-        yield
-    finally:
-        loader.collate_fn = own
+    end = partial(setattr, loader, "collate_fn", loader.collate_fn)
+    loader.collate_fn = WithBoundaries(loader.collate_fn)
+    return end

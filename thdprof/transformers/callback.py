@@ -23,7 +23,7 @@ from thdprof.megatron_limits.trainer import refuse_arguments, refuse_plan
 from thdprof.plan import Plan, load_plan
 from thdprof.runtime.stats import Stats
 from thdprof.transformers import attention, refusals
-from thdprof.transformers.boundaries import followed_collator
+from thdprof.transformers.boundaries import follow_collator
 from thdprof.transformers.decoder import GraphedDecoder, without_random_states
 
 if TYPE_CHECKING:
@@ -165,9 +165,10 @@ class PlanCallback(TrainerCallback):
         with ExitStack() as following:
             following.enter_context(decoder.following())
             following.enter_context(without_random_states(decoder_module))
-            following.enter_context(followed_collator(train_dataloader))
+            # no contexts: of a run that nothing has ended, they would change the next one's when they are collected
+            following.callback(follow_collator(train_dataloader))
             if not own:
-                following.enter_context(decoder.attention_set_to(attention.IMPLEMENTATION))
+                following.callback(decoder.choose_attention(attention.IMPLEMENTATION))
             decoder.changes = following.pop_all()
         self._decoder = decoder
         _FOLLOWED[decoder_module] = weakref.ref(decoder)

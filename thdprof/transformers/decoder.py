@@ -263,9 +263,12 @@ class GraphedDecoder:
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_LAYERS}
         self._model.__dict__["layers"] = [stand_in] * count
         try:
-            return own(*args, **kwargs)
+            result = own(*args, **kwargs)
         finally:
             del self._model.__dict__["layers"]
+        if len(calls) != count:
+            raise UsageError(f"the model called {len(calls)} of its {count} decoder layers, which run as one stack")
+        return result
 
     def _run_plain(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward as it is, with its own attention where boundaries are not known.
@@ -281,8 +284,11 @@ class GraphedDecoder:
             )
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
-        with self.attention_set_to(self._own_attention):
+        end = self.choose_attention(self._own_attention)
+        try:
             return own(*args, **kwargs)
+        finally:
+            end()
 
     def _run_stack(
         self, hidden_states: torch.Tensor, calls: list[dict[str, Any]], boundaries: HostBoundaries
@@ -329,15 +335,11 @@ class GraphedDecoder:
     def _attention(self) -> str | None:
         return getattr(self._config, "_attn_implementation", None)
 
-    @contextmanager
-    def attention_set_to(self, name: str | None) -> Iterator[None]:
-        """Let the layers use the attention that is registered as `name` inside the block."""
-        before = self._attention()
+    def choose_attention(self, name: str | None) -> Callable[[], None]:
+        """Let the layers use the attention that is registered as `name`; returns a function that ends it."""
+        end = partial(setattr, self._config, "_attn_implementation", self._attention())
         self._config._attn_implementation = name
-        try:
-            yield
-        finally:
-            self._config._attn_implementation = before
+        return end
 
 
 def _padded(tensor: torch.Tensor, n_tokens: int, padding: int) -> torch.Tensor:
