@@ -147,3 +147,9 @@ def test_lengths_that_cannot_be(locations, message):
 def test_lengths_have_their_own_format():
     with pytest.raises(UsageError, match="format trl: lengths are of format lengths; leave format out"):
         analyze_dataset([3], format="trl")
+
+
+def test_a_plan_without_graphs_is_refused_for_no_kind_of_experts():
+    for experts in ("none", "padded", "dropless"):
+        analysis = analyze_dataset([5, 10, 300, 20] * 50, seq_length=2048, experts=experts, graph_memory_bytes=0)
+        assert make_plan(analysis, impl="none").graphs.impl == "none"

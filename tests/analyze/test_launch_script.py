@@ -577,11 +577,18 @@ def test_what_experts_do_with_tokens(flags, experts):
     assert parse(f"WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 {flags}").settings.get("experts") == experts
 
 
-def test_experts_that_are_not_settled_are_noted():
-    found = parse("WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 --num-experts $EXPERTS")
+@pytest.mark.parametrize(
+    ("flags", "unsettled"),
+    [
+        ("--num-experts $EXPERTS", "--num-experts"),
+        ("--num-experts 8 --moe-pad-expert-input-to-capacity=$E", "--moe-pad-expert-input-to-capacity"),
+    ],
+)
+def test_experts_that_are_not_settled_are_noted(flags, unsettled):
+    found = parse(f"WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 {flags}")
     assert "experts" not in found.settings
     (note,) = found.notes
-    assert note.startswith("run.sh, line 2: --num-experts: ")
+    assert note.startswith(f"run.sh, line 2: {unsettled}: ")
     assert note.endswith("; give --experts; a model without experts is taken")
 
 

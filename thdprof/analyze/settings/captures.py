@@ -59,7 +59,7 @@ def resolve_captures(
     is_dropless = experts == "dropless"
     kind = impl or ("transformer_engine" if is_dropless else usual)
     modules: list[Module] = [*UP_TO_ROUTER] if is_dropless and kind == "transformer_engine" else []
-    if is_dropless:
+    if is_dropless and kind != "none":
         known["modules"] = tuple(modules)
     if choice is not None:
         known |= {"offload_modules": tuple(choice.modules), "core_offload": moved_by_core(kind, experts)}

@@ -131,7 +131,11 @@ def _read_experts(flags: LaunchFlags, settings: dict[str, Any]) -> None:
 
     if flags.one_or_note(table.EXPERTS, "experts", note) is None:
         return
-    settings["experts"] = "padded" if flags.one_or_note(table.PADDED_EXPERTS, "experts", note) else "dropless"
+    before = len(flags.notes)
+    padded = flags.one_or_note(table.PADDED_EXPERTS, "experts", note)
+    if len(flags.notes) > before:
+        return
+    settings["experts"] = "padded" if padded else "dropless"
     dispatcher = flags.one_or_note(table.DISPATCHER, "experts", note)
     name = dispatcher.text if dispatcher is not None else None
     if settings["experts"] == "padded" and ends_at_router("padded", name):
