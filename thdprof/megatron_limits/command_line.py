@@ -151,11 +151,11 @@ def refused_arguments(
         return unpacked
     impl: Impl = find_kind(plan) if replay else "chunk"
     return [
-        *_of_table(plan, given, impl, environment, replay=replay),
+        *_refuse_by_table(plan, given, impl, environment, replay=replay),
         *unpacked,
-        *_of_positions(given),
-        *_of_groups_and_graphs(plan, given, impl),
-        *_of_tracker(given, impl),
+        *_refuse_positions(given),
+        *_refuse_groups_and_graphs(plan, given, impl),
+        *_refuse_tracker(given, impl),
         *refused_allocator(environment),
     ]
 
@@ -168,8 +168,8 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
     if plan.graphs.impl == "none":
         return []
     given, impl = Arguments(words), find_kind(plan)
-    lines = [*_of_table(plan, given, impl, os.environ, replay=True), *_of_positions(given)]
-    return [*lines, *(_of_tracker(given, impl) if impl != "local" else ())]  # whose own switch turns the tracker on
+    lines = [*_refuse_by_table(plan, given, impl, os.environ, replay=True), *_refuse_positions(given)]
+    return [*lines, *(_refuse_tracker(given, impl) if impl != "local" else ())]  # whose own switch turns the tracker on
 
 
 def refused_allocator(environment: Mapping[str, str]) -> Iterator[str]:
@@ -239,7 +239,7 @@ def read_precision_file(path: str) -> Any:
     return SimpleNamespace(configs={name: one for name, one in configs.items() if isinstance(one, dict)})
 
 
-def _of_table(
+def _refuse_by_table(
     plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
 ) -> Iterator[str]:
     """The rows of the table of limits that the arguments meet."""
@@ -267,13 +267,13 @@ def _of_table(
         yield f"{shown}: {limit.reason}; {remedy}"
 
 
-def _of_positions(given: Arguments) -> Iterator[str]:
+def _refuse_positions(given: Arguments) -> Iterator[str]:
     """Positions that Megatron-LM's scripts do not give their models."""
     if given.value("--position-embedding-type") == "mrope":
         yield "--position-embedding-type mrope: the script gives its model positions of one dimension alone; use rope"
 
 
-def _of_groups_and_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
+def _refuse_groups_and_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
     """Process groups that are missing, and Megatron's switches for graphs of another kind than the plan's."""
     if plan.training.shared_capture_ranks > 1 and "--disable-gloo-process-groups" in given:
         yield (
@@ -288,7 +288,7 @@ def _of_groups_and_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[
         yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"
 
 
-def _of_tracker(given: Arguments, impl: Impl) -> Iterator[str]:
+def _refuse_tracker(given: Arguments, impl: Impl) -> Iterator[str]:
     """An RNG tracker whose states no graph can register."""
     built = given.value("--cuda-graph-impl") not in (None, "none") or any(flag in given for flag in _GRAPH_IMPL)
     graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these

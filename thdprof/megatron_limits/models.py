@@ -329,7 +329,7 @@ def _spans_ranks(run: Run) -> bool:
     return _dynamic(run) and any(size > 1 for size in run.bucket_cp_sizes or ())
 
 
-def _of_dev(run: Run) -> bool:
+def _is_dev_run(run: Run) -> bool:
     """Whether the run is one of the dev branch, which install does not serve."""
     return run.packer == "dynamic_cp" and run.impl in (None, "none", "module")
 
@@ -351,7 +351,7 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         1,
         "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
         remedy="set it to 1, or analyse with another packer",
-        is_on=lambda run: (run.pipeline_parallel_size or 1) > 1 and not _of_dev(run),
+        is_on=lambda run: (run.pipeline_parallel_size or 1) > 1 and not _is_dev_run(run),
         options=Words("--pipeline-parallel-size {pipeline_parallel_size} with --packer {packer}", "use 1"),
     ),
     _off_if_dynamic(

@@ -45,14 +45,18 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         SettingsError: one line for every setting in the way, with the value to use.
     """
     impl, run = plan.graphs.impl, Run.from_config(config, plan, facts, environment)
-    lines = [*_of_planned_run(config, plan, facts), *_of_dynamic_cp(config, plan)]
+    lines = [*_refuse_planned_run(config, plan, facts), *_refuse_dynamic_cp(config, plan)]
     lines += (limit.in_fields(run) for limit in limits_of(run))
     if impl != "none":  # which captures nothing
-        lines += [*_of_kind(config, impl, facts), *refuse_layer_graphs(config, plan)]
+        lines += [*_refuse_kind(config, impl, facts), *refuse_layer_graphs(config, plan)]
         lines += refuse_model(config, facts, environment, impl, dynamic=is_dynamic(plan))
         if facts.replay:
-            lines += [*_of_operations(config, plan, facts), *_of_adapters(facts), *_of_offloading(config, plan)]
-            lines += _of_capture(config, plan)
+            lines += [
+                *_refuse_operations(config, plan, facts),
+                *_refuse_adapters(facts),
+                *_refuse_offloading(config, plan),
+            ]
+            lines += _refuse_capture(config, plan)
     _refuse("install graphs", lines)
 
 
@@ -62,12 +66,12 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     The arguments and the error are those of `check`.
     """
     run = Run.from_decoder(config, facts, environment)
-    lines = [*(limit.in_fields(run) for limit in limits_of(run)), *_of_kind(config, "chunk", facts)]
+    lines = [*(limit.in_fields(run) for limit in limits_of(run)), *_refuse_kind(config, "chunk", facts)]
     if uses_core(config):
         lines.append(
             "fine_grained_activation_offloading is True: a measured decoder keeps its activations; set it to False"
         )
-    lines += [*refuse_model(config, facts, environment, "chunk", dynamic=False), *_of_adapters(facts)]
+    lines += [*refuse_model(config, facts, environment, "chunk", dynamic=False), *_refuse_adapters(facts)]
     _refuse("measure a decoder", lines)
 
 
@@ -79,7 +83,7 @@ def _refuse(action: str, lines: Sequence[str]) -> None:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _of_planned_run(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
+def _refuse_planned_run(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     """Plans of another run, or for something else than Megatron."""
     training = plan.training
     if plan.graphs.impl == "module":
@@ -103,12 +107,12 @@ def _of_planned_run(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     chunks_with_slots = {len(chunks) for chunks in plan.graphs.slots}
     if chunks_with_slots != {facts.num_chunks}:
         yield f"{facts.num_chunks} model chunks on this rank, the plan has slots for {sorted(chunks_with_slots)}"
-    yield from _of_groups(config, plan)
+    yield from _refuse_groups(config, plan)
     if plan.graphs.no_grad == "replay":
         yield "graphs.no_grad is replay: Megatron's evaluation runs eagerly; set it to eager"
 
 
-def _of_groups(config: Any, plan: Plan) -> Iterator[str]:
+def _refuse_groups(config: Any, plan: Plan) -> Iterator[str]:
     """A line where the interleaved schedule groups micro-batches so that the plan has too few slots."""
     training = plan.training
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or training.pipeline_parallel_size
@@ -129,7 +133,7 @@ def _of_groups(config: Any, plan: Plan) -> Iterator[str]:
         )
 
 
-def _of_capture(config: Any, plan: Plan) -> Iterator[str]:
+def _refuse_capture(config: Any, plan: Plan) -> Iterator[str]:
     """Moments of capture at which ranks or micro-batches would wait for each other."""
     graphs = plan.graphs
     if graphs.impl not in ("chunk", "transformer_engine"):
@@ -199,7 +203,7 @@ def group_sizes(num_ranks: int) -> tuple[int, ...]:
     return tuple(sorted({1, *powers, num_ranks}))
 
 
-def _of_dynamic_cp(config: Any, plan: Plan) -> Iterator[str]:
+def _refuse_dynamic_cp(config: Any, plan: Plan) -> Iterator[str]:
     """Settings of config and plan that do not fit the plan's context-parallel sizes."""
     graphs, training = plan.graphs, plan.training
     if not is_dynamic(plan):
@@ -239,7 +243,7 @@ def _of_dynamic_cp(config: Any, plan: Plan) -> Iterator[str]:
 # --- the model and its graphs -------------------------------------------------------------------------------------
 
 
-def _of_kind(config: Any, impl: str, facts: Facts) -> Iterator[str]:
+def _refuse_kind(config: Any, impl: str, facts: Facts) -> Iterator[str]:
     """Lines where the model was built for graphs of another kind than `impl`, which is not "none", and settings with
     which Megatron's own layer graphs cannot leave some micro-batches to run eagerly.
     """
@@ -264,7 +268,7 @@ def _of_kind(config: Any, impl: str, facts: Facts) -> Iterator[str]:
         yield "the model is not wrapped: Megatron's graphs add to main_grad; wrap it in DistributedDataParallel"
 
 
-def _of_operations(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
+def _refuse_operations(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     """A line where a spec of one's own has fused operations in layers that graphs hold whole."""
     known = getattr(config, "use_transformer_engine_op_fuser", False)  # which the table of limits refuses
     if plan.graphs.impl in ("chunk", "local") and facts.fused_operations and not known:
@@ -341,7 +345,7 @@ def refuse_model(
     yield from refused_allocator(environment)
 
 
-def _of_adapters(facts: Facts) -> Iterator[str]:
+def _refuse_adapters(facts: Facts) -> Iterator[str]:
     """Adapters and gradient hooks that a replay cannot serve."""
     if facts.fused_adapters:
         yield (
@@ -363,11 +367,11 @@ def _few(names: tuple[str, ...]) -> str:
 # --- activations on the host --------------------------------------------------------------------------------------
 
 
-def _of_offloading(config: Any, plan: Plan) -> Iterator[str]:
+def _refuse_offloading(config: Any, plan: Plan) -> Iterator[str]:
     """What of the plan's `graphs.offload`, and of megatron-core's own offloading, the run cannot follow."""
     offload = plan.graphs.offload
     if uses_core(config):
-        yield from _of_core(config, offload, plan.graphs.impl)
+        yield from _refuse_core(config, offload, plan.graphs.impl)
         return
     if offload is None:
         return
@@ -384,7 +388,7 @@ def _of_offloading(config: Any, plan: Plan) -> Iterator[str]:
         yield f"graphs.offload.modules has {', '.join(unknown)}{why}: choose all, or some of {', '.join(MODULES)}"
 
 
-def _of_core(config: Any, offload: OffloadPart | None, impl: str) -> Iterator[str]:
+def _refuse_core(config: Any, offload: OffloadPart | None, impl: str) -> Iterator[str]:
     """Where megatron-core's own offloading would do something else than the plan says."""
     if impl != "transformer_engine":
         yield (

@@ -4,8 +4,8 @@
 those with number 0, 1, 2, 4, ... 64.
 
 - **When.** A micro-batch's number among all calls of the module decides, so that ranks which communicate inside it
-  choose alike (`watch`). They also agree that all of them replay it: one rank must not run an eager pass alone. Where
-  they cannot agree (`Surroundings.agreed`), the module is not watched.
+  choose the same ones (`watch`). They also agree that all of them replay it: one rank must not run an eager pass
+  alone. Where they cannot agree (`Surroundings.agreed`), the module is not watched.
 - **The twin.** Inputs, boundaries, random states and buffers are kept before the replay. The eager pass, the twin, runs
   forward and backward inside the replay's backward, between the replay of the backward graph and the hooks of
   parameters (`twin`). So its activations exist for that moment only, and no compared gradient has been reduced yet. It
