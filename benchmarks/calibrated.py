@@ -1,10 +1,11 @@
-"""Step times that a calibrated table predicts, beside measured ones, through Megatron-LM's own training loop.
+"""Step times of a run that a table of other runs predicts, through Megatron-LM's own training loop.
 
     python benchmarks/calibrated.py --megatron-lm ~/Megatron-LM --out benchmarks/results/calibrated.md
 
-For each model a launch script is written. `thdprof calibrate --megatron-args` measures its model, `thdprof analyze`
-makes a plan of demo data with that table, and Megatron-LM's own pretrain_gpt.py, unchanged, trains the script by the
-plan, and then without it. Predicted and measured step times stand side by side. No table was tuned on any model.
+Each model is trained on the documents of `thdprof demo` by three buckets, and with --replay off. `thdprof calibrate
+--stats` makes a cost table of both. With it `thdprof analyze` makes a plan of other, shorter documents, on which
+Megatron-LM's own pretrain_gpt.py, unchanged, trains by the plan, and then without it. Predicted and measured step times
+stand side by side. No table was tuned on any model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import shlex
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,17 @@ from megatron_lm import (
     SHAPES,
     file_name,
     heading,
-    launcher,
     plan_of,
     run_thdprof,
     script_run,
     table,
     with_caps,
     without,
+    write_documents,
 )
 
+FIRST_CAPS = (0.3, 0.8, 1.0)
+"""Shares of micro-batches at which the first run has buckets."""
 STEPS, WARM = 26, 4
 """Steps of a run, and first steps that are not counted: they compile, capture, or begin anew."""
 TOKENS = 4096
@@ -52,7 +54,7 @@ MODELS: Mapping[str, str] = {
 
 
 def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Calibrate, analyze and train one model.
+    """Train, calibrate, analyze and train one model.
 
     Raises:
         RuntimeError: a command or a run failed.
@@ -61,37 +63,44 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
 
     from thdprof.plan import load_plan
 
-    stem = file_name(name)
-    script, costs, log = (directory / f"{stem}{end}" for end in (".sh", ".costs.yaml", ".log"))
-    flags = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{MODELS[name]} {NO_DROPOUT}")]
-    flags += shlex.split(f"--train-iters {STEPS} --eval-interval 1000 --eval-iters 1 --log-interval 1")
-    flags += ["--data-path", str(directory / "demo" / "megatron" / "documents")]
-    script.write_text(f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join(flags)}\n")
-    calibrate = ["calibrate", "--megatron-args", str(script), "-o", str(costs), "--seconds", str(args.seconds)]
-    began = time.perf_counter()
-    _, rank = launcher(1)
-    print(run_thdprof(calibrate, {**rank, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})[-1500:], file=sys.stderr)
-    seconds = time.perf_counter() - began
-    plan = plan_of(flags, directory, stem, more=["--cost-table", str(costs)])
+    stem, script = file_name(name), args.megatron_lm.resolve() / "pretrain_gpt.py"
+    shared = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{MODELS[name]} {NO_DROPOUT}")]
+    shared += shlex.split(f"--train-iters {STEPS} --eval-interval 1000 --eval-iters 1 --log-interval 1")
+    flags, other = (
+        [*shared, "--data-path", str(data)]
+        for data in (directory / "demo" / "megatron" / "documents", directory / "short" / "documents")
+    )
+    first = plan_of(flags, directory, f"{stem}-first", caps=FIRST_CAPS)
+    statistics_files, costs = [directory / f"{stem}-{kind}.jsonl" for kind in ("on", "off")], directory / f"{stem}.yaml"
+    ran = {}
+
+    def train(kind: str, words: Sequence[str], **how: Any) -> float:
+        ran[kind] = script_run(
+            script, words, tensorboard=directory / f"{stem}-{kind}", log=directory / f"{stem}-{kind}.log", **how
+        )
+        print(name, kind, ran[kind].code, ran[kind].step_ms(after=WARM), file=sys.stderr, flush=True)
+        if ran[kind].code:
+            raise RuntimeError(f"{kind}: exit code {ran[kind].code}: {ran[kind].error}")
+        return ran[kind].step_ms(after=WARM) or 0.0
+
+    train("on", flags, plan=first, stats=statistics_files[0])
+    train("off", flags, plan=first, replay=False, stats=statistics_files[1])
+    run_thdprof(["calibrate", *(f"--stats={path}" for path in statistics_files), "-o", str(costs), "--force"])
+    plan = plan_of(other, directory, f"{stem}-second", more=["--cost-table", str(costs)])
     chosen = load_plan(plan)
     if not chosen.graphs.buckets:  # analyze says that graphs do not pay: the table is tried with a bucket all the same
-        with_caps(plan, plan.with_suffix(".parquet"), [1.0])
-    own, measured = args.megatron_lm.resolve() / "pretrain_gpt.py", {}
-    for kind, followed in (("replayed", plan), ("eager", None)):
-        folder = directory / f"{stem}-{kind}"
-        ran = script_run(own, flags, plan=followed, tensorboard=folder, log=log)
-        if ran.code:
-            raise RuntimeError(f"{kind}: exit code {ran.code}: {ran.error}")
-        measured[f"{kind}_ms"] = ran.step_ms(after=WARM)
-        if followed:
-            measured |= {"replays": ran.replayed, "fallbacks": ran.eager}
+        with_caps(plan, plan.with_suffix(".parquet"), [0.97])
+    measured = {"replayed_ms": train("replayed", other, plan=plan), "eager_ms": train("eager", other)}
+    measured |= {"replays": ran["replayed"].replayed, "fallbacks": ran["replayed"].eager}
     followed, costs_table = load_plan(plan), yaml.safe_load(costs.read_text())
     said = {"replayed_ms": chosen.predictions.step_ms, "eager_ms": chosen.predictions.eager_step_ms}
+    if not chosen.graphs.buckets:
+        said["replayed_ms"] = predicted(followed, costs_table)["replayed_ms"]
     return {
         "model": name,
         "table": costs_table,
-        "calibrated_in_s": seconds,
-        "predicted": said if chosen.graphs.buckets else predicted(followed, costs_table),
+        "first_caps": [bucket.max_seqs for bucket in load_plan(first).graphs.buckets],
+        "predicted": said,
         "measured": measured,
         "caps": [bucket.max_seqs for bucket in followed.graphs.buckets],
     }
@@ -116,8 +125,8 @@ def predicted(plan: Any, table: dict[str, Any]) -> dict[str, float]:
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """The results as markdown."""
-    steps = [["model", "step", "predicted ms", "measured ms", "predicted / measured", "buckets", "calibrated in"]]
-    parts = [["model", "decoder replayed ms", "outside ms", "optimizer ms", "micro-batches replayed, eager"]]
+    steps = [["model", "step", "predicted ms", "measured ms", "predicted / measured", "buckets", "of the table"]]
+    parts = [["model", "decoder replayed ms", "outside ms", "decoder eager ms", "micro-batches replayed, eager"]]
     for row in rows:
         for kind, name in (("replayed_ms", "by the plan"), ("eager_ms", "eager")):
             said, measured = row["predicted"][kind], row["measured"][kind]
@@ -127,7 +136,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
                 f"{measured:.1f}",
                 f"{said / measured:.3f}",
                 caps,
-                f"{row['calibrated_in_s']:.0f} s",
+                ", ".join(map(str, row["first_caps"])),
             ]
             steps.append([row["model"], name, *cells])
         ratios = [row[who]["replayed_ms"] / row[who]["eager_ms"] for who in ("predicted", "measured")]
@@ -135,12 +144,12 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         steps.append([row["model"], "by the plan / eager", *cells, "", ""])
         costs, counts = row["table"], row["measured"]
         replay = ", ".join(f"{point['max_seqs']}: {point['ms']:.1f}" for point in costs["replay"])
-        around = [f"{costs[name]:.1f}" for name in ("outside_ms", "optimizer_ms")]
+        around = [f"{costs['outside_ms']:.1f}", f"{costs['eager'][0]['ms']:.1f}"]
         parts.append([row["model"], replay, *around, f"{counts['replays']}, {counts['fallbacks']}"])
     lines = [
-        *heading("Steps that a calibrated table predicts, beside measured ones"),
-        f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens, {MICROBATCHES} micro-batches a step, demo data; mean of "
-        f"{STEPS - WARM} steps of each kind, in a process of its own.",
+        *heading("Steps that a table of other runs predicts, beside measured ones"),
+        f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens, {MICROBATCHES} micro-batches a step, short documents; "
+        f"mean of {STEPS - WARM} steps of each kind, in a process of its own.",
     ]
     return "\n".join([*lines, "", *table(steps), "", *table(parts)]) + "\n"
 
@@ -150,7 +159,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
-    parser.add_argument("--seconds", type=float, default=55, help="of each calibration")
     parser.add_argument("--models", default="", help="models whose name has this [all]")
     parser.add_argument("--keep", type=Path, help="folder for scripts, tables, plans and logs [a temporary one]")
     args = parser.parse_args()
@@ -160,6 +168,8 @@ def main() -> int:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         run_thdprof(["demo", str(directory / "demo"), "--force"])
+        if not (directory / "short").exists():
+            write_documents(directory / "short" / "documents", tokens=2_000_000, mean=150)
         for name in names:
             try:
                 rows.append(row_of(name, args, directory))

@@ -25,6 +25,12 @@ def calibrate(
             help="Launch script or argument list, or -- COMMAND: build and measure its model, with its optimizer.",
         ),
     ] = None,
+    stats: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Statistics of a run by a plan; give it twice, once of --replay on and once of --replay off.",
+        ),
+    ] = None,
     module: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +91,12 @@ def calibrate(
     began = time.monotonic()
     check_targets([output], force=force)
     check_not_inputs([output], [None if megatron_args is None else megatron_args.file])
+    if stats:
+        from thdprof.compare.costs import costs_of_runs
+
+        write_text(output, yaml.safe_dump(costs_of_runs(stats), sort_keys=False), force=force)
+        streams.say(f"cost table written to {output}")
+        return
     eager = counts_of("--n-seqs", n_seqs) if n_seqs else None
     caps = counts_of("--max-seqs", max_seqs) if max_seqs else None
     if megatron_args is not None:

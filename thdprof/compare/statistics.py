@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
 from thdprof.errors import DataError
 from thdprof.plan import Plan, validate
+from thdprof.training.stamp import Stamp
 
 _ROUNDING = 1e-12
 
@@ -48,6 +49,73 @@ class _Decisions(_Part):
         return fallbacks + sum(r.count for r in self.replays)
 
 
+class MeanPass(_Part):
+    """The timed micro-batches of one bucket, or those that ran eagerly."""
+
+    max_seqs: Count | None
+    """The bucket's number of documents; null: they ran eagerly."""
+    count: Annotated[int, Field(ge=1)]
+    """Number of timed micro-batches."""
+    n_seqs: Annotated[float, Field(ge=0)]
+    """Mean number of documents."""
+    squared_tokens: Annotated[float, Field(ge=0)]
+    """Mean sum of squared document lengths."""
+    ms: Milliseconds
+    """Mean milliseconds of forward and backward."""
+
+
+class _ReplaysOfStep(_Part):
+    """One bucket, and how many micro-batches of a step replayed it."""
+
+    max_seqs: Count
+    max_seqlen: Count
+    cp_size: Count
+    count: Annotated[float, Field(gt=0)]
+
+
+class MeanStep(_Part):
+    """The steps of training in which nothing else was done."""
+
+    count: Count
+    """Number of steps."""
+    ms: Milliseconds
+    """Mean milliseconds of a step."""
+    replays: list[_ReplaysOfStep]
+    """Mean number of replayed micro-batches on a rank, one entry a bucket."""
+    eager: Annotated[float, Field(ge=0)]
+    """Mean number of eager micro-batches on a rank."""
+
+    @property
+    def microbatches(self) -> float:
+        """Mean number of micro-batches on a rank."""
+        return self.eager + sum(entry.count for entry in self.replays)
+
+    def ms_of_microbatches(self, pipeline: int) -> float:
+        """Milliseconds in which a stage of a pipeline of so many ranks has work."""
+        return self.ms / (1 + (pipeline - 1) / self.microbatches)
+
+
+class TimedRun(_Part):
+    """What the times of a line of statistics are of."""
+
+    replay: bool
+    """False: micro-batches were padded as the plan says, and ran eagerly (`--replay off`)."""
+    model: str
+    """The model in one line."""
+    attention: str
+    """Name and version of the attention backend."""
+    n_tokens: Annotated[int, Field(ge=1)]
+    """Tokens of a micro-batch on one rank."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1)]
+    """Pipeline ranks."""
+    model_chunks: Annotated[int, Field(ge=1)]
+    """Model chunks of a pipeline rank."""
+    num_slots: Annotated[int, Field(ge=1)]
+    """Slots of the pipeline rank that has most."""
+    stamp: Stamp
+    """Versions, GPU and processor."""
+
+
 class Observed(_Decisions):
     """A line of a statistics file, schema `thdprof.stats/1`."""
 
@@ -67,6 +135,16 @@ class Observed(_Decisions):
     """Mean milliseconds of a replayed micro-batch's forward and backward."""
     eager_ms: Milliseconds | None = None
     """Mean milliseconds of an eager micro-batch's forward and backward."""
+    passes: list[MeanPass] = []
+    """Timed micro-batches, one entry a bucket; files of older releases have none."""
+    ms_per_squared_token: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """What a replay takes longer for each unit of its sum of squared document lengths; null where it is not known."""
+    steps: MeanStep | None = None
+    """Timed steps; null without any."""
+    run: TimedRun | None = None
+    """What the times are of, where the run says it."""
+    pool_bytes: Count | None = None
+    """Most bytes of graph memory of any rank."""
     plan: str | None = None
     """`Plan.identity` of the plan that the run followed, if it wrote it."""
     all_ranks: bool = True

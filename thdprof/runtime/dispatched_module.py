@@ -24,7 +24,7 @@ from thdprof.runtime import teardown
 from thdprof.runtime.agreement import Agreed, Proposal, agree
 from thdprof.runtime.options import GraphOptions, Surroundings
 from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, shape_of, to_device
-from thdprof.runtime.stats import Captured, Stats
+from thdprof.runtime.stats import Captured, Stats, TimedPass
 from thdprof.runtime.timing import PassTimer, when_gradient_arrives
 from thdprof.training import TailPolicy
 
@@ -143,7 +143,7 @@ class DispatchedModule(nn.Module):
         self._submodules = tuple(module.modules())
         self._stats = Stats()
         self._explained: set[FallbackReason] = set()
-        self._timers: list[PassTimer] = []
+        self._timers: list[tuple[PassTimer, TimedPass]] = []
         self._found_outside: FallbackReason | None = None
         self._watch: Any = None  # a graphs.watch.watch.Watch, where graphs can be watched
         teardown.before_communicators(self)
@@ -390,21 +390,24 @@ class DispatchedModule(nn.Module):
         n_tokens = call.shape.n_tokens * call.packed.cp_size
         moved = to_device(call.packed, call.boundaries, n_tokens, call.tensors[0].device)
         args, kwargs = call.substitute(call.tensors, moved)
-        with self._timed(call.tensors if timed else (), replayed=False) as outputs:
+        with self._timed(call, None, enabled=timed) as outputs:
             result = self.module(*args, **kwargs)
             outputs.extend(tree_flatten(result)[0])
         return result
 
     @contextmanager
-    def _timed(self, tensors: Sequence[torch.Tensor], *, replayed: bool) -> Iterator[list[Any]]:
-        """Time one in `sample_every` passes over `tensors`; the block appends its outputs to the yielded list."""
+    def _timed(self, call: Call, bucket: Bucket | None, *, enabled: bool = True) -> Iterator[list[Any]]:
+        """Time one in `sample_every` passes of `call`, through `bucket` or eagerly (None); the block appends its
+        outputs to the yielded list.
+        """
         outputs: list[Any] = []
         timer, every = None, self._options.sample_every
-        can_be_timed = tensors and tensors[0].is_cuda and torch.is_grad_enabled()
-        if every and can_be_timed and (self._stats.microbatches + replayed) % every == 0:
-            timer = PassTimer(replayed=replayed)
-            self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
-        if timer is None or not when_gradient_arrives(tensors, partial(timer.record, "backward_ends")):
+        can_be_timed = enabled and call.tensors[0].is_cuda and torch.is_grad_enabled()
+        if every and can_be_timed and (self._stats.microbatches + (bucket is not None)) % every == 0:
+            timer = PassTimer()
+            taken = TimedPass(bucket=bucket, n_seqs=call.shape.n_seqs, squared_tokens=call.boundaries.squared(), ms=0)
+            self._timers = [*self._timers[-_TIMERS_KEPT:], (timer, taken)]
+        if timer is None or not when_gradient_arrives(call.tensors, partial(timer.record, "backward_ends")):
             yield outputs
             return
         timer.record("forward_begins")
@@ -414,12 +417,12 @@ class DispatchedModule(nn.Module):
 
     def _collect_times(self) -> None:
         waiting = []
-        for timer in self._timers:
+        for timer, taken in self._timers:
             ms = timer.ms()
             if ms is None:
-                waiting.append(timer)
+                waiting.append((timer, taken))
             else:
-                (self._stats.replay_ms if timer.replayed else self._stats.eager_ms).append(ms)
+                self._stats.passes.append(replace(taken, ms=ms))
         self._timers = waiting
 
     def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:

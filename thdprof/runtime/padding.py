@@ -54,6 +54,12 @@ class Boundaries:
         """Number of documents."""
         return len(self.valid) - 1
 
+    def squared(self) -> float:
+        """Sum of the documents' squared lengths; 0 where only the GPU has the boundaries."""
+        if isinstance(self.valid, torch.Tensor):
+            return 0.0
+        return float((np.diff(self.valid).astype(np.float64) ** 2).sum())
+
     @property
     def in_memory(self) -> NDArray[np.int32] | torch.Tensor:
         """Boundaries of the documents with their padding: `padded` where there are any, else `valid`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from functools import reduce
 from math import isfinite
 from operator import or_
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from thdprof.plan import Plan
 
 SCHEMA = "thdprof.stats/1"
+_OUTLIER = 2.0
+"""Passes and steps that take so many times the median did something else besides, such as a capture."""
+_LEAST_PASSES = 24
+"""Timed replays without which the slope of their times says nothing."""
 
 
 class ScalarWriter(Protocol):
@@ -66,6 +71,40 @@ class Captured:
         return f"{shape} in {self.seconds:.1f} s, {self.pool_bytes / 2**20:,.1f} MiB"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedPass:
+    """One micro-batch whose forward and backward were timed on the GPU."""
+
+    bucket: Bucket | None
+    """The bucket that it replayed; None: it ran eagerly."""
+    n_seqs: int
+    """Number of its documents."""
+    squared_tokens: float
+    """Sum of the squared lengths of its documents, over all context-parallel ranks."""
+    ms: float
+    """Milliseconds of forward plus backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One step of training, with what it ran."""
+
+    ms: float
+    """Milliseconds from the end of the step before it to its own end."""
+    replays: Counter[Bucket]
+    """Number of its replayed micro-batches, by bucket."""
+    fallbacks: Counter[FallbackReason]
+    """Number of its eager micro-batches, by reason."""
+    verified: int
+    """Number of its verified micro-batches, each of which takes longer."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but training was done in it: no evaluation, and no verified micro-batch."""
+        trained = self.replays.total() + self.fallbacks.total() - self.fallbacks[FallbackReason.not_training]
+        return not self.verified and not self.fallbacks[FallbackReason.not_training] and trained > 0
+
+
 @dataclass(slots=True)
 class Stats:
     """Counters of one graphed module."""
@@ -86,15 +125,16 @@ class Stats:
     """Number of those that gave other numbers, by bucket."""
     suspicions: Counter[Bucket] = field(default_factory=Counter)
     """Number of verified micro-batches that first differed and were not confirmed; not in `mismatches`."""
-    replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
-    eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    """Milliseconds of forward plus backward, of a sample of the eager micro-batches."""
+    passes: deque[TimedPass] = field(default_factory=lambda: deque(maxlen=2000))
+    """A sample of the micro-batches, which was timed."""
+    steps: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=1000))
+    """The steps of training, as far as the caller says when they end (`end_step`)."""
     decided: Counter[Bucket | FallbackReason] = field(default_factory=Counter)
     """Number of micro-batches by the decision that their shape alone gives, which the caller counts: without CUDA only
     these numbers can be compared with a plan."""
     prediction: Prediction | None = None
     """The plan's prediction, shown beside the counters."""
+    _last_step: tuple[float, Counter[Bucket], Counter[FallbackReason], int] | None = None
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
@@ -136,6 +176,40 @@ class Stats:
             mismatches=sum((stage.mismatches for stage in stages), Counter()),
             suspicions=sum((stage.suspicions for stage in stages), Counter()),
         )
+
+    def end_step(self, now: float | None = None) -> None:
+        """Take it down that a step of training has ended: `steps` then holds its time and what it ran.
+
+        Args:
+            now: seconds of `time.perf_counter`; None: this moment. The time is right where the host waits for the GPU
+                once a step, as optimizers do that look at the norm of gradients.
+        """
+        ended = (
+            time.perf_counter() if now is None else now,
+            Counter(self.replays),
+            Counter(self.fallbacks),
+            self.verified.total(),
+        )
+        if (before := self._last_step) is not None:
+            self.steps.append(
+                TimedStep(
+                    ms=(ended[0] - before[0]) * 1000,
+                    replays=ended[1] - before[1],
+                    fallbacks=ended[2] - before[2],
+                    verified=ended[3] - before[3],
+                )
+            )
+        self._last_step = ended
+
+    @property
+    def replay_ms(self) -> float | None:
+        """Mean milliseconds of forward plus backward of the timed replays; None without any."""
+        return _mean(timed.ms for timed in self.passes if timed.bucket is not None)
+
+    @property
+    def eager_ms(self) -> float | None:
+        """Mean milliseconds of forward plus backward of the timed eager micro-batches; None without any."""
+        return _mean(timed.ms for timed in self.passes if timed.bucket is None)
 
     @property
     def microbatches(self) -> int:
@@ -194,8 +268,11 @@ class Stats:
             "verified": _replays(self.verified),
             "mismatches": _replays(self.mismatches),
             "suspicions": _replays(self.suspicions),
-            "replay_ms": fmean(self.replay_ms) if self.replay_ms else None,
-            "eager_ms": fmean(self.eager_ms) if self.eager_ms else None,
+            "replay_ms": self.replay_ms,
+            "eager_ms": self.eager_ms,
+            "passes": _mean_passes(self.passes),
+            "ms_per_squared_token": _slope(self.passes),
+            "steps": _mean_step(self.steps),
         }
 
     def append_jsonl(self, path: Path | str, **extra: Any) -> None:
@@ -242,9 +319,9 @@ class Stats:
         for bucket, n in sorted(self.replays.items()):
             context = f"_cp{bucket.cp_size}" if bucket.cp_size > 1 else ""
             named[f"replays/{bucket.max_seqs}_documents_{bucket.max_seqlen}_tokens{context}"] = n
-        for name, sampled in (("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)):
-            if sampled:
-                named[name] = fmean(sampled)
+        for name, mean in (("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)):
+            if mean is not None:
+                named[name] = mean
         return {f"thdprof/{name}": value for name, value in named.items()}
 
     def __str__(self) -> str:
@@ -267,11 +344,71 @@ class Stats:
         return "\n".join(lines)
 
 
-def _replays(counts: Mapping[Bucket, int]) -> list[dict[str, int]]:
+def _mean(values: Iterable[float]) -> float | None:
+    kept = list(values)
+    return fmean(kept) if kept else None
+
+
+def _by_bucket(passes: Iterable[TimedPass]) -> dict[Bucket | None, list[TimedPass]]:
+    """Timed micro-batches by bucket, without those that took twice as long as half of their bucket's."""
+    found: dict[Bucket | None, list[TimedPass]] = defaultdict(list)
+    for timed in passes:
+        found[timed.bucket].append(timed)
+    for bucket, timed_passes in found.items():
+        limit = _OUTLIER * median(timed.ms for timed in timed_passes)
+        found[bucket] = [timed for timed in timed_passes if timed.ms <= limit]
+    return found
+
+
+def _mean_passes(passes: Iterable[TimedPass]) -> list[dict[str, Any]]:
+    """Means of the timed micro-batches of each bucket, and of those that ran eagerly."""
     return [
-        {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "cp_size": b.cp_size, "count": n}
-        for b, n in sorted(counts.items())
+        {
+            **({"max_seqs": None} if bucket is None else _fields(bucket)),
+            "count": len(timed),
+            **{name: fmean(getattr(one, name) for one in timed) for name in ("n_seqs", "squared_tokens", "ms")},
+        }
+        for bucket, timed in sorted(_by_bucket(passes).items(), key=lambda item: (item[0] is None, item[0] or 0))
     ]
+
+
+def _slope(passes: Iterable[TimedPass]) -> float | None:
+    """Milliseconds that a replay takes longer for each unit of `squared_tokens`, over replays of equal buckets; None:
+    too few replays, or too equal ones, tell it.
+    """
+    groups = [timed for bucket, timed in _by_bucket(passes).items() if bucket is not None]
+    if sum(map(len, groups)) < _LEAST_PASSES:
+        return None
+    product = square = 0.0
+    for timed in groups:
+        around, middle = fmean(one.squared_tokens for one in timed), fmean(one.ms for one in timed)
+        product += sum((one.squared_tokens - around) * (one.ms - middle) for one in timed)
+        square += sum((one.squared_tokens - around) ** 2 for one in timed)
+    return max(0.0, product / square) if square > 0 else None
+
+
+def _mean_step(steps: Iterable[TimedStep]) -> dict[str, Any] | None:
+    """Means of the steps in which nothing but training was done; None without any."""
+    plain = [step for step in steps if step.is_plain]
+    if not plain:
+        return None
+    limit = _OUTLIER * median(step.ms for step in plain)  # captures, checkpoints
+    kept = [step for step in plain if step.ms <= limit]
+    replays = sum((step.replays for step in kept), Counter())
+    return {
+        "count": len(kept),
+        "ms": fmean(step.ms for step in kept),
+        "replays": [{**_fields(bucket), "count": n / len(kept)} for bucket, n in sorted(replays.items())],
+        "eager": fmean(step.fallbacks.total() for step in kept),
+    }
+
+
+def _fields(bucket: Bucket) -> dict[str, int]:
+    return {"max_seqs": bucket.max_seqs, "max_seqlen": bucket.max_seqlen, "cp_size": bucket.cp_size}
+
+
+def _replays(counts: Mapping[Bucket, int]) -> list[dict[str, int]]:
+    return [{**_fields(bucket), "count": n} for bucket, n in sorted(counts.items())]
 
 
 def _fallbacks(counts: Mapping[FallbackReason, int]) -> dict[str, int]:

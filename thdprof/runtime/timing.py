@@ -42,8 +42,7 @@ _MARKS: tuple[Mark, ...] = get_args(Mark)
 class PassTimer:
     """CUDA events at the begin and end of a forward, and of the backward that may follow."""
 
-    def __init__(self, *, replayed: bool) -> None:
-        self.replayed = replayed
+    def __init__(self) -> None:
         self._events = {mark: torch.cuda.Event(enable_timing=True) for mark in _MARKS}
         self._ended = False
 

@@ -244,11 +244,11 @@ def _of_all_ranks(stats: Stats, world_size: int) -> Stats:
         return stats
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     # the prediction is the same on all ranks, and times are those of this one
-    own = replace(stats, prediction=None, replay_ms=deque(), eager_ms=deque())
+    own = replace(stats, prediction=None, passes=deque(), steps=deque())
     torch.distributed.all_gather_object(ranks, own)
     total = Stats.of_ranks(ranks)
     for rank in ranks:
         total.decided.update(rank.decided)
     total.prediction = stats.prediction
-    total.replay_ms, total.eager_ms, total.capture_s = stats.replay_ms, stats.eager_ms, stats.capture_s
+    total.passes, total.steps, total.capture_s = stats.passes, stats.steps, stats.capture_s
     return total

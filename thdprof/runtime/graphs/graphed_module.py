@@ -226,7 +226,7 @@ class GraphedModule(DispatchedModule):
             return lease
         self._surroundings.before_forward()
         watched = self._watched(lease, call)
-        with self._timed(() if watched else call.tensors, replayed=True) as outputs:
+        with self._timed(call, bucket, enabled=watched is None) as outputs:
             if self._options.cuts:
                 outputs.extend(self._replay_in_pieces(lease, call, self._anchor))
             else:

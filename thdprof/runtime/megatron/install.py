@@ -292,7 +292,7 @@ class PaddedEager(DispatchedModule):
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         args, kwargs = call.substitute(call.tensors, packed_seq_params.pad_call(call, bucket))
         # Megatron's own operations may take no documents without tokens
-        with rotary.on_the_device(), self._timed(call.tensors, replayed=True) as outputs:
+        with rotary.on_the_device(), self._timed(call, bucket) as outputs:
             result = self.module(*args, **kwargs)
             outputs.append(result)
         return result
@@ -356,6 +356,11 @@ class Installation:
             IndexError: this rank has no such chunk.
         """
         return self._runs[chunk].stats()
+
+    @property
+    def replays(self) -> bool:
+        """Whether micro-batches are replayed; False: they are padded alike and run eagerly."""
+        return not all(isinstance(run, PaddedEager) for run in self._runs)
 
     def prediction_stats(self) -> list[Stats]:
         """Counters of every layer of multi-token prediction on this rank that follows the plan."""

@@ -360,7 +360,7 @@ class LayerGraphs(DispatchedModule):
         around = self._offload.replaying() if self._offload is not None else nullcontext()
         with (
             around,
-            self._timed(call.tensors, replayed=True) as outputs,
+            self._timed(call, bucket, enabled=watched is None) as outputs,
             recompute.layer_by_layer(getattr(self.module.block, "config", None)),
             self._recomputing_others(),
             layers_run(self._layers, replayed),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class LocalGraphs(DispatchedModule):
                 tensors = tuple(t if t.requires_grad else t.clone() for t in tensors)
                 self._recorded.append(taken)
         args, kwargs = call.substitute(tensors, packed_seq_params.pad_call(call, taken))
-        with self._timed(tensors if self._announced else (), replayed=True) as outputs:
+        with self._timed(replace(call, tensors=tensors), taken, enabled=self._announced) as outputs:
             result = self.module(*args, **kwargs)
             outputs.append(result)
         return result

@@ -14,6 +14,7 @@ import torch
 from thdprof.compare.drift import DriftTest, bucket_name
 from thdprof.dispatch import BY_SHAPE, FallbackReason
 from thdprof.runtime.megatron.refusals import is_dynamic
+from thdprof.runtime.megatron.run_stamp import stamp_here
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ class RankTotals:
         return stages, int(max(values))
 
     def _numbers(self, own: Stats) -> list[float]:
-        """Replays by bucket, eager micro-batches by reason, verified ones, mismatches and suspicions by bucket,
-        captures, sums and numbers of the times. Mismatches and suspicions are those of all ranks.
+        """Replays by bucket, eager micro-batches by reason, verified ones, mismatches and suspicions by bucket, and
+        captures. Mismatches and suspicions are those of all ranks.
         """
         counted = Stats() if self._counted_elsewhere() else own
         replays = [counted.replays.get(b, 0) / (b.cp_size if self._dynamic else 1) for b in self._buckets]
@@ -106,9 +107,8 @@ class RankTotals:
                 eager[reason] += n / cp_size
         else:
             eager.update(counted.fallbacks)
-        times = [float(sum(counted.replay_ms)), len(counted.replay_ms), sum(counted.eager_ms), len(counted.eager_ms)]
         found = [float(n.get(b, 0)) for n in (counted.verified, own.mismatches, own.suspicions) for b in self._buckets]
-        return [*replays, *eager.values(), *found, counted.captures, *times]
+        return [*replays, *eager.values(), *found, counted.captures]
 
     def _stats(self, values: Iterator[float]) -> Stats:
         """The counters that `_numbers` made `values` of, which are read as far."""
@@ -119,10 +119,6 @@ class RankTotals:
         total = Stats(replays=take(self._buckets), fallbacks=take(_REASONS), prediction=self._prediction)
         total.verified, total.mismatches, total.suspicions = (take(self._buckets) for _ in range(3))
         total.captures = round(next(values))
-        for times in (total.replay_ms, total.eager_ms):
-            milliseconds, timed = next(values), next(values)
-            if timed:
-                times.append(milliseconds / timed)
         return total
 
     def _counted_elsewhere(self) -> bool:
@@ -211,6 +207,7 @@ class Observer:
             iteration: number of the step that ended, from 1.
         """
         is_first, self._iteration = self._iteration is None, iteration
+        self._installation.stats(0).end_step()
         self._tell()
         if is_first or iteration % COMPARED_EVERY == 0:
             self._totals.begin(self._chunks_here())
@@ -233,8 +230,9 @@ class Observer:
             stages, pool_bytes = self._totals.end()
         if self._stats is None or self._rank != 0:
             return
-        totals = Stats.of_stages(stages)
+        totals = replace(Stats.of_stages(stages), passes=own.passes, steps=own.steps)  # times of this rank
         extra: dict[str, Any] = {
+            "run": self._run(),
             "iteration": self._iteration,
             "ranks": self._num_ranks,
             "all_ranks": together,
@@ -254,6 +252,20 @@ class Observer:
             totals.append_jsonl(self._stats, plan=self._plan.identity, **extra)
         except OSError as error:  # training itself has ended well
             self._say(f"WARNING: thdprof: {self._stats}: cannot be written: {error.strerror}")
+
+    def _run(self) -> dict[str, Any]:
+        """What the times of this run are of, for `thdprof calibrate --stats`."""
+        training, costs = self._plan.training, self._plan.costs
+        return {
+            "replay": self._installation.replays,
+            "model": costs.name,
+            "attention": costs.attention,
+            "n_tokens": self._plan.graph_tokens,
+            "pipeline_parallel_size": training.pipeline_parallel_size,
+            "model_chunks": self._num_chunks,
+            "num_slots": max(sum(chunks) for chunks in self._plan.graphs.slots),
+            "stamp": stamp_here(),
+        }
 
     def _tell(self) -> None:
         """Say the comparison that waits to be said, if any."""
