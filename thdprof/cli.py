@@ -39,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo):
-    app.command(cls=LaunchCommand if _command in (analyze, sweep, calibrate) else PanelCommand)(_command)
+    app.command(cls=LaunchCommand if _command in (analyze, sweep) else PanelCommand)(_command)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 

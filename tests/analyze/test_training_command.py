@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thdprof.analyze.settings.shell import read_script
-from thdprof.analyze.settings.training_command import TrainingCommand, count_microbatches, read_training_command
+from thdprof.analyze.settings.training_command import TrainingCommand, read_training_command
 from thdprof.errors import UsageError
 
 MODEL = "--num-layers 12 --hidden-size 64"
@@ -94,10 +94,3 @@ def test_words_that_are_flags_of_their_own_are_noted_and_passed_over():
 def test_what_the_text_does_not_settle_is_refused(text, told):
     with pytest.raises(UsageError, match=told):
         training_command(text, where="train.sh")
-
-
-def test_micro_batches_of_a_step_follow_from_the_batch_and_the_ranks():
-    flags = "--micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --seq-length 8"
-    assert count_microbatches(read_script(f"torchrun --nproc-per-node 8 pretrain_gpt.py {flags}", where="x")) == 8
-    assert count_microbatches(read_script(f"torchrun --nproc-per-node 3 pretrain_gpt.py {flags}", where="x")) is None
-    assert count_microbatches(read_script("python pretrain_gpt.py --seq-length 8", where="x")) is None

@@ -383,7 +383,7 @@ USAGES = {
     "export": "PLAN",
     "compare": "PLAN STATS|PLAN",
     "check": "PLAN [DATASET]...",
-    "calibrate": "[-- COMMAND]",
+    "calibrate": "",
     "demo": "DIRECTORY",
 }
 
@@ -565,6 +565,9 @@ def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):
     assert (done.returncode, done.stderr) == (1, "thdprof: calibrate needs an NVIDIA GPU, and torch sees none here\n")
     done = thdprof("calibrate", "-o", tmp_path / "costs.yaml", "--max-seqs", "0")
     assert done.stderr.startswith("thdprof: --max-seqs 0: must be whole numbers of at least 1")
+    done = thdprof("calibrate", "-o", tmp_path / "costs.yaml", "--megatron-args", "train.sh")
+    assert done.stderr.startswith("thdprof: calibrate reads no launch script any more: train about 30 steps")
+    assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

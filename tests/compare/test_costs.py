@@ -79,8 +79,18 @@ def test_the_table_has_the_times_that_the_runs_took(statistics_of, tmp_path, pip
 def test_what_does_not_belong_together_is_refused(statistics_of):
     on, off = statistics_of()
     for files in ([on], [on, on], [on, off, off]):
-        with pytest.raises(UsageError, match="one with --replay on and one with --replay off"):
+        with pytest.raises(UsageError, match="give the statistics of a run by a plan, and --eager-step-ms"):
             costs_of_runs(files)
+    with pytest.raises(UsageError, match="give the statistics of a run by a plan, and --eager-step-ms"):
+        costs_of_runs([off], eager_step_ms=9.0)
+
+
+def test_the_time_of_an_eager_step_stands_for_a_second_run(statistics_of):
+    on, off = statistics_of()
+    whole = 8 * (EAGER_MS + OUTSIDE_MS)
+    table = costs_of_runs([on], eager_step_ms=whole)
+    assert table["eager"][0]["ms"] + table["outside_ms"] == pytest.approx(whole / 8)
+    assert {**table, "eager": 0, "outside_ms": 0} == {**costs_of_runs([on, off]), "eager": 0, "outside_ms": 0}
 
 
 def test_too_few_steps_and_untimed_buckets_are_refused(statistics_of):

@@ -1,9 +1,12 @@
-"""`thdprof calibrate --megatron-args` on a small model: the table, and the steps that it predicts."""
+"""Cost tables of a small model: of two runs that trained it, and of a decoder that its caller built."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,85 +20,32 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-SIZES = "--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4 --bf16 "
-SIZES += "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --vocab-size 1000 --tokenizer-type NullTokenizer "
-SIZES += "--transformer-impl transformer_engine --position-embedding-type rope --disable-bias-linear --swiglu "
-SIZES += "--no-gradient-accumulation-fusion --attention-dropout 0 --hidden-dropout 0 --data-path nowhere "
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-EXPERTS += "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity "
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-STAGE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|tttL' "
 
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no folder with pretrain_gpt.py")
+def test_two_runs_become_a_table_of_their_model(tmp_path):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from megatron_lm import COMMON, NO_DROPOUT, SMALL, plan_of, script_run, write_documents
 
-def calibrate(tmp_path, flags: str, *more: str, ranks: int = 1) -> tuple[dict, str]:
-    script, table = tmp_path / "train.sh", tmp_path / "costs.yaml"
-    script.write_text(f"GPUS_PER_NODE={ranks}\nNUM_NODES=1\npython pretrain_gpt.py {flags}\n")
-    launch = [sys.executable, "-m"]
-    if ranks > 1:
-        launch += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
-    command = [*launch, "thdprof", "calibrate", "--megatron-args", script, "-o", table, "--seconds", "60", *more]
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=240, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return yaml.safe_load(table.read_text()), ran.stderr
-
-
-@pytest.mark.parametrize(
-    "more",
-    ["", EXPERTS, RECOMPUTE, STAGE, "--mtp-num-layers 1 "],
-    ids=["dense", "experts", "recompute", "stage", "predicts"],
-)
-def test_a_script_becomes_a_table_of_its_own_model(tmp_path, more):
-    table, told = calibrate(tmp_path, SIZES + more, "--max-seqs", "16,64", "--n-seqs", "8")
-    assert table["calibrated"]
-    assert table["n_tokens"] == 1024
-    assert [point["max_seqs"] for point in table["replay"]] == [16, 64]
-    replay = min(point["ms"] for point in table["replay"])
-    assert table["eager"][0]["ms"] > replay
-    assert table["outside_ms"] >= 0
-    assert table["optimizer_ms"] > 0
-    assert table["slot_bytes"] > 0
-    assert table["stamp"]["torch"] == torch.__version__
-    assert "scaled" not in table["name"]
-    assert "round 1" in told
-    assert ("one of 2 pipeline stages" in table["name"]) == (more == STAGE)
+    write_documents(tmp_path / "documents", tokens=300_000, mean=90)
+    flags = shlex.split(f"{SMALL} {COMMON} {NO_DROPOUT} --train-iters 30 --eval-interval 1000 --eval-iters 0")
+    flags += ["--data-path", str(tmp_path / "documents")]
+    plan = plan_of(flags, tmp_path, "plan", caps=(0.5, 0.95))
+    files = [tmp_path / "on.jsonl", tmp_path / "off.jsonl"]
+    script = Path(os.environ["MEGATRON_LM"]).resolve() / "pretrain_gpt.py"
+    for file, replay in zip(files, (True, False), strict=True):
+        ran = script_run(script, flags, plan=plan, replay=replay, stats=file)
+        assert ran.code == 0, ran.log[-3000:]
+    table = tmp_path / "costs.yaml"
+    command = [sys.executable, "-m", "thdprof", "calibrate", *(f"--stats={file}" for file in files), "-o", str(table)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=120)
+    costs = yaml.safe_load(table.read_text())
+    assert len(costs["replay"]) == 2
+    replay = min(point["ms"] for point in costs["replay"])
+    assert costs["eager"][0]["ms"] > replay > 0
+    assert costs["outside_ms"] > 0
+    assert costs["slot_bytes"] > 0
+    assert costs["stamp"]["torch"] == torch.__version__
 
 
 def test_a_decoder_of_a_later_stage_costs_what_the_first_ones_does():
     run_case("calibration_cases.py", "later_stage")
-
-
-def test_layers_that_are_not_built_are_scaled_and_said(tmp_path):
-    # layers that take more memory than one piece, of 20 MiB, in which torch takes it for a pool of graphs
-    sizes = f"{SIZES} --hidden-size 1024 --seq-length 4096 --max-position-embeddings 4096 "
-    whole, _ = calibrate(tmp_path, sizes, "--max-seqs", "64", "--n-seqs", "8")
-    (tmp_path / "costs.yaml").unlink()
-    half, _ = calibrate(tmp_path, sizes, "--max-seqs", "64", "--n-seqs", "8", "--layers", "2")
-    assert "measured with 2 layers" in half["name"]
-    assert half["replay"][0]["ms"] == pytest.approx(whole["replay"][0]["ms"], rel=0.35)
-    assert half["slot_bytes"] == pytest.approx(whole["slot_bytes"], rel=0.2)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--context-parallel-size 2",
-        EXPERTS + "--expert-model-parallel-size 2",
-    ],
-    ids=["tp2", "cp2", "ep2"],
-)
-def test_ranks_measure_together(tmp_path, more):
-    table, _ = calibrate(tmp_path, SIZES + more, "--max-seqs", "16", "--n-seqs", "8", ranks=2)
-    assert table["n_tokens"] == (512 if "context" in more else 1024)
-    assert table["replay"][0]["ms"] > 0
-
-
-def test_one_gpu_is_too_few_for_a_script_of_two_ranks(tmp_path):
-    script = tmp_path / "train.sh"
-    script.write_text(f"python pretrain_gpt.py {SIZES} --tensor-model-parallel-size 2\n")
-    command = [sys.executable, "-m", "thdprof", "calibrate", "--megatron-args", script, "-o", tmp_path / "costs.yaml"]
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
-    assert ran.returncode == 2
-    assert "need 2 GPUs" in ran.stderr
-    assert "Traceback" not in ran.stderr

@@ -33,7 +33,6 @@ def test_totals_are_sent_without_a_wait_for_the_gpu():
     own, totals = Stats(captures=2), RankTotals(plan)
     own.replays.update({small: 70, large: 20})
     own.fallbacks.update({FallbackReason.too_many_seqs: 10})
-    own.replay_ms.extend([1.0, 3.0])
     totals.begin([own])
     totals.end()  # pinned memory is there from here on
     torch.cuda._sleep(2_000_000_000)  # about a second, in which a wait would be seen by the event
@@ -47,4 +46,4 @@ def test_totals_are_sent_without_a_wait_for_the_gpu():
     assert not busy.query()
     (total,), peak = totals.end()
     assert (total.replays, total.fallbacks, total.captures) == (own.replays, own.fallbacks, 2)
-    assert (list(total.replay_ms), peak) == ([2.0], 5)
+    assert peak == 5

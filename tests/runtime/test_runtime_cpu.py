@@ -26,7 +26,7 @@ from thdprof.dispatch import Shape, advice
 from thdprof.runtime import Bucket, FallbackError, FallbackReason, GraphedModule, PackedSequence, Stats, graphed, pack
 from thdprof.runtime.graphs import graphed_module
 from thdprof.runtime.stack import PackedStack
-from thdprof.runtime.stats import Prediction
+from thdprof.runtime.stats import Prediction, TimedPass
 
 TOKENS, HIDDEN = 24, 16
 BUCKETS = [Bucket(3, 16, TOKENS), Bucket(6, 16, TOKENS)]
@@ -250,7 +250,8 @@ def counted() -> Stats:
     stats = Stats(captures=2)
     stats.replays.update({Bucket(3, 8, 8): 2, Bucket(2, 8, 8): 5})
     stats.fallbacks.update({FallbackReason.too_many_seqs: 1, FallbackReason.not_training: 2})
-    stats.replay_ms.extend([1.0, 2.0])
+    for ms in (1.0, 2.0):
+        stats.passes.append(TimedPass(bucket=Bucket(2, 8, 8), n_seqs=2, squared_tokens=32.0, ms=ms))
     return stats
 
 
@@ -310,7 +311,9 @@ def test_json_lines_are_what_compare_reads(tmp_path):
     assert first == {
         "schema": "thdprof.stats/1", "microbatches": 10, "replays": replays,
         "fallbacks": {"not_training": 2, "too_many_seqs": 1}, "decided": None, "captures": 2, "verified": [],
-        "mismatches": [], "suspicions": [], "replay_ms": 1.5, "eager_ms": None, "step": 0,
+        "mismatches": [], "suspicions": [], "replay_ms": 1.5, "eager_ms": None, "step": 0, "steps": None,
+        "passes": [{**replays[0], "count": 2, "n_seqs": 2, "squared_tokens": 32.0, "ms": 1.5}],
+        "ms_per_squared_token": None,
     }  # fmt: skip
     assert last["decided"] == {"replays": [{**replays[0], "count": 9}], "fallbacks": {"document_too_long": 1}}
     assert (last["step"], last["loss"], last["grad_norm"]) == (1, 0.5, None)

@@ -28,6 +28,7 @@ from thdprof.compare.statistics import compare, read_stats
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import trainer as trainer_limits
 from thdprof.runtime import Stats
+from thdprof.runtime.stats import TimedPass
 from thdprof.transformers import PlanCallback, attention, refusals
 from thdprof.transformers.callback import with_covered_tail
 
@@ -395,7 +396,7 @@ def test_what_the_ranks_found_is_added_up(plan, monkeypatch, tmp_path):
     ranks = [Stats(replays=Counter({bucket: 10}), verified=Counter({bucket: 5})) for _ in range(2)]
     for rank, found in zip(ranks, (1, 3), strict=True):
         rank.mismatches[bucket], rank.suspicions[bucket], rank.decided[bucket] = found, 2 * found, 11
-    ranks[0].replay_ms.append(7.0)
+    ranks[0].passes.append(TimedPass(bucket=bucket, n_seqs=2, squared_tokens=9.0, ms=7.0))
 
     def gather(out, own):
         out[:] = pickle.loads(pickle.dumps([own, *ranks[1:]]))
@@ -407,6 +408,6 @@ def test_what_the_ranks_found_is_added_up(plan, monkeypatch, tmp_path):
     callback = PlanCallback(plan, stats=tmp_path / "stats.jsonl")
     callback.on_train_end(SimpleNamespace(world_size=2), SimpleNamespace(global_step=5), None)
     total, found = callback.last, compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=1.0)
-    assert (total.replays, total.decided, list(total.replay_ms)) == ({bucket: 20}, {bucket: 22}, [7.0])
+    assert (total.replays, total.decided, total.replay_ms) == ({bucket: 20}, {bucket: 22}, 7.0)
     assert total.findings == {"verified": 10, "mismatches": 4, "suspicions": 8}
     assert (found.verified, found.mismatches, found.suspicions, found.holds) == (10, 4, 8, False)

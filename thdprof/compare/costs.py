@@ -1,4 +1,4 @@
-"""A cost table from two runs of training: one by a plan, and one of the same data that ran eagerly (`--replay off`)."""
+"""A cost table from the statistics of a run by a plan, and the time of an eager step."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ _LEAST_STEPS = 5
 """Steps without which the mean of a run says little."""
 
 
-def costs_of_runs(files: Sequence[Path]) -> dict[str, Any]:
-    """The cost table (schema `thdprof.costs/1`) of a model, from the statistics of two runs that trained it.
+def costs_of_runs(files: Sequence[Path], *, eager_step_ms: float | None = None) -> dict[str, Any]:
+    """The cost table (schema `thdprof.costs/1`) of a model, from the statistics of a run that trained it by a plan.
 
     A step is taken to last as long as its micro-batches one after the other: their decoders, and what is around each,
     the optimizer's part included. Replayed decoders were timed by bucket. The run by the plan tells what is around
-    them, and the eager run then tells how long eager decoders take.
+    them, and the time of an eager step then tells how long eager decoders take.
 
     Args:
-        files: two statistics files in any order, whose last lines count: one with `--replay on`, one with `off`.
+        files: statistics files, whose last lines count: one of a run with `--replay on`, and where `eager_step_ms` is
+            None one of a run of the same settings with `--replay off`.
+        eager_step_ms: milliseconds of an eager step of as many micro-batches, as the unchanged script logs them.
 
     Raises:
         DataError: a file cannot be read or is no statistics.
-        UsageError: the files are not of two such runs, or lack the times of enough steps or of a bucket.
+        UsageError: the files are not of such runs, or lack the times of enough steps or of a bucket.
     """
     found = [(path, observed, *_timed(path, observed)) for path, observed in ((f, read_stats(f)) for f in files)]
     runs = {run.replay: (path, observed, run, step) for path, observed, run, step in found}
-    if len(files) != 2 or len(runs) != 2:
-        raise UsageError("--stats: give the statistics of two runs, one with --replay on and one with --replay off")
-    (path, observed, run, step), (_, _, eager_run, eager_step) = runs[True], runs[False]
-    for name in ("n_tokens", "pipeline_parallel_size", "stamp"):
-        if getattr(run, name) != getattr(eager_run, name):
-            raise UsageError(f"--stats: {name} differs between the two runs: train both on one kind of machine")
+    wanted = {True} if eager_step_ms is not None else {True, False}
+    if len(files) != len(wanted) or runs.keys() != wanted:
+        raise UsageError(
+            "--stats: give the statistics of a run by a plan, and --eager-step-ms, the milliseconds of a step without "
+            "one; or the statistics of a run with --replay off besides"
+        )
+    path, observed, run, step = runs[True]
+    eager_step = step if eager_step_ms is None else step.model_copy(update={"ms": eager_step_ms})
+    if False in runs:
+        _, _, eager_run, eager_step = runs[False]
+        for name in ("n_tokens", "pipeline_parallel_size", "stamp"):
+            if getattr(run, name) != getattr(eager_run, name):
+                raise UsageError(f"--stats: {name} differs between the two runs: train both on one kind of machine")
     passes = {one.max_seqs: one for one in observed.passes if one.max_seqs is not None}
     untimed = [entry.max_seqs for entry in step.replays if entry.max_seqs not in passes]
     if untimed or not passes:

@@ -111,6 +111,8 @@ def _show(description: Any) -> str:
     return " ".join(str(part) for part in description) if isinstance(description, tuple) else str(description)
 
 
+_TIMED_FIRST = 256
+"""So many micro-batches are all timed, so that a short run tells the times of every bucket."""
 _TIMERS_KEPT = 1000
 """Most timers that wait for the GPU to end their pass; older ones are dropped unread."""
 
@@ -397,13 +399,14 @@ class DispatchedModule(nn.Module):
 
     @contextmanager
     def _timed(self, call: Call, bucket: Bucket | None, *, enabled: bool = True) -> Iterator[list[Any]]:
-        """Time one in `sample_every` passes of `call`, through `bucket` or eagerly (None); the block appends its
-        outputs to the yielded list.
+        """Time the first passes, and then one in `sample_every`, of `call` through `bucket` or eagerly (None); the
+        block appends its outputs to the yielded list.
         """
         outputs: list[Any] = []
         timer, every = None, self._options.sample_every
         can_be_timed = enabled and call.tensors[0].is_cuda and torch.is_grad_enabled()
-        if every and can_be_timed and (self._stats.microbatches + (bucket is not None)) % every == 0:
+        number = self._stats.microbatches + (bucket is not None)
+        if every and can_be_timed and (number <= _TIMED_FIRST or number % every == 0):
             timer = PassTimer()
             taken = TimedPass(bucket=bucket, n_seqs=call.shape.n_seqs, squared_tokens=call.boundaries.squared(), ms=0)
             self._timers = [*self._timers[-_TIMERS_KEPT:], (timer, taken)]

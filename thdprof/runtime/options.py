@@ -90,7 +90,7 @@ class GraphOptions:
     token_shards: int = 1
     """Number of ranks that share this rank's tokens out among them, as in sequence parallelism."""
     sample_every: int = 16
-    """One in so many micro-batches is timed; 0: none."""
+    """One in so many micro-batches is timed after the first 256, which all are; 0: none."""
     on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None
     """Called with every decision, before the micro-batch runs."""
     surroundings: Surroundings = field(default_factory=Surroundings)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from thdprof.plan import Plan
 
 SCHEMA = "thdprof.stats/1"
-_OUTLIER = 2.0
+_OUTLIER = 1.5
 """Passes and steps that take so many times the median did something else besides, such as a capture."""
 _LEAST_PASSES = 24
 """Timed replays without which the slope of their times says nothing."""

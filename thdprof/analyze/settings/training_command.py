@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thdprof.analyze.settings.launch_flags import holds_flags, note_unseen, training_commands, unsettled_error
-from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.megatron_flags import FLAGS
 from thdprof.analyze.settings.recipe import settings_of_recipe
 from thdprof.analyze.settings.shell import Script, Word
@@ -76,18 +75,6 @@ def read_training_command(script: Script, *, passed_over: re.Pattern[str] = UNNE
         environment={name: word.text for name, word in known.items() if not word.open_parts},
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def count_microbatches(script: Script) -> int | None:
-    """Micro-batches of a step on one rank of the script's run; None where the script does not tell."""
-    try:
-        settings = read_launch(script).settings
-    except UsageError:
-        return None
-    if "global_batch_size" not in settings or "data_parallel_size" not in settings:
-        return None
-    at_once = settings.get("micro_batch_size", 1) * settings["data_parallel_size"]
-    return max(1, int(settings["global_batch_size"]) // int(at_once))
 
 
 def _split_at_program(words: Sequence[Word]) -> tuple[str | None, Sequence[Word]]:

@@ -17,7 +17,7 @@ from thdprof.compare.statistics import compare, read_stats  # noqa: E402
 from thdprof.runtime import FallbackReason, Stats  # noqa: E402
 from thdprof.runtime.megatron.trainers import observer as observing  # noqa: E402
 from thdprof.runtime.megatron.trainers.observer import COMPARED_EVERY, Observer  # noqa: E402
-from thdprof.runtime.stats import Prediction  # noqa: E402
+from thdprof.runtime.stats import Prediction, TimedPass  # noqa: E402
 
 SHARES = (0.75, 0.2)
 PER_STEP = 8
@@ -25,6 +25,8 @@ PER_STEP = 8
 
 class Installed:
     """What Observer asks of an Installation."""
+
+    replays = True
 
     def __init__(self, plan) -> None:
         self.counters = Stats(prediction=Prediction.from_plan(plan))
@@ -279,13 +281,22 @@ def test_without_cuda_no_shape_is_looked_at(observer, installed, lines):
 @pytest.mark.parametrize("together", [True, False])
 def test_the_statistics_file_is_what_compare_reads(observer, installed, plan, tmp_path, together):
     train(observer, installed, plan, SHARES)
-    installed.counters.replay_ms.extend([1.0, 2.0])
+    bucket = plan.captured[0]
+    passes = [TimedPass(bucket=bucket, n_seqs=2, squared_tokens=9.0, ms=ms) for ms in (1.0, 2.0)]
+    installed.counters.passes.extend(passes)
+    installed.counters.steps.clear()
+    for step in range(6):
+        installed.counters.replays[bucket] += 8 * (step > 0)
+        installed.counters.end_step(step * 0.5)
+    installed.counters.replays[bucket] -= 40
     installed.counters.captures = 2
     observer.finish(together=together)
     result = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=0.001)
     assert result.holds
     assert (result.microbatches, result.replay_ms) == (800, 1.5)
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
+    read = read_stats(tmp_path / "stats.jsonl")
+    assert (read.run.replay, read.run.n_tokens, read.steps.ms, read.steps.microbatches) == (True, 256, 500.0, 8)
     extra = {"iteration": 100, "ranks": 1, "all_ranks": together, "pool_bytes": 3 << 20, "captures": 2}
     assert extra.items() <= json.loads(line).items()
 
