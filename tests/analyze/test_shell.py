@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thdprof.analyze.settings.launch_script import MegatronArgs, read_launch
-from thdprof.analyze.settings.shell import OpenPart, Script, Word, read_script
+from thdprof.analyze.settings.shell import OpenPart, Script, Word, read_script, split_quoted
 from thdprof.errors import UsageError
 
 SYNTAX = st.sampled_from(
@@ -148,7 +148,7 @@ def test_braces_and_blocks_that_have_ended_decide_nothing():
 
 def test_a_quoted_command_line_keeps_its_parts():
     (command,) = shell("bash -c \"x --a=${A:-1} $B 'q $B' > log\"").commands
-    words = command.words[-1].split()
+    words = command.words[2:]
     assert [word.text for word in words] == ["x", "--a=1", "$B", "q $B"]
     assert words[1].defaults_of == {"A"}
     assert [word.is_open for word in words] == [False, False, True, False]
@@ -156,7 +156,7 @@ def test_a_quoted_command_line_keeps_its_parts():
 
 def test_a_word_with_a_lone_apostrophe_is_no_command_line():
     word = Word("it's --seed 3")
-    assert word.split() == [word]
+    assert split_quoted(word) == [word]
     script = 'echo "don\'t use --seed 3"\npython x.py --seq-length 8'
     assert parse(script).settings["seq_length"] == 8
 

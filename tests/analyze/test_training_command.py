@@ -85,7 +85,7 @@ def test_words_that_are_flags_of_their_own_are_noted_and_passed_over():
         ),
         (
             "python pretrain_gpt.py --seq-length 8\npython pretrain_gpt.py --seq-length 16",
-            "2 training commands have other flags",
+            "2 commands train, with other words; put thdprof in front",
         ),
         ("ls -l", "no command with Megatron-LM's flags"),
         ("python pretrain_gpt.py --seq-length '8", "train.sh"),

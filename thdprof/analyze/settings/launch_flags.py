@@ -16,14 +16,14 @@ from thdprof.analyze.settings.megatron_flags import (
     FLAGS,
     PRINTING_COMMANDS,
 )
-from thdprof.analyze.settings.shell import Command, OpenPart, Script, Word
+from thdprof.analyze.settings.shell import Command, OpenPart, Script, Word, split_quoted
 from thdprof.errors import UsageError
 from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS
 from thdprof.training import to_give
 
 SCRIPT_ARGUMENTS = ("$@", "$*")
 """Expansions that stand for the script's own arguments."""
-_OTHER_FORM = (
+OTHER_FORM = (
     "put thdprof in front of the command that trains, where bash has decided: "
     "thdprof analyze -o plan.yaml -- torchrun ..."
 )
@@ -35,14 +35,12 @@ class BlockError(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """One place where a flag is given."""
+    """A flag as the command gives it."""
 
     flag: str
     """The flag with its dashes."""
     place: str
     """The place as messages name it: `run.sh, line 4`."""
-    line: int
-    """Line of the script on which the flag is written, from 1; 0 without lines."""
     values: tuple[Word, ...]
     """The words that are the flag's arguments."""
     defaults_of: frozenset[str]
@@ -64,46 +62,41 @@ class Occurrence:
         return " ".join([f"{self.place}: {self.flag}", *self.texts])
 
 
-def training_commands(script: Script) -> list[Command]:
-    """The commands that train: those with a flag of Megatron-LM, not only flags of torchrun.
-
-    A command line that is quoted as one word is taken apart.
+def training_commands(script: Script) -> list[list[Word]]:
+    """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun.
 
     Raises:
         BlockError: a block decides whether one of them runs, or which flags it has.
     """
-    found: list[Command] = []
+    found: list[list[Word]] = []
     doubt: BlockError | None = None
     for command in script.commands:
-        words = [part for word in command.words for part in word.split()]
-        head = words[0].text if words else ""
-        is_pattern = head.startswith("-") and not script.is_list  # of a case statement
-        if is_pattern or PurePosixPath(head).name in PRINTING_COMMANDS:
+        if not command.words or PurePosixPath(command.words[0].text).name in PRINTING_COMMANDS:
             continue
-        trains, problem = any(_is_of_training(word.flag) for word in words), _find_block(script, command, words)
+        trains, problem = any(_is_of_training(word.flag) for word in command.words), _find_block(script, command)
         if trains and problem is not None:
             raise problem
         if trains:
-            found.append(Command(words))
-        elif any(word.text.endswith(".py") for word in words):
+            found.append(command.words)
+        elif any(word.text.endswith(".py") for word in command.words):
             doubt = doubt or problem
     if not found and doubt is not None:
         raise doubt
     return found
 
 
-def _find_block(script: Script, command: Command, words: list[Word]) -> BlockError | None:
-    """The error that a block decides on the command, which consists of `words`, or on its flags; None: none does."""
+def _find_block(script: Script, command: Command) -> BlockError | None:
+    """The error that a block decides on the command, or on its flags; None: none does."""
     if command.block is not None:
-        place = script.place(words[0].line)
+        place = script.place(command.words[0].line)
         return BlockError(
-            f"{place}: the command that trains stands {command.block}, which is not followed; {_OTHER_FORM}"
+            f"{place}: the command that trains stands {command.block}, which is not followed; {OTHER_FORM}"
         )
-    for word in words:
+    for word in command.words:
         for part in word.open_parts:
             if part.has_flags:
                 place = script.place(word.line)
-                return BlockError(f"{place}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
+                return BlockError(f"{place}: flags in {part.source}, which {part.reason}; {OTHER_FORM}")
     return None
 
 
@@ -111,8 +104,9 @@ def _is_of_training(name: str) -> bool:
     return name in FLAGS and not FLAGS[name].of_torchrun and not FLAGS[name].of_model
 
 
-def _find_occurrences(words: list[Word], script: Script) -> Iterator[Occurrence]:
-    """The known flags among the words of one command, in order."""
+def _find_occurrences(words: list[Word], script: Script) -> dict[str, Occurrence]:
+    """The known flags among the words of one command: the last occurrence of each, as argparse takes it."""
+    found: dict[str, Occurrence] = {}
     index = 0
     while index < len(words):
         word = words[index]
@@ -130,7 +124,8 @@ def _find_occurrences(words: list[Word], script: Script) -> Iterator[Occurrence]
             index += 1
         defaults_of = frozenset[str]().union(*(w.defaults_of for w in (word, *values)))
         place = script.place(word.line)
-        yield Occurrence(flag=word.flag, place=place, line=word.line, values=tuple(values), defaults_of=defaults_of)
+        found[word.flag] = Occurrence(flag=word.flag, place=place, values=tuple(values), defaults_of=defaults_of)
+    return found
 
 
 def _ends_values(word: Word, takes_list: bool) -> bool:
@@ -139,7 +134,12 @@ def _ends_values(word: Word, takes_list: bool) -> bool:
 
 
 class LaunchFlags:
-    """The known flags of a launch; where commands give other values for one flag, the flag is refused."""
+    """The known flags of a launch.
+
+    Raises:
+        BlockError: a block decides whether the command that trains runs, or which flags it has.
+        UsageError: several commands train, with other values of a flag.
+    """
 
     def __init__(self, script: Script, given: Mapping[str, Any]) -> None:
         self.script = script
@@ -152,13 +152,15 @@ class LaunchFlags:
         """Remarks for the user, each with the place in the script."""
         self.defaults_of: set[str] = set()
         """Variables whose defaults in the script the values come from that were looked up."""
-        self.occurrences: dict[str, list[Occurrence]] = {}
-        """Every known flag by name: the last occurrence in each command that has it, as argparse takes it."""
-        commands = [command.words for command in training_commands(script)]
-        read = commands or [*script.arrays.values(), *(word.split() for word in script.variables.values())]
-        for words in read:
-            for occurrence in {one.flag: one for one in _find_occurrences(words, script)}.values():
-                self.occurrences.setdefault(occurrence.flag, []).append(occurrence)
+        self.occurrences: dict[str, Occurrence] = {}
+        """Every known flag by name."""
+        commands = training_commands(script)
+        variables = [*script.arrays.values(), *(split_quoted(word) for word in script.variables.values())]
+        for words in commands or variables:
+            for flag, found in _find_occurrences(words, script).items():
+                before = self.occurrences.setdefault(flag, found)
+                if before.texts != found.texts:
+                    raise UsageError(f"{before.shown}, and {found.shown}: both are given; {OTHER_FORM}")
         if self.occurrences and not commands:
             self.notes.append(f"{self.where}: no command uses the flags; all of its variables are read")
         self._note_left_out(commands)
@@ -170,25 +172,19 @@ class LaunchFlags:
 
         Raises:
             BlockError: a block decides its value.
-            UsageError: commands disagree on the flag, or its value is not settled.
+            UsageError: its value is not settled.
         """
-        occurrences = self.occurrences.get(flag, [])
-        if not occurrences or name in self.from_caller:
+        found = self.occurrences.get(flag)
+        if found is None or name in self.from_caller:
             return None
         option = option or to_give(name)
-        last = occurrences[-1]
-        for other in occurrences[:-1]:
-            if other.texts != last.texts:
-                raise UsageError(
-                    f"{self.where}, lines {other.line} and {last.line}: commands disagree on {flag}; give {option}"
-                )
-        for word in last.values:
+        for word in found.values:
             for part in word.open_parts[:1]:
                 raise unsettled_error(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
-        if not last.values and FLAGS[flag].value != "switch":
-            raise UsageError(f"{last.shown} has no value; give {option}")
-        self.defaults_of |= last.defaults_of
-        return last
+        if not found.values and FLAGS[flag].value != "switch":
+            raise UsageError(f"{found.shown} has no value; give {option}")
+        self.defaults_of |= found.defaults_of
+        return found
 
     def one_or_note(
         self, flag: str, name: str, note: Callable[[str], None], option: str | None = None
@@ -242,7 +238,7 @@ class LaunchFlags:
             self.notes.append(f"{self.script.place(word.line)}: the file that it sources is not read")
         for flag in FLAGS.values():
             if flag.not_followed is not None and flag.name in self.occurrences:
-                place = self.occurrences[flag.name][0].place
+                place = self.occurrences[flag.name].place
                 self.notes.append(f"{place}: {flag.name}: {flag.not_followed}")
         found = self.occurrences.keys()
         if found & {*DATA_PATHS} and not found & {DOCUMENT_MASKING, CONVERSATIONS}:
@@ -261,7 +257,7 @@ class LaunchFlags:
 def unsettled_error(place: str, part: OpenPart, remedy: str) -> UsageError:
     """The error of a value that the script does not settle."""
     if part.in_block:
-        return BlockError(f"{place}: {part.source} {part.reason}; {remedy}, or {_OTHER_FORM}")
+        return BlockError(f"{place}: {part.source} {part.reason}; {remedy}, or {OTHER_FORM}")
     return UsageError(f"{place}: {part.source} {part.reason}; {remedy}")
 
 

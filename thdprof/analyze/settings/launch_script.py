@@ -582,11 +582,12 @@ class _ModelFlags:
 
     def _elsewhere(self) -> None:
         """Note flags that say that the model is another one than the other flags do, or that is not followed."""
-        last = {flag: found[-1] for flag, found in self.flags.occurrences.items()}
+        given = self.flags.occurrences
         for flag, (_, reason) in table.ELSEWHERE.items():
-            if flag in last:
-                self.unsettled.setdefault(flag, f"{last[flag].place}: {flag}: {reason}")
-        self.notes += [f"{last[flag].place}: {flag}: {taken}" for flag, taken in table.LEFT_OUT.items() if flag in last]
+            if flag in given:
+                self.unsettled.setdefault(flag, f"{given[flag].place}: {flag}: {reason}")
+        left_out = {flag: taken for flag, taken in table.LEFT_OUT.items() if flag in given}
+        self.notes += [f"{given[flag].place}: {flag}: {taken}" for flag, taken in left_out.items()]
 
 
 def _check_fp8_format(text: str) -> str:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thdprof.analyze.settings.launch_flags import holds_flags, note_unseen, training_commands, unsettled_error
+from thdprof.analyze.settings.launch_flags import (
+    OTHER_FORM,
+    holds_flags,
+    note_unseen,
+    training_commands,
+    unsettled_error,
+)
 from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.megatron_flags import FLAGS
 from thdprof.analyze.settings.recipe import settings_of_recipe
@@ -59,20 +65,19 @@ def read_training_command(script: Script, *, passed_over: re.Pattern[str] = UNNE
         UsageError: no command trains, several do with other flags, or a word on which the model depends is not settled
             by the text.
     """
-    commands = [_split_at_program(command.words) for command in training_commands(script)]
+    commands = training_commands(script)
     if not commands:
         raise UsageError(f"{script.where}: no command with Megatron-LM's flags found, such as --seq-length")
+    if len({tuple(word.text for word in words) for words in commands}) > 1:
+        raise UsageError(f"{script.where}: {len(commands)} commands train, with other words; {OTHER_FORM}")
+    program, words = _split_at_program(commands[-1])
     notes: list[str] = []
-    found = [_settle_words(words, script, notes, passed_over) for _, words in commands]
-    if any(words != found[-1] for words in found):
-        raise UsageError(
-            f"{script.where}: its {len(found)} training commands have other flags; give the flags of one in a file"
-        )
+    taken = _settle_words(words, script, notes, passed_over)
     notes += [f"{script.place(word.line)}: the file that it sources is not read" for word in script.sourced]
     known = {name: word for name, word in script.variables.items() if _ENVIRONMENT.fullmatch(name)}
     return TrainingCommand(
-        program=commands[-1][0],
-        words=found[-1],
+        program=program,
+        words=taken,
         environment={name: word.text for name, word in known.items() if not word.open_parts},
         notes=tuple(dict.fromkeys(notes)),
     )
