@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.training import Model
+from thdprof.training import Model, model_definitions
 
 FP8_FORMATS = ("e4m3", "hybrid")
 """Values of Megatron's --fp8-format, or of the field fp8."""
@@ -34,28 +34,33 @@ OF_COMMUNICATION = frozenset(
     )
 )
 """Fields of `Model` that say how a run communicates over data-parallel ranks: no times of a pass depend on them."""
-OF_THE_RUN = OF_COMMUNICATION | frozenset(
+OF_THE_RUN = frozenset(
     (
-        "hidden_dropout",
-        "attention_dropout",
-        "moe_expert_capacity_factor",
-        "tensor_model_parallel_size",
-        "sequence_parallel",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "precision",
-        "fp8_recipe",
-        "recompute_granularity",
-        "recompute_modules",
-        "recompute_num_layers",
-        "recompute_method",
-        "use_distributed_optimizer",
-        "gradient_accumulation_fusion",
+        *(name for name, definition in model_definitions().items() if definition.setting.swept),
+        *("hidden_dropout", "attention_dropout", "recompute_modules"),
     )
 )
 """Fields of `Model` that are choices of a run: every run of one architecture may make others."""
 ARCHITECTURE = frozenset(f.name for f in fields(Model)) - OF_THE_RUN
 """Fields of `Model` that are the same in every run of one architecture."""
+READ_APART = frozenset(
+    (
+        "gated_linear_unit",
+        "add_bias_linear",
+        "rotary",
+        "vocab_size",
+        "num_experts",
+        "num_moe_layers",
+        "moe_expert_capacity_factor",
+        "hybrid_layer_pattern",
+        "precision",
+        "fp8_recipe",
+        "lora_dim",
+        "lora_target_modules",
+        "lora_dropout",
+    )
+)
+"""Fields of `Model` that more than one key or flag of their own name decides, in recipes and in launch scripts."""
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """Fields without which nothing is known of a model."""
 

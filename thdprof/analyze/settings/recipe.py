@@ -9,6 +9,7 @@ from thdprof.analyze.settings.model_reading import (
     FP8_FORMATS,
     OF_COMMUNICATION,
     OF_THE_RUN,
+    READ_APART,
     VOCAB_MULTIPLE,
     ModelReading,
     Vocabulary,
@@ -29,24 +30,7 @@ _OTHER_NAMES = {
     "recompute_num_layers": ("recompute_num_layers", "activations_checkpoint_num_layers"),
 }
 """Names that some fields of `Model` have in recipes."""
-_READ_APART = (OF_COMMUNICATION - {"calculate_per_token_loss"}) | {
-    "precision",
-    "fp8_recipe",
-    "vocab_size",
-    "rotary",
-    "untie_embeddings_and_output_weights",
-    "num_moe_layers",
-    "hybrid_layer_pattern",
-    "moe_expert_capacity_factor",
-    "normalization",
-    "use_distributed_optimizer",
-    "gated_linear_unit",
-    "num_experts",
-    "add_bias_linear",
-    "lora_dim",
-    "lora_target_modules",
-    "lora_dropout",
-}
+_APART = READ_APART | (OF_COMMUNICATION - {"calculate_per_token_loss"}) | {"normalization", "use_distributed_optimizer"}
 """Fields of `Model` that more than one key decides, or a key of another meaning."""
 _CANONICAL = {
     "linear_q": "linear_qkv",
@@ -130,7 +114,7 @@ class _Recipe:
 
     def read(self) -> ModelReading:
         for field in model_definitions():
-            if field not in _READ_APART:
+            if field not in _APART:
                 self._take(field, *_OTHER_NAMES.get(field, (field,)))
         self._normalization()
         self._take("gated_linear_unit", "gated_linear_unit", *(["swiglu"] if self._get("swiglu") is not None else []))
@@ -139,7 +123,6 @@ class _Recipe:
             self.values["gated_linear_unit"] = any(word in activation for word in ("swiglu", "geglu", "reglu"))
         self._take("add_bias_linear", "add_bias_linear", "bias")
         shared = self._get("share_embeddings_and_output_weights")
-        self._take("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights")
         if isinstance(shared, bool):
             self.values["untie_embeddings_and_output_weights"] = not shared
         positions = self._get("position_embedding_type")
@@ -291,18 +274,9 @@ def _find_beside(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 _DDP = {
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "overlap_param_gather_with_optimizer_step": "overlap_param_gather_with_optimizer_step",
-    "align_param_gather": "align_param_gather",
-    "average_in_collective": "ddp_average_in_collective",
-    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
-    "check_for_nan_in_grad": "check_for_nan_in_grad",
-    "grad_reduce_in_fp32": "grad_reduce_in_fp32",
-    "fp8_param_gather": "fp8_param_gather",
-    "bucket_size": "ddp_bucket_size",
-    "num_buckets": "ddp_num_buckets",
-    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
+    name.removeprefix("ddp_"): name
+    for name in model_definitions()
+    if name in OF_COMMUNICATION - {"calculate_per_token_loss", "align_grad_reduce"}
 }
 """Keys of the wrapper, with the fields of `Model` that they give."""
 _OF_MIXED_PRECISION = ("grad_reduce_in_fp32", "fp8_param_gather")
