@@ -16,9 +16,10 @@ from pathlib import Path
 
 from thdprof.errors import DataError, UsageError
 
-_MOST_OF_SCRIPT, _MOST_OF_VALUE = 4 << 20, 1 << 20
-"""Characters of a script and of one variable; a longer value is open, so that doubling it again and again ends."""
+_MOST_OF_SCRIPT, _MOST_OF_VALUE, _MOST_OF_ARITHMETIC = 4 << 20, 1 << 20, 1000
+"""Characters of a script, of one variable and of `$(( ... ))`; so that doubling a value again and again ends."""
 _MOST_ELEMENTS = 1 << 14
+"""Words of an array, by the same reason."""
 _FIRST_MARK, _MOST_MARKS = 0xF0000, 0x1FFFE
 _MARK = re.compile("[\U000f0000-\U0010fffd]")
 """Characters of private use: one stands for an open part of a word, or follows text that is a variable's default."""
@@ -232,6 +233,7 @@ _QUOTED_RUN, _DEFAULT_RUN = re.compile(r"[^\\\"$`]+"), re.compile(r"[^\\'\"$`]+"
 _QUOTED_ESCAPE = re.compile(r"\\(?:([$`\"\\])|(\n)|)")
 _EXPANSION = re.compile(r"`[^`]*`?|\$(?:[A-Za-z_]\w*|[0-9@*#?$!({-]|)", re.ASCII)
 _ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[([@*])\]\}", re.ASCII)
+_NAME = re.compile(r"(?<!\w)[A-Za-z_]\w*", re.ASCII)
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?+])(.*))?", re.DOTALL | re.ASCII)
 
 
@@ -540,21 +542,18 @@ class _Reader:
 
     def _default(self, text: str, *, is_quoted: bool) -> str:
         """The value of `text`, where quotes around parts are dropped, and all else is as inside double quotes."""
-        around = self.text, self.at, self.line
-        self.text, self.at = text, 0
+        inner = _Reader(text, marks=self.marks)
+        inner.values, inner.line = self.values, self.line
         parts: list[str] = []
-        try:
-            while self.at < len(text):
-                if text[self.at] == '"':
-                    self.at += 1
-                elif text[self.at] == "'":
-                    stop = -1 if is_quoted else text.find("'", self.at + 1)
-                    parts.append(text[self.at + 1 : stop] if stop >= 0 else "'")
-                    self.at = max(self.at, stop) + 1
-                else:
-                    parts.append(self._join(self._quoted(_DEFAULT_RUN)))
-        finally:
-            self.text, self.at, self.line = around
+        while inner.at < len(text):
+            if text[inner.at] == '"':
+                inner.at += 1
+            elif text[inner.at] == "'":
+                stop = -1 if is_quoted else text.find("'", inner.at + 1)
+                parts.append(text[inner.at + 1 : stop] if stop >= 0 else "'")
+                inner.at = max(inner.at, stop) + 1
+            else:
+                parts.append(self._join(inner._quoted(_DEFAULT_RUN)))
         return "".join(parts)
 
     def _as_default(self, value: str, *names: str) -> str:
@@ -563,22 +562,17 @@ class _Reader:
         return _TEXT.sub(lambda word: word[0] + marks, value)
 
     def _arithmetic(self, source: str) -> str:
-        """The value of `$(( ... ))`; an open operand makes it open for the operand's reason."""
-        origins: set[str] = set()
-
-        def evaluate(value: str) -> int:
-            for part in self.marks.open_parts(value):
-                raise _OpenOperandError(self.marks.mark(part))
-            origins.update(self.marks.defaults_of(value))
-            return _evaluate(_MARK.sub("", value), lambda name: evaluate(self._value(f"${name}", is_quoted=True)))
-
+        """The value of `$(( ... ))`, where names stand for their values; an open operand makes it open."""
+        text = self._default(source[3:-2], is_quoted=True)
+        while not (parts := self.marks.open_parts(text)) and _NAME.search(text) and len(text) < _MOST_OF_ARITHMETIC:
+            text = _NAME.sub(lambda name: f"({self._value(f'${name[0]}', is_quoted=True).strip() or 0})", text)
+        if parts:
+            return self.marks.mark(parts[0])
         try:
-            result = evaluate(self._default(source[3:-2], is_quoted=True))
-        except _OpenOperandError as error:
-            return str(error)
+            result = _evaluate(_MARK.sub("", text))
         except (ValueError, RecursionError):
             return self._open(source, "is arithmetic that is not followed")
-        return self._as_default(str(result), *origins)
+        return self._as_default(str(result), *sorted(self.marks.defaults_of(text)))
 
 
 def _list(value: Word | list[Word] | None) -> list[Word]:
@@ -606,10 +600,6 @@ def _behind_closing(text: str, at: int, opening: str, closing: str) -> int:
     return len(text)
 
 
-class _OpenOperandError(Exception):
-    """Arithmetic needs a value that is not known; the text is its mark."""
-
-
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -620,7 +610,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 _NUMBER = re.compile(r"0|[1-9][0-9]*|0[xX][0-9a-fA-F]+")
 
 
-def _evaluate(text: str, variable: Callable[[str], int]) -> int:
+def _evaluate(text: str) -> int:
     """The value of the expression `text`, as far as bash and Python agree on it; a blank text is 0.
 
     Raises:
@@ -637,8 +627,6 @@ def _evaluate(text: str, variable: Callable[[str], int]) -> int:
     def integer(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             result = node.value
-        elif isinstance(node, ast.Name):
-            result = variable(node.id)
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             result = _OPERATORS[type(node.op)](integer(node.left), integer(node.right))
         else:
