@@ -107,30 +107,24 @@ def _is_of_training(name: str) -> bool:
 def _find_occurrences(words: list[Word], script: Script) -> dict[str, Occurrence]:
     """The known flags among the words of one command: the last occurrence of each, as argparse takes it."""
     found: dict[str, Occurrence] = {}
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
+    for index, word in enumerate(words):
         if word.flag not in FLAGS:
             continue
-        values: list[Word] = []
-        takes = FLAGS[word.flag].value
-        most = {"switch": 0, "list": len(words)}.get(takes, 1)
-        if "=" in word.marked:
-            values.append(word.behind_equals())
-            most = 0
-        while index < len(words) and len(values) < most and not _ends_values(words[index], takes == "list"):
-            values.append(words[index])
-            index += 1
+        values = (word.behind_equals(),) if "=" in word.marked else tuple(_values_of(word.flag, words[index + 1 :]))
         defaults_of = frozenset[str]().union(*(w.defaults_of for w in (word, *values)))
         place = script.place(word.line)
-        found[word.flag] = Occurrence(flag=word.flag, place=place, values=tuple(values), defaults_of=defaults_of)
+        found[word.flag] = Occurrence(flag=word.flag, place=place, values=values, defaults_of=defaults_of)
     return found
 
 
-def _ends_values(word: Word, takes_list: bool) -> bool:
-    """Whether a word is no value of the flag before it: a flag, or behind a list the script's own arguments."""
-    return word.is_flag or (takes_list and word.is_open and word.open_parts[0].source in SCRIPT_ARGUMENTS)
+def _values_of(flag: str, behind: list[Word]) -> Iterator[Word]:
+    """The values of a flag among the words behind it; a list ends at a flag, or at the script's own arguments."""
+    takes_list = FLAGS[flag].value == "list"
+    most = {"switch": 0, "list": len(behind)}.get(FLAGS[flag].value, 1)
+    for word in behind[:most]:
+        if word.is_flag or (takes_list and word.is_open and word.open_parts[0].source in SCRIPT_ARGUMENTS):
+            return
+        yield word
 
 
 class LaunchFlags:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -140,39 +142,27 @@ def read_frequency(text: str) -> int | list[int]:
     if not _LIST_TEXT.fullmatch(text):
         raise ValueError("is neither a whole number nor a list such as ([0]*3+[1]*58)")
     try:
-        value = _evaluate(ast.parse(text, mode="eval").body)
-    except (SyntaxError, MemoryError, RecursionError):
+        value: int | list[int] = _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError, TypeError):
         raise ValueError("is no list such as ([0]*3+[1]*58)") from None
     if isinstance(value, int):
         raise ValueError("is a number in brackets; write the number alone")
     return value
 
 
-def _evaluate(node: ast.expr) -> int | list[int]:
+def _evaluate(node: ast.expr) -> Any:
     """The value of lists of whole numbers that are added and repeated; nothing else, and nothing long."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return min(node.value, _MOST_LAYERS + 1)
+        return node.value
     if isinstance(node, ast.List):
-        values = [_evaluate(entry) for entry in node.elts]
-        if any(isinstance(value, list) for value in values):
-            raise ValueError("has a list within a list")
-        return [value for value in values if isinstance(value, int)]
+        return [operator.index(_evaluate(entry)) for entry in node.elts]
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
-        raise ValueError("is no list such as ([0]*3+[1]*58)")
-    left, right, adds = _evaluate(node.left), _evaluate(node.right), isinstance(node.op, ast.Add)
-    if isinstance(left, int) and isinstance(right, int):
-        return min(left + right if adds else left * right, _MOST_LAYERS + 1)
-    if isinstance(left, list) and isinstance(right, list):
-        if not adds:
-            raise ValueError("multiplies two lists")
-        parts, count = left + right, 1
-    elif adds:
-        raise ValueError("adds a list and a number")
-    else:
-        parts, count = (left, right) if isinstance(left, list) else (right, left)  # type: ignore[assignment]
-    if len(parts) * count > _MOST_LAYERS:
+        raise TypeError("no number, no list, no sum and no product")
+    sides, adds = [_evaluate(node.left), _evaluate(node.right)], isinstance(node.op, ast.Add)
+    sizes = [len(side) if isinstance(side, list) else side for side in sides]
+    if (sum(sizes) if adds else math.prod(sizes)) > _MOST_LAYERS:
         raise ValueError(f"has more than {_MOST_LAYERS} entries")
-    return parts * count
+    return operator.add(*sides) if adds else operator.mul(*sides)
 
 
 def read_pattern(text: str) -> dict[str, Any]:
