@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.sample_files import write_lines
 
+from thdprof.analyze.settings.resolved_model import read_model_file
 from thdprof.analyze.settings.training_command import find_refusals
 from thdprof.plan import OffloadPart, load_plan
 
@@ -185,5 +186,5 @@ def test_what_a_recipe_offloads_is_held_against_the_plan(thdprof, documents, tmp
     plan = load_plan(file)
     offload = OffloadPart(modules=["core_attn"])
     offloading = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"offload": offload})})
-    lines, _ = find_refusals(offloading, script=None, model_file=recipe)
+    lines, _ = find_refusals(offloading, script=None, recipe=read_model_file(recipe).config)
     assert lines == ["graphs.offload: it was not checked with FP8 or FP4; set it to null"]

@@ -98,7 +98,7 @@ def analyze(
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-    refused, reason = find_refusals(plan, script=request.script, model_file=request.model_file)
+    refused, reason = find_refusals(plan, script=request.script, recipe=request.recipe)
     for line in refused:
         streams.say(f"training by this plan would be refused: {line}")
     if reason is not None:

@@ -100,6 +100,8 @@ class ModelReading:
     """Fields that the file gives but does not settle, by name, with the reason as a sentence without its end."""
     training: Mapping[str, Any] = _EMPTY
     """Training settings that the file gives beside the model, by name."""
+    config: Mapping[str, Any] | None = None
+    """The fields of TransformerConfig and of its wrapper by name, where the file is a recipe that gives them."""
     of_a_run: bool = True
     """Whether the file describes a run, and not an architecture alone."""
     notes: tuple[str, ...] = field(default=())

@@ -78,33 +78,16 @@ _SCALINGS = (
 """Parts of the names of Megatron-Bridge's recipes, the first that fits, with the scaling that they set."""
 
 
-def is_recipe(content: Mapping[str, Any]) -> bool:
-    """Whether `content` has a mapping with TransformerConfig's keys in it."""
-    return _find_architecture(content) is not None
+def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading | None:
+    """What the recipe `content` says of the model and of the run; None where it is no recipe.
 
-
-def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading:
-    """What the recipe `content` says of the model and of the run; `source` is its file, as the user named it.
+    `source` is its file, as the user named it.
 
     Raises:
         DataError: a key has an impossible value.
     """
-    return _Recipe(content, source).read()
-
-
-def settings_of_recipe(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The fields of TransformerConfig that a recipe trains with, by name; None where it is no recipe.
-
-    Those of its precision, of its overlap of communication and of its wrapper stand beside the model's.
-    """
     path = _find_architecture(content)
-    if path is None:
-        return None
-    beside = [_mapping(content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
-    fields: dict[str, Any] = {}
-    for place in (*reversed(_find_beside(content)), path[0], *beside):
-        fields |= {name: value for name, value in place.items() if value is not None}
-    return fields
+    return None if path is None else _Recipe(content, path, source).read()
 
 
 def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
@@ -123,8 +106,7 @@ def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | 
 class _Recipe:
     """Looks keys up in the mapping of the architecture, then in those around it, then beside it."""
 
-    def __init__(self, content: Mapping[str, Any], source: str) -> None:
-        path = _find_architecture(content) or [content]
+    def __init__(self, content: Mapping[str, Any], path: list[Mapping[str, Any]], source: str) -> None:
         self.content = content
         self.source = source
         self.shown = f"--model {source}"
@@ -166,7 +148,16 @@ class _Recipe:
             origins=self.origins,
             unsettled=self.unsettled,
             training=self._training(),
+            config=self._config(),
         )
+
+    def _config(self) -> dict[str, Any]:
+        """The fields of TransformerConfig: innermost last, then those of its parts beside the model's."""
+        beside = [_mapping(self.content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
+        fields: dict[str, Any] = {}
+        for place in (*reversed(_find_beside(self.content)), self.places[0], *beside):
+            fields |= {name: value for name, value in place.items() if value is not None}
+        return fields
 
     def _get(self, *names: str) -> Any:
         """The value of the first key that has one, in the innermost mapping that has it."""

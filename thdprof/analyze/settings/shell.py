@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thdprof.errors import DataError, UsageError
+from thdprof.errors import UsageError
+from thdprof.files import read_text
 
 _MOST_OF_SCRIPT, _MOST_OF_VALUE, _MOST_OF_ARITHMETIC = 4 << 20, 1 << 20, 1000
 """Characters of a script, of one variable and of `$(( ... ))`; so that doubling a value again and again ends."""
@@ -164,12 +165,7 @@ class Launch:
             variables = {name: Word(value) for name, value in self.environment.items()}
             command = Command([part for word in self.command for part in split_quoted(Word(word))])
             return Script(where="the command line", commands=[command], variables=variables)
-        try:
-            text = self.file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"--megatron-args {self.file}: cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"--megatron-args {self.file}: is not text: {error}") from error
+        text = read_text(self.file, where=f"--megatron-args {self.file}", kind="text")
         return read_script(text, where=str(self.file))
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.settings.launch_flags import (
     OTHER_FORM,
@@ -18,10 +17,8 @@ from thdprof.analyze.settings.launch_flags import (
 )
 from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.megatron_flags import FLAGS
-from thdprof.analyze.settings.recipe import settings_of_recipe
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
-from thdprof.files import parse_yaml, read_text
 from thdprof.megatron_limits import Run, limits_of
 from thdprof.megatron_limits.command_line import refused_beforehand
 
@@ -134,7 +131,9 @@ def _settle_words(
 # --- what `install` would refuse, by the table of limits that `install` reads -----------------------------------------
 
 
-def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None) -> tuple[list[str], str | None]:
+def find_refusals(
+    plan: Plan, *, script: Script | None, recipe: Mapping[str, Any] | None
+) -> tuple[list[str], str | None]:
     """A line for every setting with which training by `plan` would be refused; and why others are not known, or None.
 
     The settings of a script are not known where a word is not settled that the analysis itself did not need.
@@ -142,7 +141,7 @@ def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None)
     Args:
         plan: the plan of the analysis.
         script: the launch; None without one.
-        model_file: the file of --model; one that is no recipe says nothing of the trainer.
+        recipe: fields of TransformerConfig, where --model names a recipe.
     """
     lines: list[str] = []
     unknown: str | None = None
@@ -153,10 +152,7 @@ def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None)
             lines += refused_beforehand(plan, read_training_command(script, passed_over=_OF_NO_LIMIT).words)
         except UsageError as error:
             unknown = str(error)
-    if model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
-        content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
-        fields = settings_of_recipe(content) if isinstance(content, dict) else None
-        if fields is not None:
-            run = Run.from_recipe(fields, plan, os.environ)
-            lines += [limit.in_fields(run) for limit in limits_of(run)]
+    if recipe is not None:
+        run = Run.from_recipe(recipe, plan, os.environ)
+        lines += [limit.in_fields(run) for limit in limits_of(run)]
     return lines, unknown
