@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.sample_files import write_lines
 
+from thdprof.analyze.settings.launch_flags import find_refusals
 from thdprof.analyze.settings.resolved_model import read_model_file
-from thdprof.analyze.settings.training_command import find_refusals
 from thdprof.plan import OffloadPart, load_plan
 
 ARGUMENTS = (

@@ -61,9 +61,9 @@ def analyze(
     from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.captures import read_choice
+    from thdprof.analyze.settings.launch_flags import find_refusals
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.request import read_request
-    from thdprof.analyze.settings.training_command import find_refusals
     from thdprof.files import check_not_inputs
 
     to_stdout = str(output) == "-"

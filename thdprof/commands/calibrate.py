@@ -136,7 +136,8 @@ def _measure_script(launch: Launch, asked: Mapping[str, Any], *, began: float) -
     import os
     import warnings
 
-    from thdprof.analyze.settings.training_command import count_microbatches, read_training_command
+    from thdprof.analyze.settings.launch_flags import read_training_command
+    from thdprof.analyze.settings.launch_script import count_microbatches
 
     script = launch.read()
     command = read_training_command(script)

@@ -1,13 +1,14 @@
-"""Megatron-LM's flags in a launch: which commands train, and the one settled value of each flag."""
+"""The command of a launch that trains: the settled value of each flag, and its words for Megatron's own parser."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.settings.megatron_flags import (
     CONVERSATIONS,
@@ -18,12 +19,16 @@ from thdprof.analyze.settings.megatron_flags import (
 )
 from thdprof.analyze.settings.shell import Command, OpenPart, Script, Word, split_quoted
 from thdprof.errors import UsageError
-from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS
+from thdprof.megatron_limits import Run, limits_of
+from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS, refused_beforehand
 from thdprof.training import to_give
 
-SCRIPT_ARGUMENTS = ("$@", "$*")
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+_SCRIPT_ARGUMENTS = ("$@", "$*")
 """Expansions that stand for the script's own arguments."""
-OTHER_FORM = (
+_OTHER_FORM = (
     "put thdprof in front of the command that trains, where bash has decided: "
     "thdprof analyze -o plan.yaml -- torchrun ..."
 )
@@ -62,7 +67,7 @@ class Occurrence:
         return " ".join([f"{self.place}: {self.flag}", *self.texts])
 
 
-def training_commands(script: Script) -> list[list[Word]]:
+def _training_commands(script: Script) -> list[list[Word]]:
     """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun.
 
     Raises:
@@ -90,13 +95,13 @@ def _find_block(script: Script, command: Command) -> BlockError | None:
     if command.block is not None:
         place = script.place(command.words[0].line)
         return BlockError(
-            f"{place}: the command that trains stands {command.block}, which is not followed; {OTHER_FORM}"
+            f"{place}: the command that trains stands {command.block}, which is not followed; {_OTHER_FORM}"
         )
     for word in command.words:
         for part in word.open_parts:
             if part.has_flags:
                 place = script.place(word.line)
-                return BlockError(f"{place}: flags in {part.source}, which {part.reason}; {OTHER_FORM}")
+                return BlockError(f"{place}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
     return None
 
 
@@ -122,7 +127,7 @@ def _values_of(flag: str, behind: list[Word]) -> Iterator[Word]:
     takes_list = FLAGS[flag].value == "list"
     most = {"switch": 0, "list": len(behind)}.get(FLAGS[flag].value, 1)
     for word in behind[:most]:
-        if word.is_flag or (takes_list and word.is_open and word.open_parts[0].source in SCRIPT_ARGUMENTS):
+        if word.is_flag or (takes_list and word.is_open and word.open_parts[0].source in _SCRIPT_ARGUMENTS):
             return
         yield word
 
@@ -148,13 +153,13 @@ class LaunchFlags:
         """Variables whose defaults in the script the values come from that were looked up."""
         self.occurrences: dict[str, Occurrence] = {}
         """Every known flag by name."""
-        commands = training_commands(script)
+        commands = _training_commands(script)
         variables = [*script.arrays.values(), *(split_quoted(word) for word in script.variables.values())]
         for words in commands or variables:
             for flag, found in _find_occurrences(words, script).items():
                 before = self.occurrences.setdefault(flag, found)
                 if before.texts != found.texts:
-                    raise UsageError(f"{before.shown}, and {found.shown}: both are given; {OTHER_FORM}")
+                    raise UsageError(f"{before.shown}, and {found.shown}: both are given; {_OTHER_FORM}")
         if self.occurrences and not commands:
             self.notes.append(f"{self.where}: no command uses the flags; all of its variables are read")
         self._note_left_out(commands)
@@ -174,7 +179,7 @@ class LaunchFlags:
         option = option or to_give(name)
         for word in found.values:
             for part in word.open_parts[:1]:
-                raise unsettled_error(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
+                raise _unsettled_error(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
         if not found.values and FLAGS[flag].value != "switch":
             raise UsageError(f"{found.shown} has no value; give {option}")
         self.defaults_of |= found.defaults_of
@@ -244,27 +249,143 @@ class LaunchFlags:
             self.notes.append(f"{self.script.place(word.line)}: {word.flag} is not read; did you mean {meant}?")
         for words in commands:
             for before, word in pairwise(words):
-                if word.is_open and holds_flags(word, before):
-                    self.notes.append(note_unseen(self.script, word))
+                if word.is_open and _holds_flags(word, before):
+                    self.notes.append(_note_unseen(self.script, word))
 
 
-def unsettled_error(place: str, part: OpenPart, remedy: str) -> UsageError:
+def _unsettled_error(place: str, part: OpenPart, remedy: str) -> UsageError:
     """The error of a value that the script does not settle."""
     if part.in_block:
-        return BlockError(f"{place}: {part.source} {part.reason}; {remedy}, or {OTHER_FORM}")
+        return BlockError(f"{place}: {part.source} {part.reason}; {remedy}, or {_OTHER_FORM}")
     return UsageError(f"{place}: {part.source} {part.reason}; {remedy}")
 
 
-def holds_flags(word: Word, before: Word | None) -> bool:
+def _holds_flags(word: Word, before: Word | None) -> bool:
     """Whether an open word may hold flags of its own, and is no value of the flag before it."""
     is_value = before is not None and before.is_flag and "=" not in before.marked
-    return not is_value or word.open_parts[0].source in SCRIPT_ARGUMENTS
+    return not is_value or word.open_parts[0].source in _SCRIPT_ARGUMENTS
 
 
-def note_unseen(script: Script, word: Word) -> str:
+def _note_unseen(script: Script, word: Word) -> str:
     """The note on a word that may hold flags which the text does not show."""
     part = word.open_parts[0]
     return f"{script.place(word.line)}: {part.source} {part.reason}; flags in it are not seen"
+
+
+# --- the command for Megatron's own parser, and what `install` would refuse of its run -------------------------------
+
+_UNNEEDED = re.compile(
+    r"--(.*(data-path|data-args-path|data-cache|checkpoint|tensorboard|wandb|one-logger|vocab-file|merge-file).*|"
+    r"tokenizer-(?!type).*|save|load|save-.*|load-.*|ckpt-.*|async-save|split|mock-data|log-.*|logging-.*|exit-.*|"
+    r"eval-.*|profile|profile-.*|num-workers|dataloader-type|data-parallel-random-init|distributed-timeout-minutes|"
+    r"train-iters|train-samples|lr-.*|rampup-batch-size|step-batch-size-schedule|global-batch-size|"
+    r"timing-log-.*|no-load-.*|no-save-.*|"
+    r"finetune|non-persistent-.*|record-memory-history|memory-snapshot-path|inprocess-.*|fim-.*|skip-train)"
+)
+"""Flags on which the time of a step does not depend: of data, checkpoints, logs and the length of a run."""
+_OF_NO_LIMIT = re.compile(
+    rf"{_UNNEEDED.pattern}|--(tokenizer-.*|tiktoken-.*|.*vocab-size.*|no-create-attention-mask-in-dataloader|no-mmap.*)"
+)
+"""Flags that no limit depends on; Megatron-LM's examples choose them by whether there is data."""
+_ENVIRONMENT = re.compile(r"(NVTE|NCCL|TORCH|PYTORCH|MAMBA|CAUSAL_CONV1D)_[A-Z0-9_]+|CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCommand:
+    """The command that trains, as far as the time of a step depends on it."""
+
+    words: tuple[str, ...]
+    """Flags and values behind the program, without those of data, checkpoints and logs."""
+    environment: dict[str, str]
+    """Variables of the launch that change kernels or communication, with their values."""
+    notes: tuple[str, ...]
+    """Remarks for the user, each with the place in the script."""
+
+
+def read_training_command(script: Script, *, passed_over: re.Pattern[str] = _UNNEEDED) -> TrainingCommand:
+    """The training command of a launch. Flags that match `passed_over` are left out and need not be settled.
+
+    Raises:
+        UsageError: no command trains, several do with other flags, or a word on which the model depends is not settled
+            by the text.
+    """
+    commands = _training_commands(script)
+    if not commands:
+        raise UsageError(f"{script.where}: no command with Megatron-LM's flags found, such as --seq-length")
+    if len({tuple(word.text for word in words) for words in commands}) > 1:
+        raise UsageError(f"{script.where}: {len(commands)} commands train, with other words; {_OTHER_FORM}")
+    notes: list[str] = []
+    words = _settle_words(_behind_program(commands[-1]), script, notes, passed_over)
+    notes += [f"{script.place(word.line)}: the file that it sources is not read" for word in script.sourced]
+    known = {name: word for name, word in script.variables.items() if _ENVIRONMENT.fullmatch(name)}
+    return TrainingCommand(
+        words=words,
+        environment={name: word.text for name, word in known.items() if not word.open_parts},
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _behind_program(words: Sequence[Word]) -> Sequence[Word]:
+    """The words of a command behind the Python file that it runs; of a list of arguments alone, all of them."""
+    first = next(i for i, word in enumerate(words) if word.flag in FLAGS and not FLAGS[word.flag].of_torchrun)
+    for index in range(first - 1, -1, -1):
+        if words[index].text.endswith(".py"):
+            return words[index + 1 :]
+    start = max((i + 1 for i in range(first) if not words[i].is_flag and not (i and words[i - 1].is_flag)), default=0)
+    return words[start:]
+
+
+def _settle_words(
+    words: Sequence[Word], script: Script, notes: list[str], passed_over: re.Pattern[str]
+) -> tuple[str, ...]:
+    """The text of the words that are needed.
+
+    Raises:
+        UsageError: one of them is not known.
+    """
+    taken: list[Word] = []
+    is_needed, flag = True, ""
+    for word in words:
+        if word.is_flag:
+            flag = word.flag
+            is_needed = passed_over.fullmatch(flag) is None
+        if not is_needed:
+            continue
+        if word.is_open and _holds_flags(word, taken[-1] if taken else None):
+            notes.append(_note_unseen(script, word))
+            continue
+        for part in word.open_parts[:1]:
+            remedy = "write its value into a copy of the script"
+            raise _unsettled_error(f"{script.place(word.line)}: {flag}", part, remedy)
+        taken.append(word)
+    return tuple(word.text for word in taken)
+
+
+def find_refusals(
+    plan: Plan, *, script: Script | None, recipe: Mapping[str, Any] | None
+) -> tuple[list[str], str | None]:
+    """A line for every setting with which training by `plan` would be refused; and why others are not known, or None.
+
+    The settings of a script are not known where a word is not settled that the analysis itself did not need.
+
+    Args:
+        plan: the plan of the analysis.
+        script: the launch; None without one.
+        recipe: fields of TransformerConfig, where --model names a recipe.
+    """
+    lines: list[str] = []
+    unknown: str | None = None
+    if plan.graphs.impl == "none":
+        return lines, unknown
+    if script is not None:
+        try:
+            lines += refused_beforehand(plan, read_training_command(script, passed_over=_OF_NO_LIMIT).words)
+        except UsageError as error:
+            unknown = str(error)
+    if recipe is not None:
+        run = Run.from_recipe(recipe, plan, os.environ)
+        lines += [limit.in_fields(run) for limit in limits_of(run)]
+    return lines, unknown
 
 
 # --- flags that are nearly those that are read: most likely misspelt --------------------------------------------------

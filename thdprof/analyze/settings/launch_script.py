@@ -329,6 +329,18 @@ def _number(text: str) -> float | None:
         return None
 
 
+def count_microbatches(script: Script) -> int | None:
+    """Micro-batches of a step on one rank of the script's run; None where the script does not tell."""
+    try:
+        settings = read_launch(script).settings
+    except UsageError:
+        return None
+    if "global_batch_size" not in settings or "data_parallel_size" not in settings:
+        return None
+    at_once = settings.get("micro_batch_size", 1) * settings["data_parallel_size"]
+    return max(1, int(settings["global_batch_size"]) // int(at_once))
+
+
 # --- batch sizes that grow while a run trains -------------------------------------------------------------------------
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
