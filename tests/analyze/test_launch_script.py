@@ -245,6 +245,7 @@ def test_mixed_weights_are_refused_as_megatron_does():
         ("function f\n{\npython x.py \"$@\"\n}\nf --seq-length 8", "run.sh, line 5: the command that trains stands in a function (line 1), which is not followed; " + FRONT),
         ("case $A in\n8) python x.py --seq-length 8;;\nesac", "run.sh, line 2: the command that trains stands under a condition (line 1), which is not followed; " + FRONT),
         ("python x.py --seq-length 8\npython x.py --seq-length 9", "run.sh, line 1: --seq-length 8, and run.sh, line 2: --seq-length 9: both are given; " + FRONT),
+        ("SMALL='--seq-length 8'\nLARGE='--seq-length 9'", "run.sh, line 1: --seq-length 8, and run.sh, line 2: --seq-length 9: both are given; " + FRONT),
         ("python x.py --seq-length 4k", "run.sh, line 1: --seq-length 4k: not a whole number of at least 1; mend it or give --seq-length"),
         ("python x.py --seq-length --bf16", "run.sh, line 1: --seq-length has no value; give --seq-length"),
         ("python x.py --num-layers-per-virtual-pipeline-stage 2", "run.sh: --num-layers-per-virtual-pipeline-stage 2: needs --num-layers, which is not given; give --virtual-pipeline-size"),

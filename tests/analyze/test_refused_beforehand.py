@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import yaml
 from support.sample_files import write_lines
 
 from thdprof.analyze.settings.launch_flags import find_refusals
@@ -156,11 +159,14 @@ def test_a_recipes_settings_that_install_refuses_are_said(thdprof, documents, tm
     run = ["--loader", "single", "--packer", "first_fit_decreasing", "--seq-length", 64, "--global-batch-size", 4]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(clip="true", sharded="true"))
-    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == [
-        "qk_clip is True: it keeps a maximum in Python; set it to False",
-        "the model is wrapped in FullyShardedDataParallel: it moves parameters, whose places graphs keep; use "
-        "DistributedDataParallel",
-    ]
+    as_json = tmp_path / "recipe.json"
+    as_json.write_text(json.dumps(yaml.safe_load(recipe.read_text())))
+    for file in (recipe, as_json):
+        assert refused(thdprof("analyze", documents, *run, "--model", file, "--impl", "chunk")) == [
+            "qk_clip is True: it keeps a maximum in Python; set it to False",
+            "the model is wrapped in FullyShardedDataParallel: it moves parameters, whose places graphs keep; use "
+            "DistributedDataParallel",
+        ]
     recipe.write_text(RECIPE.format(clip="false", sharded="false"))
     assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == []
 

@@ -154,6 +154,24 @@ def test_a_quoted_command_line_keeps_its_parts():
     assert [word.is_open for word in words] == [False, False, True, False]
 
 
+def test_a_quoted_command_line_knows_its_own_assignments():
+    (command,) = shell("X=1\nbash -c 'X=8; x --a $X $Y'").commands
+    assert [word.text for word in command.words[2:]] == ["x", "--a", "8", "$Y"]
+    assert shell("X=1\nbash -c 'X=8; x --a $X'").variables["X"].text == "1"
+
+
+def test_an_assignment_in_front_of_a_command_ends_with_it():
+    script = shell("A=1\nA=2 B=3 x $A\ny $A $B\n")
+    assert [word.text for command in script.commands for word in command.words] == ["x", "1", "y", "1", "$B"]
+
+
+def test_words_of_arrays_keep_the_lines_on_which_they_are_written():
+    script = shell('A="x \\\n y"\nB=(\n z\n)\npython $A ${B[@]} \\\n w\n')
+    lines = {word.text: word.line for word in script.commands[0].words}
+    assert lines == {"python": 6, "x": 6, "y": 6, "z": 4, "w": 7}
+    assert (script.variables["A"].line, script.arrays["B"][0].place) == (1, "run.sh, line 4")
+
+
 def test_a_word_with_a_lone_apostrophe_is_no_command_line():
     word = Word("it's --seed 3")
     assert split_quoted(word) == [word]

@@ -17,7 +17,7 @@ from thdprof.analyze.settings.megatron_flags import (
     FLAGS,
     PRINTING_COMMANDS,
 )
-from thdprof.analyze.settings.shell import Command, OpenPart, Script, Word, split_quoted
+from thdprof.analyze.settings.shell import Command, Script, Word, split_quoted
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import Run, limits_of
 from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS, refused_beforehand
@@ -78,7 +78,7 @@ def _training_commands(script: Script) -> list[list[Word]]:
     for command in script.commands:
         if not command.words or PurePosixPath(command.words[0].text).name in PRINTING_COMMANDS:
             continue
-        trains, problem = any(_is_of_training(word.flag) for word in command.words), _find_block(script, command)
+        trains, problem = any(_is_of_training(word.flag) for word in command.words), _find_block(command)
         if trains and problem is not None:
             raise problem
         if trains:
@@ -90,18 +90,17 @@ def _training_commands(script: Script) -> list[list[Word]]:
     return found
 
 
-def _find_block(script: Script, command: Command) -> BlockError | None:
+def _find_block(command: Command) -> BlockError | None:
     """The error that a block decides on the command, or on its flags; None: none does."""
     if command.block is not None:
-        place = script.place(command.words[0].line)
+        place = command.words[0].place
         return BlockError(
             f"{place}: the command that trains stands {command.block}, which is not followed; {_OTHER_FORM}"
         )
     for word in command.words:
         for part in word.open_parts:
             if part.has_flags:
-                place = script.place(word.line)
-                return BlockError(f"{place}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
+                return BlockError(f"{word.place}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
     return None
 
 
@@ -109,7 +108,7 @@ def _is_of_training(name: str) -> bool:
     return name in FLAGS and not FLAGS[name].of_torchrun and not FLAGS[name].of_model
 
 
-def _find_occurrences(words: list[Word], script: Script) -> dict[str, Occurrence]:
+def _find_occurrences(words: list[Word]) -> dict[str, Occurrence]:
     """The known flags among the words of one command: the last occurrence of each, as argparse takes it."""
     found: dict[str, Occurrence] = {}
     for index, word in enumerate(words):
@@ -117,8 +116,7 @@ def _find_occurrences(words: list[Word], script: Script) -> dict[str, Occurrence
             continue
         values = (word.behind_equals(),) if "=" in word.marked else tuple(_values_of(word.flag, words[index + 1 :]))
         defaults_of = frozenset[str]().union(*(w.defaults_of for w in (word, *values)))
-        place = script.place(word.line)
-        found[word.flag] = Occurrence(flag=word.flag, place=place, values=values, defaults_of=defaults_of)
+        found[word.flag] = Occurrence(flag=word.flag, place=word.place, values=values, defaults_of=defaults_of)
     return found
 
 
@@ -156,7 +154,7 @@ class LaunchFlags:
         commands = _training_commands(script)
         variables = [*script.arrays.values(), *(split_quoted(word) for word in script.variables.values())]
         for words in commands or variables:
-            for flag, found in _find_occurrences(words, script).items():
+            for flag, found in _find_occurrences(words).items():
                 before = self.occurrences.setdefault(flag, found)
                 if before.texts != found.texts:
                     raise UsageError(f"{before.shown}, and {found.shown}: both are given; {_OTHER_FORM}")
@@ -178,8 +176,7 @@ class LaunchFlags:
             return None
         option = option or to_give(name)
         for word in found.values:
-            for part in word.open_parts[:1]:
-                raise _unsettled_error(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
+            _refuse_open(word, flag, f"give {option}")
         if not found.values and FLAGS[flag].value != "switch":
             raise UsageError(f"{found.shown} has no value; give {option}")
         self.defaults_of |= found.defaults_of
@@ -234,7 +231,7 @@ class LaunchFlags:
     def _note_left_out(self, commands: list[list[Word]]) -> None:
         """Note the parts of the script that are not followed or not seen."""
         for word in self.script.sourced:
-            self.notes.append(f"{self.script.place(word.line)}: the file that it sources is not read")
+            self.notes.append(f"{word.place}: the file that it sources is not read")
         for flag in FLAGS.values():
             if flag.not_followed is not None and flag.name in self.occurrences:
                 place = self.occurrences[flag.name].place
@@ -246,18 +243,23 @@ class LaunchFlags:
                 "training; add the flag"
             )
         for word, meant in near_misses(commands or self.script.arrays.values()):
-            self.notes.append(f"{self.script.place(word.line)}: {word.flag} is not read; did you mean {meant}?")
+            self.notes.append(f"{word.place}: {word.flag} is not read; did you mean {meant}?")
         for words in commands:
             for before, word in pairwise(words):
                 if word.is_open and _holds_flags(word, before):
-                    self.notes.append(_note_unseen(self.script, word))
+                    self.notes.append(_note_unseen(word))
 
 
-def _unsettled_error(place: str, part: OpenPart, remedy: str) -> UsageError:
-    """The error of a value that the script does not settle."""
-    if part.in_block:
-        return BlockError(f"{place}: {part.source} {part.reason}; {remedy}, or {_OTHER_FORM}")
-    return UsageError(f"{place}: {part.source} {part.reason}; {remedy}")
+def _refuse_open(word: Word, flag: str, remedy: str) -> None:
+    """Refuse a word of `flag` that the script does not settle.
+
+    Raises:
+        BlockError: a block decides the word.
+        UsageError: the text does not hold it.
+    """
+    for part in word.open_parts[:1]:
+        text = f"{word.place}: {flag}: {part.source} {part.reason}; {remedy}"
+        raise BlockError(f"{text}, or {_OTHER_FORM}") if part.in_block else UsageError(text)
 
 
 def _holds_flags(word: Word, before: Word | None) -> bool:
@@ -266,10 +268,10 @@ def _holds_flags(word: Word, before: Word | None) -> bool:
     return not is_value or word.open_parts[0].source in _SCRIPT_ARGUMENTS
 
 
-def _note_unseen(script: Script, word: Word) -> str:
+def _note_unseen(word: Word) -> str:
     """The note on a word that may hold flags which the text does not show."""
     part = word.open_parts[0]
-    return f"{script.place(word.line)}: {part.source} {part.reason}; flags in it are not seen"
+    return f"{word.place}: {part.source} {part.reason}; flags in it are not seen"
 
 
 # --- the command for Megatron's own parser, and what `install` would refuse of its run -------------------------------
@@ -315,8 +317,8 @@ def read_training_command(script: Script, *, passed_over: re.Pattern[str] = _UNN
     if len({tuple(word.text for word in words) for words in commands}) > 1:
         raise UsageError(f"{script.where}: {len(commands)} commands train, with other words; {_OTHER_FORM}")
     notes: list[str] = []
-    words = _settle_words(_behind_program(commands[-1]), script, notes, passed_over)
-    notes += [f"{script.place(word.line)}: the file that it sources is not read" for word in script.sourced]
+    words = _settle_words(_behind_program(commands[-1]), notes, passed_over)
+    notes += [f"{word.place}: the file that it sources is not read" for word in script.sourced]
     known = {name: word for name, word in script.variables.items() if _ENVIRONMENT.fullmatch(name)}
     return TrainingCommand(
         words=words,
@@ -335,9 +337,7 @@ def _behind_program(words: Sequence[Word]) -> Sequence[Word]:
     return words[start:]
 
 
-def _settle_words(
-    words: Sequence[Word], script: Script, notes: list[str], passed_over: re.Pattern[str]
-) -> tuple[str, ...]:
+def _settle_words(words: Sequence[Word], notes: list[str], passed_over: re.Pattern[str]) -> tuple[str, ...]:
     """The text of the words that are needed.
 
     Raises:
@@ -352,11 +352,9 @@ def _settle_words(
         if not is_needed:
             continue
         if word.is_open and _holds_flags(word, taken[-1] if taken else None):
-            notes.append(_note_unseen(script, word))
+            notes.append(_note_unseen(word))
             continue
-        for part in word.open_parts[:1]:
-            remedy = "write its value into a copy of the script"
-            raise _unsettled_error(f"{script.place(word.line)}: {flag}", part, remedy)
+        _refuse_open(word, flag, "write its value into a copy of the script")
         taken.append(word)
     return tuple(word.text for word in taken)
 

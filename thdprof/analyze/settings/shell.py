@@ -46,7 +46,9 @@ class OpenPart:
 class _Marks:
     """What characters of private use stand for: open parts, and the names of variables whose defaults are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "the command line") -> None:
+        self.where = where
+        """Name of the text in messages."""
         self.meanings: list[OpenPart | str] = []
         self.marks: dict[OpenPart | str, str] = {}
 
@@ -82,6 +84,11 @@ class Word:
         """The word as a message shows it: open parts stand as the script writes them."""
         parts = iter(self.marks.meanings_in(self.marked))
         return _MARK.sub(lambda _: part.source if isinstance(part := next(parts), OpenPart) else "", self.marked)
+
+    @property
+    def place(self) -> str:
+        """The line on which it stands, as messages name it."""
+        return f"{self.marks.where}, line {self.line}" if self.line else self.marks.where
 
     @property
     def flag(self) -> str:
@@ -138,10 +145,6 @@ class Script:
     sourced: Sequence[Word] = ()
     """Names of the files that the script sources; the files are not read."""
 
-    def place(self, line: int) -> str:
-        """A line of the script as messages name it."""
-        return f"{self.where}, line {line}" if line else self.where
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -178,7 +181,7 @@ def read_script(text: str, *, where: str) -> Script:
     if len(text) > _MOST_OF_SCRIPT:
         raise UsageError(f"{where}: {len(text)} characters; a launch script has at most {_MOST_OF_SCRIPT}")
     text = _MARK.sub("\ufffd", text.replace("\r\n", "\n"))
-    reader = _Reader(text, is_list=_LIST.match(text) is not None)
+    reader = _Reader(text, _Marks(where), is_list=_LIST.match(text) is not None)
     try:
         reader.read()
     except _UnclosedQuoteError as error:
@@ -198,7 +201,7 @@ def split_quoted(word: Word) -> list[Word]:
     """The words of a command line that is quoted as one word; another word alone."""
     if not _COMMAND_LINE.search(word.marked):
         return [word]
-    reader = _Reader(word.marked, is_list=True, marks=word.marks)
+    reader = _Reader(word.marked, word.marks, is_list=True)
     try:
         reader.read()
     except _UnclosedQuoteError:
@@ -243,10 +246,9 @@ class _Reader:
     An assignment in a block, which may not be carried out, leaves its variable open.
     """
 
-    def __init__(self, text: str, *, is_list: bool = False, marks: _Marks | None = None) -> None:
+    def __init__(self, text: str, marks: _Marks, *, is_list: bool = False) -> None:
         self.text, self.at, self.line = text, 0, 1
-        self.is_list = is_list
-        self.marks = marks or _Marks()
+        self.marks, self.is_list = marks, is_list
         self.values: dict[str, Word | list[Word]] = {}
         """Values of variables; that of an array is a list."""
         self.commands: list[Command] = []
@@ -538,7 +540,7 @@ class _Reader:
 
     def _default(self, text: str, *, is_quoted: bool) -> str:
         """The value of `text`, where quotes around parts are dropped, and all else is as inside double quotes."""
-        inner = _Reader(text, marks=self.marks)
+        inner = _Reader(text, self.marks)
         inner.values, inner.line = self.values, self.line
         parts: list[str] = []
         while inner.at < len(text):
