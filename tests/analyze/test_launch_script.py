@@ -237,6 +237,7 @@ def test_mixed_weights_are_refused_as_megatron_does():
         ("torchrun --nproc_per_node gpu x.py --seq-length 8", "run.sh, line 1: --nproc_per_node gpu: not a whole number of at least 1; mend it or give --data-parallel-size"),
         ("X=1\nif [ $A = 2 ]; then\n  X=2\nfi\npython x.py --micro-batch-size $X", "run.sh, line 5: --micro-batch-size: $X is set under a condition (line 3); give --micro-batch-size, or " + FRONT),
         ("[ -n $A ] && X=2 || X=3\npython x.py --micro-batch-size $X", "run.sh, line 2: --micro-batch-size: $X is set under a condition (line 1); give --micro-batch-size, or " + FRONT),
+        ("[ -n $A ] &&\n  # on another node\n\n  X=2\npython x.py --micro-batch-size $X", "run.sh, line 5: --micro-batch-size: $X is set under a condition (line 4); give --micro-batch-size, or " + FRONT),
         ("for M in 1 2; do\npython x.py --micro-batch-size $M\ndone", "run.sh, line 2: the command that trains stands in a loop (line 1), which is not followed; " + FRONT),
         ("A=(--seq-length 8)\nif $B; then\nA+=(--context-parallel-size 2)\nfi\npython x.py ${A[@]}", "run.sh, line 3: flags in $A, which is set under a condition (line 3); " + FRONT),
         ('A="--seq-length 8"\n$B && A="$A --context-parallel-size 2"\npython x.py $A', "run.sh, line 3: flags in $A, which is set under a condition (line 2); " + FRONT),

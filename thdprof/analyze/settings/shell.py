@@ -267,8 +267,8 @@ class _Reader:
         while self.at < len(self.text):
             assigns = self._read_command(is_conditional)
             ending = self._skip(_ENDING)
-            if self.text.startswith("\n", self.at):
-                self._newline()
+            while self._newline() or self._skip(_BLANK):
+                pass
             is_conditional = ending == "||" or (ending == "&&" and (is_conditional or not assigns))
 
     def _read_command(self, is_conditional: bool) -> bool:
@@ -279,11 +279,9 @@ class _Reader:
         while self.at < len(self.text):
             c = self.text[self.at]
             begins = not words and not replaced and not declares
-            if self._skip(_BLANK):
+            if self._skip(_BLANK) or (self.is_list and self._newline()):
                 continue
-            if c == "\n" and self.is_list:
-                self._newline()
-            elif _REDIRECTION.match(self.text, self.at):
+            if _REDIRECTION.match(self.text, self.at):
                 self._redirect()
             elif c in "\n;&|()":
                 break
@@ -349,13 +347,16 @@ class _Reader:
         self._pass(match.end())
         return match[0]
 
-    def _newline(self) -> None:
-        """Pass the end of a line, and the here-documents that follow it."""
+    def _newline(self) -> bool:
+        """Pass the end of a line, if one is here, and the here-documents that follow it; whether there was one."""
+        if not self.text.startswith("\n", self.at):
+            return False
         self._pass(self.at + 1)
         for last_line in self.heredocs:
             last = last_line.search(self.text, self.at)
             self._pass(len(self.text) if last is None else last.end())
         self.heredocs = []
+        return True
 
     def _redirect(self) -> None:
         """Pass a redirection and its file."""
@@ -435,11 +436,9 @@ class _Reader:
         elements: list[Word] = []
         self.at += 1
         while self.at < len(self.text) and self.text[self.at] != ")":
-            if self.text[self.at] == "\n":
-                self._newline()
-            elif self.text[self.at] in ";&|(<>":
+            if self.text[self.at] in ";&|(<>":
                 self.at += 1
-            elif not self._skip(_BLANK):
+            elif not self._newline() and not self._skip(_BLANK):
                 elements += self._word()
         self.at += 1
         return elements
