@@ -12,11 +12,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from thdprof.analyze.settings.launch_flags import near_misses
+from thdprof.analyze.settings.launch_flags import near_misses, training_words
 from thdprof.analyze.settings.launch_script import read_launch, read_schedule
 from thdprof.analyze.settings.megatron_flags import FLAGS
 from thdprof.analyze.settings.shell import read_script
-from thdprof.analyze.settings.training_command import read_training_command
 from thdprof.errors import UsageError
 from thdprof.training import definitions
 
@@ -238,6 +237,7 @@ def test_mixed_weights_are_refused_as_megatron_does():
         ("torchrun --nproc_per_node gpu x.py --seq-length 8", "run.sh, line 1: --nproc_per_node gpu: not a whole number of at least 1; mend it or give --data-parallel-size"),
         ("X=1\nif [ $A = 2 ]; then\n  X=2\nfi\npython x.py --micro-batch-size $X", "run.sh, line 5: --micro-batch-size: $X is set under a condition (line 3); give --micro-batch-size, or " + FRONT),
         ("[ -n $A ] && X=2 || X=3\npython x.py --micro-batch-size $X", "run.sh, line 2: --micro-batch-size: $X is set under a condition (line 1); give --micro-batch-size, or " + FRONT),
+        ("[ -n $A ] &&\n  # on another node\n\n  X=2\npython x.py --micro-batch-size $X", "run.sh, line 5: --micro-batch-size: $X is set under a condition (line 4); give --micro-batch-size, or " + FRONT),
         ("for M in 1 2; do\npython x.py --micro-batch-size $M\ndone", "run.sh, line 2: the command that trains stands in a loop (line 1), which is not followed; " + FRONT),
         ("A=(--seq-length 8)\nif $B; then\nA+=(--context-parallel-size 2)\nfi\npython x.py ${A[@]}", "run.sh, line 3: flags in $A, which is set under a condition (line 3); " + FRONT),
         ('A="--seq-length 8"\n$B && A="$A --context-parallel-size 2"\npython x.py $A', "run.sh, line 3: flags in $A, which is set under a condition (line 2); " + FRONT),
@@ -245,7 +245,8 @@ def test_mixed_weights_are_refused_as_megatron_does():
         ("f() {\npython x.py --seq-length 8\n}\nf", "run.sh, line 2: the command that trains stands in a function (line 1), which is not followed; " + FRONT),
         ("function f\n{\npython x.py \"$@\"\n}\nf --seq-length 8", "run.sh, line 5: the command that trains stands in a function (line 1), which is not followed; " + FRONT),
         ("case $A in\n8) python x.py --seq-length 8;;\nesac", "run.sh, line 2: the command that trains stands under a condition (line 1), which is not followed; " + FRONT),
-        ("python x.py --seq-length 8\npython x.py --seq-length 9", "run.sh, lines 1 and 2: commands disagree on --seq-length; give --seq-length"),
+        ("python x.py --seq-length 8\npython x.py --seq-length 9", "run.sh, line 1: --seq-length 8, and run.sh, line 2: --seq-length 9: both are given; " + FRONT),
+        ("SMALL='--seq-length 8'\nLARGE='--seq-length 9'", "run.sh, line 1: --seq-length 8, and run.sh, line 2: --seq-length 9: both are given; " + FRONT),
         ("python x.py --seq-length 4k", "run.sh, line 1: --seq-length 4k: not a whole number of at least 1; mend it or give --seq-length"),
         ("python x.py --seq-length --bf16", "run.sh, line 1: --seq-length has no value; give --seq-length"),
         ("python x.py --num-layers-per-virtual-pipeline-stage 2", "run.sh: --num-layers-per-virtual-pipeline-stage 2: needs --num-layers, which is not given; give --virtual-pipeline-size"),
@@ -438,9 +439,9 @@ def test_the_very_command_line_of_a_run_by_a_plan_is_read_as_the_run_without_it(
     assert parse(by_plan) == parse(alone)
     assert parse(by_plan).settings["seq_length"] == 64
     assert parse(alone).notes in ([], ["run.sh: does not tell the number of ranks; give --data-parallel-size"])
-    commands = [read_training_command(read_script(text, where="run.sh")) for text in (by_plan, alone)]
+    commands = [training_words(read_script(text, where="run.sh")) for text in (by_plan, alone)]
     assert commands[0] == commands[1]
-    assert commands[0].program == "pretrain_gpt.py"
+    assert commands[0][0] == "--num-layers"
 
 
 @pytest.mark.referee

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import yaml
 from support.sample_files import write_lines
 
-from thdprof.analyze.settings.training_command import find_refusals
+from thdprof.analyze.settings.launch_flags import find_refusals
+from thdprof.analyze.settings.resolved_model import read_model_file
 from thdprof.plan import OffloadPart, load_plan
 
 ARGUMENTS = (
@@ -155,11 +159,14 @@ def test_a_recipes_settings_that_install_refuses_are_said(thdprof, documents, tm
     run = ["--loader", "single", "--packer", "first_fit_decreasing", "--seq-length", 64, "--global-batch-size", 4]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(clip="true", sharded="true"))
-    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == [
-        "qk_clip is True: it keeps a maximum in Python; set it to False",
-        "the model is wrapped in FullyShardedDataParallel: it moves parameters, whose places graphs keep; use "
-        "DistributedDataParallel",
-    ]
+    as_json = tmp_path / "recipe.json"
+    as_json.write_text(json.dumps(yaml.safe_load(recipe.read_text())))
+    for file in (recipe, as_json):
+        assert refused(thdprof("analyze", documents, *run, "--model", file, "--impl", "chunk")) == [
+            "qk_clip is True: it keeps a maximum in Python; set it to False",
+            "the model is wrapped in FullyShardedDataParallel: it moves parameters, whose places graphs keep; use "
+            "DistributedDataParallel",
+        ]
     recipe.write_text(RECIPE.format(clip="false", sharded="false"))
     assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == []
 
@@ -185,5 +192,5 @@ def test_what_a_recipe_offloads_is_held_against_the_plan(thdprof, documents, tmp
     plan = load_plan(file)
     offload = OffloadPart(modules=["core_attn"])
     offloading = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"offload": offload})})
-    lines, _ = find_refusals(offloading, script=None, model_file=recipe)
+    lines, _ = find_refusals(offloading, script=None, recipe=read_model_file(recipe).config)
     assert lines == ["graphs.offload: it was not checked with FP8 or FP4; set it to null"]

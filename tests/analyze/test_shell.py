@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thdprof.analyze.settings.launch_script import MegatronArgs, read_launch
-from thdprof.analyze.settings.shell import OpenPart, Script, Word, read_script
+from thdprof.analyze.settings.shell import OpenPart, Script, Word, read_script, split_quoted
 from thdprof.errors import UsageError
 
 SYNTAX = st.sampled_from(
@@ -148,15 +148,33 @@ def test_braces_and_blocks_that_have_ended_decide_nothing():
 
 def test_a_quoted_command_line_keeps_its_parts():
     (command,) = shell("bash -c \"x --a=${A:-1} $B 'q $B' > log\"").commands
-    words = command.words[-1].split()
+    words = command.words[2:]
     assert [word.text for word in words] == ["x", "--a=1", "$B", "q $B"]
     assert words[1].defaults_of == {"A"}
     assert [word.is_open for word in words] == [False, False, True, False]
 
 
+def test_a_quoted_command_line_knows_its_own_assignments():
+    (command,) = shell("X=1\nbash -c 'X=8; x --a $X $Y'").commands
+    assert [word.text for word in command.words[2:]] == ["x", "--a", "8", "$Y"]
+    assert shell("X=1\nbash -c 'X=8; x --a $X'").variables["X"].text == "1"
+
+
+def test_an_assignment_in_front_of_a_command_ends_with_it():
+    script = shell("A=1\nA=2 B=3 x $A\ny $A $B\n")
+    assert [word.text for command in script.commands for word in command.words] == ["x", "1", "y", "1", "$B"]
+
+
+def test_words_of_arrays_keep_the_lines_on_which_they_are_written():
+    script = shell('A="x \\\n y"\nB=(\n z\n)\npython $A ${B[@]} \\\n w\n')
+    lines = {word.text: word.line for word in script.commands[0].words}
+    assert lines == {"python": 6, "x": 6, "y": 6, "z": 4, "w": 7}
+    assert (script.variables["A"].line, script.arrays["B"][0].place) == (1, "run.sh, line 4")
+
+
 def test_a_word_with_a_lone_apostrophe_is_no_command_line():
     word = Word("it's --seed 3")
-    assert word.split() == [word]
+    assert split_quoted(word) == [word]
     script = 'echo "don\'t use --seed 3"\npython x.py --seq-length 8'
     assert parse(script).settings["seq_length"] == 8
 

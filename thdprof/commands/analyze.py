@@ -61,9 +61,9 @@ def analyze(
     from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.captures import read_choice
+    from thdprof.analyze.settings.launch_flags import find_refusals
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.request import read_request
-    from thdprof.analyze.settings.training_command import find_refusals
     from thdprof.files import check_not_inputs
 
     to_stdout = str(output) == "-"
@@ -98,7 +98,7 @@ def analyze(
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-    refused, reason = find_refusals(plan, script=request.script, model_file=request.model_file)
+    refused, reason = find_refusals(plan, script=request.script, recipe=request.recipe)
     for line in refused:
         streams.say(f"training by this plan would be refused: {line}")
     if reason is not None:

@@ -29,23 +29,23 @@ def read_config(content: Mapping[str, Any], source: str) -> ModelReading:
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         model_type = ""
-    family = FAMILIES.get(model_type)
+    family = _FAMILIES.get(model_type)
     if family is None:
         _check_usual(content, model_type, shown)
     given = {key: value for key, value in content.items() if value is not None}
-    config = Config({**(family.defaults if family else {}), **given}, shown)
-    refuse_unknown_layers(config, model_type)
+    config = _Config({**(family.defaults if family else {}), **given}, shown)
+    _refuse_unknown_layers(config, model_type)
     if family is None:
-        refuse_unknown_names(config, model_type)
+        _refuse_unknown_names(config, model_type)
         family = _guess_family(config)
         named = f"model type {model_type}" if model_type else "its model type"
         notes.append(f"{shown}: {named} is not known by name; it is read by its usual keys")
     values = _shape(config, family)
-    if is_hybrid(config, model_type):
-        values |= read_hybrid(config, model_type)
+    if _is_hybrid(config, model_type):
+        values |= _read_hybrid(config, model_type)
     values |= _latent(config) if config.has("kv_lora_rank") else {}
     if "hybrid_layer_pattern" not in values or "E" in values["hybrid_layer_pattern"]:
-        values |= read_experts(config, model_type, values)
+        values |= _read_experts(config, model_type, values)
     if config.has("sliding_window") and config.value("use_sliding_window") is not False:
         notes.append(f"{shown}: windows of attention are not followed: it is taken as full within a document")
     values["hidden_dropout"] = config.number("hidden_dropout", "resid_pdrop", default=0.0)
@@ -88,7 +88,7 @@ def _check_usual(content: Mapping[str, Any], model_type: str, shown: str) -> Non
         raise DataError(f"{shown}: {known} lacks {', '.join(missing)}; is it the config.json of a language model?")
 
 
-def _shape(config: Config, family: Family) -> dict[str, Any]:
+def _shape(config: _Config, family: _Family) -> dict[str, Any]:
     """The fields that every decoder has."""
     hidden, heads = config.size(*_HIDDEN), config.size(*_HEADS)
     groups = config.size("num_key_value_heads", "num_kv_heads", default=heads)
@@ -100,7 +100,7 @@ def _shape(config: Config, family: Family) -> dict[str, Any]:
         "num_query_groups": groups,
         "kv_channels": config.size("head_dim", "attention_head_dim", default=None),
         "ffn_hidden_size": config.size(
-            DENSE_WIDTH, "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=4 * hidden
+            _DENSE_WIDTH, "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=4 * hidden
         ),
         "gated_linear_unit": family.gated_linear_unit,
         "normalization": family.normalization,
@@ -112,7 +112,7 @@ def _shape(config: Config, family: Family) -> dict[str, Any]:
     }
 
 
-def _latent(config: Config) -> dict[str, Any]:
+def _latent(config: _Config) -> dict[str, Any]:
     """The fields of multi-head latent attention."""
     return {
         "multi_latent_attention": True,
@@ -136,7 +136,7 @@ _NEEDED: Any = object()
 """Stands for a default where there is none."""
 
 
-class Config:
+class _Config:
     """A mapping of a file; a key with a null counts as missing.
 
     Values are looked up under several names, of which the first that has a value counts. A `DataError` names the key
@@ -205,7 +205,6 @@ class Config:
         return self._typed(name, list, "a list", None)  # type: ignore[no-any-return]
 
     def refusal(self, name: str, reason: str) -> DataError:
-        """The error that says why the value of key `name` cannot be."""
         return DataError(f"{self.shown}: {name} {_shorten(self.content.get(name))}: {reason}")
 
     def _typed(self, name: str, kind: type, words: str, default: Any) -> Any:
@@ -227,7 +226,7 @@ def _shorten(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class _Family:
     """What all models of one type share."""
 
     gated_linear_unit: bool = True
@@ -246,13 +245,13 @@ class Family:
     """Values of keys that transformers fills in for this type; files that it writes may leave them out."""
 
 
-_LLAMA = Family()
+_LLAMA = _Family()
 _GEMMA = replace(_LLAMA, tied=True, defaults={"head_dim": 256})
-_GPT = Family(gated_linear_unit=False, normalization="LayerNorm", add_bias_linear=True)
+_GPT = _Family(gated_linear_unit=False, normalization="LayerNorm", add_bias_linear=True)
 _GEMMA3 = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208}
 _QWEN3 = replace(_LLAMA, qk_layernorm=True, defaults={"head_dim": 128})
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+_FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "qwen2", "phi3", "granite", "qwen2_moe", "granitemoe", "granitemoeshared"), _LLAMA),
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss", "llama4", "llama4_text"), _LLAMA),
@@ -278,14 +277,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 """Every family by its model type."""
 
 
-def _guess_family(config: Config) -> Family:
+def _guess_family(config: _Config) -> _Family:
     """The family of a type that is not in the table, by its keys."""
     activation = config.value("hidden_act", "activation_function", "hidden_activation")
     gated = activation in ("silu", "swish", "swiglu", "geglu") or config.has("rms_norm_eps")
     layer_norm = config.has("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "do_layer_norm_before")
     layer_norm = layer_norm and not config.has("rms_norm_eps")
     bias = config.value("use_bias", "bias")
-    return Family(
+    return _Family(
         gated_linear_unit=gated,
         normalization="LayerNorm" if layer_norm else "RMSNorm",
         rotary=config.has("rope_theta", "rope_scaling", "rope_parameters", "rotary_pct", "rotary_dim"),
@@ -299,25 +298,19 @@ def _guess_family(config: Config) -> Family:
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
-DENSE_WIDTH = "intermediate_size_mlp"
+_DENSE_WIDTH = "intermediate_size_mlp"
 """Key of Llama 4 for the width of layers without experts; intermediate_size is that of an expert and the shared one."""
 _ONLY_EXPERTS = ("mixtral", "olmoe", "granitemoe", "granitemoeshared", "granitemoehybrid", "gpt_oss")
 """Types whose intermediate_size is the width of an expert."""
 
 
-def read_experts(config: Config, model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Model` for experts; empty where the model has none.
-
-    `values` holds the fields that are known already.
-
-    Raises:
-        DataError: a key has an impossible value.
-    """
+def _read_experts(config: _Config, model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for experts beside `values`, which are known already; none where the model has no experts."""
     name = next((name for name in _EXPERTS if config.has(name)), None)
     if name is None or not config.count(name):
         return {}
     width = config.size("moe_intermediate_size", default=None)
-    if width is None and (model_type in _ONLY_EXPERTS or config.has(DENSE_WIDTH)):
+    if width is None and (model_type in _ONLY_EXPERTS or config.has(_DENSE_WIDTH)):
         width = config.size("intermediate_size")
     layers = None if "num_moe_layers" in values else _count_expert_layers(config, values["num_layers"])
     return {
@@ -329,7 +322,7 @@ def read_experts(config: Config, model_type: str, values: Mapping[str, Any]) -> 
     }
 
 
-def _shared_width(config: Config, width: int | None) -> int | None:
+def _shared_width(config: _Config, width: int | None) -> int | None:
     """Width inside all shared experts together; None without any."""
     given: int | None = config.size(
         "moe_shared_expert_intermediate_size",
@@ -337,13 +330,13 @@ def _shared_width(config: Config, width: int | None) -> int | None:
         "shared_intermediate_size",
         default=None,
     )
-    number = 1 if config.has(DENSE_WIDTH) else config.count("n_shared_experts", "num_shared_experts")
+    number = 1 if config.has(_DENSE_WIDTH) else config.count("n_shared_experts", "num_shared_experts")
     if given is None and number and width is not None:
         return number * width
     return given
 
 
-def _count_expert_layers(config: Config, num_layers: int) -> int:
+def _count_expert_layers(config: _Config, num_layers: int) -> int:
     """How many layers hold experts: not the first ones, every so many-th, and none that are listed."""
     first = config.count("first_k_dense_replace")
     listed = config.value("moe_layer_freq")
@@ -388,12 +381,8 @@ _OTHER_LAYERS = ("mamba", "ssm", "linear_attn", "linear_attention", "delta", "rw
 """Parts of the names of keys that only models with other layers have."""
 
 
-def refuse_unknown_layers(config: Config, model_type: str) -> None:
-    """Refuse a model whose times would be those of another, since some of its layers are not known.
-
-    Raises:
-        DataError: naming the key that says so.
-    """
+def _refuse_unknown_layers(config: _Config, model_type: str) -> None:
+    """Refuse a model whose times would be those of another, since some of its layers are not known."""
     if model_type in _TYPES:
         return
     for key, words in _UNKNOWN_KEYS.items():
@@ -406,31 +395,23 @@ def refuse_unknown_layers(config: Config, model_type: str) -> None:
             raise DataError(f"{config.shown}: has layers of kind {kind!s:.40}, which are not known; leave --model out")
 
 
-def refuse_unknown_names(config: Config, model_type: str) -> None:
-    """Refuse a model of an unknown type whose keys tell of layers or experts that would be taken for other ones.
-
-    Raises:
-        DataError: naming the key that says so.
-    """
+def _refuse_unknown_names(config: _Config, model_type: str) -> None:
+    """Refuse a model of an unknown type whose keys tell of layers or experts that would be taken for other ones."""
     for key, value in config.content.items():
-        if value and not is_hybrid(config, model_type) and any(word in str(key).lower() for word in _OTHER_LAYERS):
+        if value and not _is_hybrid(config, model_type) and any(word in str(key).lower() for word in _OTHER_LAYERS):
             raise config.refusal(str(key), "has layers of kinds that are not known; leave --model out")
     for key, value in config.content.items():
         if value and not config.has(*_EXPERTS) and ("expert" in str(key) or "moe" in str(key)):
             raise config.refusal(str(key), "has experts under names that are not known; leave --model out")
 
 
-def is_hybrid(config: Config, model_type: str) -> bool:
+def _is_hybrid(config: _Config, model_type: str) -> bool:
     """Whether the model has layers of several kinds, or of Mamba alone."""
     return model_type in _TYPES or config.has("hybrid_override_pattern")
 
 
-def read_hybrid(config: Config, model_type: str) -> dict[str, Any]:
-    """The fields of `Model` that a hybrid has.
-
-    Raises:
-        DataError: the kinds of its layers are missing or not known.
-    """
+def _read_hybrid(config: _Config, model_type: str) -> dict[str, Any]:
+    """The fields that a hybrid has."""
     pattern = _read_pattern(config, model_type)
     own = ("head_dim", "num_heads") if model_type == "mamba2" else ()  # a pure Mamba model has no other heads
     return {
@@ -445,7 +426,7 @@ def read_hybrid(config: Config, model_type: str) -> dict[str, Any]:
     }
 
 
-def _read_pattern(config: Config, model_type: str) -> str:
+def _read_pattern(config: _Config, model_type: str) -> str:
     text = config.text("hybrid_override_pattern")
     if text is not None:
         try:

@@ -1,13 +1,14 @@
-"""Megatron-LM's flags in a launch: which commands train, and the one settled value of each flag."""
+"""The command of a launch that trains: the settled value of each flag, and its words for Megatron's own parser."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.settings.megatron_flags import (
     CONVERSATIONS,
@@ -16,12 +17,16 @@ from thdprof.analyze.settings.megatron_flags import (
     FLAGS,
     PRINTING_COMMANDS,
 )
-from thdprof.analyze.settings.shell import Command, OpenPart, Script, Word
+from thdprof.analyze.settings.shell import Command, Script, Word, split_quoted
 from thdprof.errors import UsageError
-from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS
+from thdprof.megatron_limits import Run, limits_of
+from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS, refused_beforehand
 from thdprof.training import to_give
 
-SCRIPT_ARGUMENTS = ("$@", "$*")
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+_SCRIPT_ARGUMENTS = ("$@", "$*")
 """Expansions that stand for the script's own arguments."""
 _OTHER_FORM = (
     "put thdprof in front of the command that trains, where bash has decided: "
@@ -35,14 +40,12 @@ class BlockError(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """One place where a flag is given."""
+    """A flag as the command gives it."""
 
     flag: str
     """The flag with its dashes."""
     place: str
     """The place as messages name it: `run.sh, line 4`."""
-    line: int
-    """Line of the script on which the flag is written, from 1; 0 without lines."""
     values: tuple[Word, ...]
     """The words that are the flag's arguments."""
     defaults_of: frozenset[str]
@@ -64,46 +67,40 @@ class Occurrence:
         return " ".join([f"{self.place}: {self.flag}", *self.texts])
 
 
-def training_commands(script: Script) -> list[Command]:
-    """The commands that train: those with a flag of Megatron-LM, not only flags of torchrun.
-
-    A command line that is quoted as one word is taken apart.
+def _training_commands(script: Script) -> list[list[Word]]:
+    """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun.
 
     Raises:
         BlockError: a block decides whether one of them runs, or which flags it has.
     """
-    found: list[Command] = []
+    found: list[list[Word]] = []
     doubt: BlockError | None = None
     for command in script.commands:
-        words = [part for word in command.words for part in word.split()]
-        head = words[0].text if words else ""
-        is_pattern = head.startswith("-") and not script.is_list  # of a case statement
-        if is_pattern or PurePosixPath(head).name in PRINTING_COMMANDS:
+        if not command.words or PurePosixPath(command.words[0].text).name in PRINTING_COMMANDS:
             continue
-        trains, problem = any(_is_of_training(word.flag) for word in words), _find_block(script, command, words)
+        trains, problem = any(_is_of_training(word.flag) for word in command.words), _find_block(command)
         if trains and problem is not None:
             raise problem
         if trains:
-            found.append(Command(words))
-        elif any(word.text.endswith(".py") for word in words):
+            found.append(command.words)
+        elif any(word.text.endswith(".py") for word in command.words):
             doubt = doubt or problem
     if not found and doubt is not None:
         raise doubt
     return found
 
 
-def _find_block(script: Script, command: Command, words: list[Word]) -> BlockError | None:
-    """The error that a block decides on the command, which consists of `words`, or on its flags; None: none does."""
+def _find_block(command: Command) -> BlockError | None:
+    """The error that a block decides on the command, or on its flags; None: none does."""
     if command.block is not None:
-        place = script.place(words[0].line)
+        place = command.words[0].place
         return BlockError(
             f"{place}: the command that trains stands {command.block}, which is not followed; {_OTHER_FORM}"
         )
-    for word in words:
+    for word in command.words:
         for part in word.open_parts:
             if part.has_flags:
-                place = script.place(word.line)
-                return BlockError(f"{place}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
+                return BlockError(f"{word.place}: flags in {part.source}, which {part.reason}; {_OTHER_FORM}")
     return None
 
 
@@ -111,35 +108,35 @@ def _is_of_training(name: str) -> bool:
     return name in FLAGS and not FLAGS[name].of_torchrun and not FLAGS[name].of_model
 
 
-def _find_occurrences(words: list[Word], script: Script) -> Iterator[Occurrence]:
-    """The known flags among the words of one command, in order."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
+def _find_occurrences(words: list[Word]) -> dict[str, Occurrence]:
+    """The known flags among the words of one command: the last occurrence of each, as argparse takes it."""
+    found: dict[str, Occurrence] = {}
+    for index, word in enumerate(words):
         if word.flag not in FLAGS:
             continue
-        values: list[Word] = []
-        takes = FLAGS[word.flag].value
-        most = {"switch": 0, "list": len(words)}.get(takes, 1)
-        if "=" in word.marked:
-            values.append(word.behind_equals())
-            most = 0
-        while index < len(words) and len(values) < most and not _ends_values(words[index], takes == "list"):
-            values.append(words[index])
-            index += 1
+        values = (word.behind_equals(),) if "=" in word.marked else tuple(_values_of(word.flag, words[index + 1 :]))
         defaults_of = frozenset[str]().union(*(w.defaults_of for w in (word, *values)))
-        place = script.place(word.line)
-        yield Occurrence(flag=word.flag, place=place, line=word.line, values=tuple(values), defaults_of=defaults_of)
+        found[word.flag] = Occurrence(flag=word.flag, place=word.place, values=values, defaults_of=defaults_of)
+    return found
 
 
-def _ends_values(word: Word, takes_list: bool) -> bool:
-    """Whether a word is no value of the flag before it: a flag, or behind a list the script's own arguments."""
-    return word.is_flag or (takes_list and word.is_open and word.open_parts[0].source in SCRIPT_ARGUMENTS)
+def _values_of(flag: str, behind: list[Word]) -> Iterator[Word]:
+    """The values of a flag among the words behind it; a list ends at a flag, or at the script's own arguments."""
+    takes_list = FLAGS[flag].value == "list"
+    most = {"switch": 0, "list": len(behind)}.get(FLAGS[flag].value, 1)
+    for word in behind[:most]:
+        if word.is_flag or (takes_list and word.is_open and word.open_parts[0].source in _SCRIPT_ARGUMENTS):
+            return
+        yield word
 
 
 class LaunchFlags:
-    """The known flags of a launch; where commands give other values for one flag, the flag is refused."""
+    """The known flags of a launch.
+
+    Raises:
+        BlockError: a block decides whether the command that trains runs, or which flags it has.
+        UsageError: several commands train, with other values of a flag.
+    """
 
     def __init__(self, script: Script, given: Mapping[str, Any]) -> None:
         self.script = script
@@ -152,13 +149,15 @@ class LaunchFlags:
         """Remarks for the user, each with the place in the script."""
         self.defaults_of: set[str] = set()
         """Variables whose defaults in the script the values come from that were looked up."""
-        self.occurrences: dict[str, list[Occurrence]] = {}
-        """Every known flag by name: the last occurrence in each command that has it, as argparse takes it."""
-        commands = [command.words for command in training_commands(script)]
-        read = commands or [*script.arrays.values(), *(word.split() for word in script.variables.values())]
-        for words in read:
-            for occurrence in {one.flag: one for one in _find_occurrences(words, script)}.values():
-                self.occurrences.setdefault(occurrence.flag, []).append(occurrence)
+        self.occurrences: dict[str, Occurrence] = {}
+        """Every known flag by name."""
+        commands = _training_commands(script)
+        variables = [*script.arrays.values(), *(split_quoted(word) for word in script.variables.values())]
+        for words in commands or variables:
+            for flag, found in _find_occurrences(words).items():
+                before = self.occurrences.setdefault(flag, found)
+                if before.texts != found.texts:
+                    raise UsageError(f"{before.shown}, and {found.shown}: both are given; {_OTHER_FORM}")
         if self.occurrences and not commands:
             self.notes.append(f"{self.where}: no command uses the flags; all of its variables are read")
         self._note_left_out(commands)
@@ -170,25 +169,18 @@ class LaunchFlags:
 
         Raises:
             BlockError: a block decides its value.
-            UsageError: commands disagree on the flag, or its value is not settled.
+            UsageError: its value is not settled.
         """
-        occurrences = self.occurrences.get(flag, [])
-        if not occurrences or name in self.from_caller:
+        found = self.occurrences.get(flag)
+        if found is None or name in self.from_caller:
             return None
         option = option or to_give(name)
-        last = occurrences[-1]
-        for other in occurrences[:-1]:
-            if other.texts != last.texts:
-                raise UsageError(
-                    f"{self.where}, lines {other.line} and {last.line}: commands disagree on {flag}; give {option}"
-                )
-        for word in last.values:
-            for part in word.open_parts[:1]:
-                raise unsettled_error(f"{self.script.place(word.line)}: {flag}", part, f"give {option}")
-        if not last.values and FLAGS[flag].value != "switch":
-            raise UsageError(f"{last.shown} has no value; give {option}")
-        self.defaults_of |= last.defaults_of
-        return last
+        for word in found.values:
+            _refuse_open(word, flag, f"give {option}")
+        if not found.values and FLAGS[flag].value != "switch":
+            raise UsageError(f"{found.shown} has no value; give {option}")
+        self.defaults_of |= found.defaults_of
+        return found
 
     def one_or_note(
         self, flag: str, name: str, note: Callable[[str], None], option: str | None = None
@@ -239,10 +231,10 @@ class LaunchFlags:
     def _note_left_out(self, commands: list[list[Word]]) -> None:
         """Note the parts of the script that are not followed or not seen."""
         for word in self.script.sourced:
-            self.notes.append(f"{self.script.place(word.line)}: the file that it sources is not read")
+            self.notes.append(f"{word.place}: the file that it sources is not read")
         for flag in FLAGS.values():
             if flag.not_followed is not None and flag.name in self.occurrences:
-                place = self.occurrences[flag.name][0].place
+                place = self.occurrences[flag.name].place
                 self.notes.append(f"{place}: {flag.name}: {flag.not_followed}")
         found = self.occurrences.keys()
         if found & {*DATA_PATHS} and not found & {DOCUMENT_MASKING, CONVERSATIONS}:
@@ -251,30 +243,120 @@ class LaunchFlags:
                 "training; add the flag"
             )
         for word, meant in near_misses(commands or self.script.arrays.values()):
-            self.notes.append(f"{self.script.place(word.line)}: {word.flag} is not read; did you mean {meant}?")
+            self.notes.append(f"{word.place}: {word.flag} is not read; did you mean {meant}?")
         for words in commands:
             for before, word in pairwise(words):
-                if word.is_open and holds_flags(word, before):
-                    self.notes.append(note_unseen(self.script, word))
+                if word.is_open and _holds_flags(word, before):
+                    self.notes.append(_note_unseen(word))
 
 
-def unsettled_error(place: str, part: OpenPart, remedy: str) -> UsageError:
-    """The error of a value that the script does not settle."""
-    if part.in_block:
-        return BlockError(f"{place}: {part.source} {part.reason}; {remedy}, or {_OTHER_FORM}")
-    return UsageError(f"{place}: {part.source} {part.reason}; {remedy}")
+def _refuse_open(word: Word, flag: str, remedy: str) -> None:
+    """Refuse a word of `flag` that the script does not settle.
+
+    Raises:
+        BlockError: a block decides the word.
+        UsageError: the text does not hold it.
+    """
+    for part in word.open_parts[:1]:
+        text = f"{word.place}: {flag}: {part.source} {part.reason}; {remedy}"
+        raise BlockError(f"{text}, or {_OTHER_FORM}") if part.in_block else UsageError(text)
 
 
-def holds_flags(word: Word, before: Word | None) -> bool:
+def _holds_flags(word: Word, before: Word | None) -> bool:
     """Whether an open word may hold flags of its own, and is no value of the flag before it."""
     is_value = before is not None and before.is_flag and "=" not in before.marked
-    return not is_value or word.open_parts[0].source in SCRIPT_ARGUMENTS
+    return not is_value or word.open_parts[0].source in _SCRIPT_ARGUMENTS
 
 
-def note_unseen(script: Script, word: Word) -> str:
+def _note_unseen(word: Word) -> str:
     """The note on a word that may hold flags which the text does not show."""
     part = word.open_parts[0]
-    return f"{script.place(word.line)}: {part.source} {part.reason}; flags in it are not seen"
+    return f"{word.place}: {part.source} {part.reason}; flags in it are not seen"
+
+
+# --- what `install` would refuse of a launch, by the table of limits that `install` reads ----------------------------
+
+_OF_NO_LIMIT = re.compile(
+    r"--(.*(data-path|data-args-path|data-cache|checkpoint|tensorboard|wandb|one-logger|vocab-file|merge-file).*|"
+    r"tokenizer-.*|tiktoken-.*|.*vocab-size.*|no-create-attention-mask-in-dataloader|no-mmap.*|"
+    r"save|load|save-.*|load-.*|ckpt-.*|async-save|split|mock-data|log-.*|logging-.*|exit-.*|"
+    r"eval-.*|profile|profile-.*|num-workers|dataloader-type|data-parallel-random-init|distributed-timeout-minutes|"
+    r"train-iters|train-samples|lr-.*|rampup-batch-size|step-batch-size-schedule|global-batch-size|"
+    r"timing-log-.*|no-load-.*|no-save-.*|"
+    r"finetune|non-persistent-.*|record-memory-history|memory-snapshot-path|inprocess-.*|fim-.*|skip-train)"
+)
+"""Flags that no limit depends on: of data, checkpoints, logs, the vocabulary and the length of a run."""
+
+
+def training_words(script: Script) -> tuple[str, ...]:
+    """Flags and values of the command that trains, without those that no limit depends on.
+
+    Raises:
+        UsageError: no command trains, several do with other flags, or a word on which a limit depends is not settled
+            by the text.
+    """
+    found = {_settle_words(_behind_program(words)) for words in _training_commands(script)}
+    if not found:
+        raise UsageError(f"{script.where}: no command with Megatron-LM's flags found, such as --seq-length")
+    if len(found) > 1:
+        raise UsageError(f"{script.where}: {len(found)} commands train, with other words; {_OTHER_FORM}")
+    return found.pop()
+
+
+def _behind_program(words: Sequence[Word]) -> Sequence[Word]:
+    """The words of a command behind the Python file that it runs; of a list of arguments alone, all of them."""
+    first = next(i for i, word in enumerate(words) if word.flag in FLAGS and not FLAGS[word.flag].of_torchrun)
+    for index in range(first - 1, -1, -1):
+        if words[index].text.endswith(".py"):
+            return words[index + 1 :]
+    start = max((i + 1 for i in range(first) if not words[i].is_flag and not (i and words[i - 1].is_flag)), default=0)
+    return words[start:]
+
+
+def _settle_words(words: Sequence[Word]) -> tuple[str, ...]:
+    """The text of the words that a limit depends on.
+
+    Raises:
+        UsageError: one of them is not known.
+    """
+    taken: list[Word] = []
+    is_needed, flag = True, ""
+    for word in words:
+        if word.is_flag:
+            flag = word.flag
+            is_needed = _OF_NO_LIMIT.fullmatch(flag) is None
+        if not is_needed or (word.is_open and _holds_flags(word, taken[-1] if taken else None)):
+            continue
+        _refuse_open(word, flag, "write its value into a copy of the script")
+        taken.append(word)
+    return tuple(word.text for word in taken)
+
+
+def find_refusals(
+    plan: Plan, *, script: Script | None, recipe: Mapping[str, Any] | None
+) -> tuple[list[str], str | None]:
+    """A line for every setting with which training by `plan` would be refused; and why others are not known, or None.
+
+    The settings of a script are not known where a word is not settled that the analysis itself did not need.
+
+    Args:
+        plan: the plan of the analysis.
+        script: the launch; None without one.
+        recipe: fields of TransformerConfig, where --model names a recipe.
+    """
+    lines: list[str] = []
+    unknown: str | None = None
+    if plan.graphs.impl == "none":
+        return lines, unknown
+    if script is not None:
+        try:
+            lines += refused_beforehand(plan, training_words(script))
+        except UsageError as error:
+            unknown = str(error)
+    if recipe is not None:
+        run = Run.from_recipe(recipe, plan, os.environ)
+        lines += [limit.in_fields(run) for limit in limits_of(run)]
+    return lines, unknown
 
 
 # --- flags that are nearly those that are read: most likely misspelt --------------------------------------------------

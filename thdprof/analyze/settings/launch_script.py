@@ -30,12 +30,8 @@ from thdprof.training.model import read_field
 
 _FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
 """The format of conversations, and the only tokenizer that megatron-core has for them."""
-_SIZES = {
-    table.TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size",
-    "--expert-model-parallel-size": "expert_model_parallel_size",
-    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
-}
-"""Flags that decide which ranks share experts, and the sizes that they give."""
+_SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+"""Fields of `Model` that decide which ranks share experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +157,8 @@ def _read_shared_captures(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
     if name in flags.from_caller or not communicates_inside(given, global_aux_loss=over_all):
         return over_all
     sizes = {}
-    for flag, size in _SIZES.items() if given["experts"] == "padded" else ():
+    for size in _SIZES if given["experts"] == "padded" else ():
+        flag = model_definitions()[size].option
         text = str(given[size]) if size in flags.from_caller else "".join(words(flag)[:1])
         if text.isascii() and text.isdigit() and int(text) > 0:
             sizes[size] = int(text)
@@ -582,11 +579,12 @@ class _ModelFlags:
 
     def _elsewhere(self) -> None:
         """Note flags that say that the model is another one than the other flags do, or that is not followed."""
-        last = {flag: found[-1] for flag, found in self.flags.occurrences.items()}
+        given = self.flags.occurrences
         for flag, (_, reason) in table.ELSEWHERE.items():
-            if flag in last:
-                self.unsettled.setdefault(flag, f"{last[flag].place}: {flag}: {reason}")
-        self.notes += [f"{last[flag].place}: {flag}: {taken}" for flag, taken in table.LEFT_OUT.items() if flag in last]
+            if flag in given:
+                self.unsettled.setdefault(flag, f"{given[flag].place}: {flag}: {reason}")
+        left_out = {flag: taken for flag, taken in table.LEFT_OUT.items() if flag in given}
+        self.notes += [f"{given[flag].place}: {flag}: {taken}" for flag, taken in left_out.items()]
 
 
 def _check_fp8_format(text: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from thdprof.training import definitions
+from thdprof.analyze.settings.model_reading import READ_APART
+from thdprof.training import definitions, model_definitions
 
 Value = Literal["count", "text", "list", "switch"]
 
@@ -63,61 +64,27 @@ PRINTING_COMMANDS = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", 
 
 # --- flags that say what the model is, by the kind of value that they take --------------------------------------------
 
-FIELDS = {
-    "--hidden-size": "hidden_size",
-    "--ffn-hidden-size": "ffn_hidden_size",
-    "--num-attention-heads": "num_attention_heads",
-    "--kv-channels": "kv_channels",
-    "--mtp-num-layers": "mtp_num_layers",
-    "--q-lora-rank": "q_lora_rank",
-    "--kv-lora-rank": "kv_lora_rank",
-    "--qk-head-dim": "qk_head_dim",
-    "--qk-pos-emb-head-dim": "qk_pos_emb_head_dim",
-    "--v-head-dim": "v_head_dim",
-    "--moe-router-topk": "moe_router_topk",
-    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
-    "--moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
-    "--mamba-state-dim": "mamba_state_dim",
-    "--mamba-head-dim": "mamba_head_dim",
-    "--mamba-num-groups": "mamba_num_groups",
-    "--mamba-num-heads": "mamba_num_heads",
-    "--expert-model-parallel-size": "expert_model_parallel_size",
-    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
-    "--recompute-num-layers": "recompute_num_layers",
-    "--ddp-bucket-size": "ddp_bucket_size",
-    "--ddp-num-buckets": "ddp_num_buckets",
-    "--num-distributed-optimizer-instances": "num_distributed_optimizer_instances",
-    "--normalization": "normalization",
-    "--recompute-method": "recompute_method",
-    "--recompute-granularity": "recompute_granularity",
-    "--hidden-dropout": "hidden_dropout",
-    "--attention-dropout": "attention_dropout",
-}
+_BY_ONE_FLAG = [
+    definition
+    for name, definition in model_definitions().items()
+    if name not in READ_APART
+    and name not in ("num_layers", "tensor_model_parallel_size", "num_query_groups", "recompute_modules")
+    and name not in ("grad_reduce_in_fp32", "check_for_nan_in_grad")
+]
+"""Fields of `Model` that the flag of their own name gives."""
+FIELDS = {definition.option: definition.name for definition in _BY_ONE_FLAG if definition.type is not bool}
 """Flags whose value is a field of `Model`, with that field."""
 SWITCHES = {
-    "--qk-layernorm": ("qk_layernorm", True),
+    **{one.off_option: (one.name, False) for one in _BY_ONE_FLAG if one.type is bool and one.default},
+    **{one.option: (one.name, True) for one in _BY_ONE_FLAG if one.type is bool and not one.default},
     "--disable-bias-linear": ("add_bias_linear", False),
-    "--untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
     "--swiglu": ("gated_linear_unit", True),
     "--quick-geglu": ("gated_linear_unit", True),
-    "--multi-latent-attention": ("multi_latent_attention", True),
     "--use-rotary-position-embeddings": ("rotary", True),
-    "--sequence-parallel": ("sequence_parallel", True),
-    "--use-distributed-optimizer": ("use_distributed_optimizer", True),
     "--use-megatron-fsdp": ("use_distributed_optimizer", True),
-    "--overlap-grad-reduce": ("overlap_grad_reduce", True),
-    "--overlap-param-gather": ("overlap_param_gather", True),
-    "--overlap-param-gather-with-optimizer-step": ("overlap_param_gather_with_optimizer_step", True),
-    "--ddp-pad-buckets-for-high-nccl-busbw": ("ddp_pad_buckets_for_high_nccl_busbw", True),
-    "--ddp-average-in-collective": ("ddp_average_in_collective", True),
-    "--calculate-per-token-loss": ("calculate_per_token_loss", True),
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
     "--grad-reduce-in-bf16": ("grad_reduce_in_fp32", False),
-    "--fp8-param-gather": ("fp8_param_gather", True),
-    "--no-align-param-gather": ("align_param_gather", False),
-    "--no-align-grad-reduce": ("align_grad_reduce", False),
     "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_grad", False),
-    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
     "--fp16": ("precision", "fp16"),
     "--bf16": ("precision", "bf16"),
     "--recompute-activations": ("recompute_granularity", "selective"),

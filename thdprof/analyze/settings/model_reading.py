@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.training import Model
+from thdprof.training import Model, model_definitions
 
 FP8_FORMATS = ("e4m3", "hybrid")
 """Values of Megatron's --fp8-format, or of the field fp8."""
@@ -34,28 +36,33 @@ OF_COMMUNICATION = frozenset(
     )
 )
 """Fields of `Model` that say how a run communicates over data-parallel ranks: no times of a pass depend on them."""
-OF_THE_RUN = OF_COMMUNICATION | frozenset(
+OF_THE_RUN = frozenset(
     (
-        "hidden_dropout",
-        "attention_dropout",
-        "moe_expert_capacity_factor",
-        "tensor_model_parallel_size",
-        "sequence_parallel",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "precision",
-        "fp8_recipe",
-        "recompute_granularity",
-        "recompute_modules",
-        "recompute_num_layers",
-        "recompute_method",
-        "use_distributed_optimizer",
-        "gradient_accumulation_fusion",
+        *(name for name, definition in model_definitions().items() if definition.setting.swept),
+        *("hidden_dropout", "attention_dropout", "recompute_modules"),
     )
 )
 """Fields of `Model` that are choices of a run: every run of one architecture may make others."""
 ARCHITECTURE = frozenset(f.name for f in fields(Model)) - OF_THE_RUN
 """Fields of `Model` that are the same in every run of one architecture."""
+READ_APART = frozenset(
+    (
+        "gated_linear_unit",
+        "add_bias_linear",
+        "rotary",
+        "vocab_size",
+        "num_experts",
+        "num_moe_layers",
+        "moe_expert_capacity_factor",
+        "hybrid_layer_pattern",
+        "precision",
+        "fp8_recipe",
+        "lora_dim",
+        "lora_target_modules",
+        "lora_dropout",
+    )
+)
+"""Fields of `Model` that more than one key or flag of their own name decides, in recipes and in launch scripts."""
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """Fields without which nothing is known of a model."""
 
@@ -93,6 +100,8 @@ class ModelReading:
     """Fields that the file gives but does not settle, by name, with the reason as a sentence without its end."""
     training: Mapping[str, Any] = _EMPTY
     """Training settings that the file gives beside the model, by name."""
+    config: Mapping[str, Any] | None = None
+    """The fields of TransformerConfig and of its wrapper by name, where the file is a recipe that gives them."""
     of_a_run: bool = True
     """Whether the file describes a run, and not an architecture alone."""
     notes: tuple[str, ...] = field(default=())
@@ -135,39 +144,27 @@ def read_frequency(text: str) -> int | list[int]:
     if not _LIST_TEXT.fullmatch(text):
         raise ValueError("is neither a whole number nor a list such as ([0]*3+[1]*58)")
     try:
-        value = _evaluate(ast.parse(text, mode="eval").body)
-    except (SyntaxError, MemoryError, RecursionError):
+        value: int | list[int] = _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError, TypeError):
         raise ValueError("is no list such as ([0]*3+[1]*58)") from None
     if isinstance(value, int):
         raise ValueError("is a number in brackets; write the number alone")
     return value
 
 
-def _evaluate(node: ast.expr) -> int | list[int]:
+def _evaluate(node: ast.expr) -> Any:
     """The value of lists of whole numbers that are added and repeated; nothing else, and nothing long."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return min(node.value, _MOST_LAYERS + 1)
+        return node.value
     if isinstance(node, ast.List):
-        values = [_evaluate(entry) for entry in node.elts]
-        if any(isinstance(value, list) for value in values):
-            raise ValueError("has a list within a list")
-        return [value for value in values if isinstance(value, int)]
+        return [operator.index(_evaluate(entry)) for entry in node.elts]
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
-        raise ValueError("is no list such as ([0]*3+[1]*58)")
-    left, right, adds = _evaluate(node.left), _evaluate(node.right), isinstance(node.op, ast.Add)
-    if isinstance(left, int) and isinstance(right, int):
-        return min(left + right if adds else left * right, _MOST_LAYERS + 1)
-    if isinstance(left, list) and isinstance(right, list):
-        if not adds:
-            raise ValueError("multiplies two lists")
-        parts, count = left + right, 1
-    elif adds:
-        raise ValueError("adds a list and a number")
-    else:
-        parts, count = (left, right) if isinstance(left, list) else (right, left)  # type: ignore[assignment]
-    if len(parts) * count > _MOST_LAYERS:
+        raise TypeError("no number, no list, no sum and no product")
+    sides, adds = [_evaluate(node.left), _evaluate(node.right)], isinstance(node.op, ast.Add)
+    sizes = [len(side) if isinstance(side, list) else side for side in sides]
+    if (sum(sizes) if adds else math.prod(sizes)) > _MOST_LAYERS:
         raise ValueError(f"has more than {_MOST_LAYERS} entries")
-    return parts * count
+    return operator.add(*sides) if adds else operator.mul(*sides)
 
 
 def read_pattern(text: str) -> dict[str, Any]:

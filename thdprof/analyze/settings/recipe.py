@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from thdprof.analyze.settings.model_reading import (
     FP8_FORMATS,
     OF_COMMUNICATION,
     OF_THE_RUN,
+    READ_APART,
     VOCAB_MULTIPLE,
     ModelReading,
     Vocabulary,
@@ -29,24 +30,7 @@ _OTHER_NAMES = {
     "recompute_num_layers": ("recompute_num_layers", "activations_checkpoint_num_layers"),
 }
 """Names that some fields of `Model` have in recipes."""
-_READ_APART = (OF_COMMUNICATION - {"calculate_per_token_loss"}) | {
-    "precision",
-    "fp8_recipe",
-    "vocab_size",
-    "rotary",
-    "untie_embeddings_and_output_weights",
-    "num_moe_layers",
-    "hybrid_layer_pattern",
-    "moe_expert_capacity_factor",
-    "normalization",
-    "use_distributed_optimizer",
-    "gated_linear_unit",
-    "num_experts",
-    "add_bias_linear",
-    "lora_dim",
-    "lora_target_modules",
-    "lora_dropout",
-}
+_APART = READ_APART | (OF_COMMUNICATION - {"calculate_per_token_loss"}) | {"normalization", "use_distributed_optimizer"}
 """Fields of `Model` that more than one key decides, or a key of another meaning."""
 _CANONICAL = {
     "linear_q": "linear_qkv",
@@ -65,6 +49,7 @@ _TRAINING = {
     "global_batch_size": ("global_batch_size",),
 }
 """Training settings, with the keys that recipes have for them."""
+_NO_FP4 = "matrix products in FP4 are not known"
 _NOT_KNOWN = {
     "experimental_attention_variant": "this kind of attention is not known",
     "linear_attention_freq": "layers of linear attention are not known",
@@ -72,34 +57,37 @@ _NOT_KNOWN = {
     "moe_latent_size": "experts with a width of their own are not known",
 }
 
+_DDP = {
+    name.removeprefix("ddp_"): name
+    for name in model_definitions()
+    if name in OF_COMMUNICATION - {"calculate_per_token_loss", "align_grad_reduce"}
+}
+"""Keys of the wrapper, with the fields of `Model` that they give."""
+_BUCKET_OF_COMM_OVERLAP = 128 * 1024 * 1024
+"""Parameters of a bucket that Megatron-Bridge's CommOverlapConfig asks for."""
+_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "16": "fp16", "fp16": "fp16", "32": "fp32", "fp32": "fp32"}
+"""First words of the names of precisions."""
+_SCALINGS = (
+    ("nanov2_bf16_with_fp8_current_scaling", "blockwise"),
+    ("fp8_delayed_scaling", "delayed"),
+    ("fp8_current_scaling", "tensorwise"),
+    ("fp8_subchannel_scaling", "blockwise"),
+    ("mxfp8", "mxfp8"),
+    ("with_fp8", "delayed"),
+)
+"""Parts of the names of Megatron-Bridge's recipes, the first that fits, with the scaling that they set."""
 
-def is_recipe(content: Mapping[str, Any]) -> bool:
-    """Whether `content` has a mapping with TransformerConfig's keys in it."""
-    return _find_architecture(content) is not None
 
+def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading | None:
+    """What the recipe `content` says of the model and of the run; None where it is no recipe.
 
-def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading:
-    """What the recipe `content` says of the model and of the run; `source` is its file, as the user named it.
+    `source` is its file, as the user named it.
 
     Raises:
         DataError: a key has an impossible value.
     """
-    return _Recipe(content, source).read()
-
-
-def settings_of_recipe(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The fields of TransformerConfig that a recipe trains with, by name; None where it is no recipe.
-
-    Those of its precision, of its overlap of communication and of its wrapper stand beside the model's.
-    """
     path = _find_architecture(content)
-    if path is None:
-        return None
-    beside = [_mapping(content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
-    fields: dict[str, Any] = {}
-    for place in (*reversed(_find_beside(content)), path[0], *beside):
-        fields |= {name: value for name, value in place.items() if value is not None}
-    return fields
+    return None if path is None else _Recipe(content, path, source).read()
 
 
 def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
@@ -118,8 +106,7 @@ def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | 
 class _Recipe:
     """Looks keys up in the mapping of the architecture, then in those around it, then beside it."""
 
-    def __init__(self, content: Mapping[str, Any], source: str) -> None:
-        path = _find_architecture(content) or [content]
+    def __init__(self, content: Mapping[str, Any], path: list[Mapping[str, Any]], source: str) -> None:
         self.content = content
         self.source = source
         self.shown = f"--model {source}"
@@ -130,7 +117,7 @@ class _Recipe:
 
     def read(self) -> ModelReading:
         for field in model_definitions():
-            if field not in _READ_APART:
+            if field not in _APART:
                 self._take(field, *_OTHER_NAMES.get(field, (field,)))
         self._normalization()
         self._take("gated_linear_unit", "gated_linear_unit", *(["swiglu"] if self._get("swiglu") is not None else []))
@@ -139,7 +126,6 @@ class _Recipe:
             self.values["gated_linear_unit"] = any(word in activation for word in ("swiglu", "geglu", "reglu"))
         self._take("add_bias_linear", "add_bias_linear", "bias")
         shared = self._get("share_embeddings_and_output_weights")
-        self._take("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights")
         if isinstance(shared, bool):
             self.values["untie_embeddings_and_output_weights"] = not shared
         positions = self._get("position_embedding_type")
@@ -149,11 +135,9 @@ class _Recipe:
         self._hybrid()
         self._experts()
         self._optimizer()
+        self._wrapper()
         self._adapters()
-        try:
-            self.values |= read_precision(self.content, self.places, self.shown, self.unsettled)
-        except ValueError as error:
-            raise DataError(f"{self.shown}: {error}") from error
+        self._precision()
         for key, reason in _NOT_KNOWN.items():
             if self._get(key):
                 self.unsettled[key] = f"{self.shown}: {key}: {reason}"
@@ -164,7 +148,16 @@ class _Recipe:
             origins=self.origins,
             unsettled=self.unsettled,
             training=self._training(),
+            config=self._config(),
         )
+
+    def _config(self) -> dict[str, Any]:
+        """The fields of TransformerConfig: innermost last, then those of its parts beside the model's."""
+        beside = [_mapping(self.content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
+        fields: dict[str, Any] = {}
+        for place in (*reversed(_find_beside(self.content)), self.places[0], *beside):
+            fields |= {name: value for name, value in place.items() if value is not None}
+        return fields
 
     def _get(self, *names: str) -> Any:
         """The value of the first key that has one, in the innermost mapping that has it."""
@@ -233,10 +226,97 @@ class _Recipe:
             place = _mapping(self.content, part)
             if place.get("use_distributed_optimizer") is True or place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
-        chunks = self._get("virtual_pipeline_model_parallel_size")
-        ddp = read_ddp(self.content, interleaved=isinstance(chunks, int) and chunks > 1)
-        for field, (value, key) in ddp.items():
-            self._set(field, value, key)
+
+    def _wrapper(self) -> None:
+        """How the run communicates over data-parallel ranks: several are taken, without which nothing is.
+
+        `comm_overlap` and `mixed_precision` win over `ddp`, as in Megatron-Bridge.
+        """
+        given: dict[str, tuple[Any, str]] = {}
+
+        def take(part: str, place: Mapping[str, Any], keys: Iterable[str]) -> None:
+            given.update({key: (place[key], f"{part}.{key}") for key in keys if place.get(key) is not None})
+
+        ddp, overlap = _mapping(self.content, "ddp"), self.content.get("comm_overlap")
+        for part in ("optim", "optimizer", "ddp"):
+            take(part, _mapping(self.content, part), _DDP)
+        if ddp and "align_param_gather" not in given:
+            given["align_param_gather"] = (False, "ddp.align_param_gather")
+        take("mixed_precision", self._named_precision(), ("grad_reduce_in_fp32", "fp8_param_gather"))
+        if isinstance(overlap, dict) and ddp.get("use_distributed_optimizer"):
+            chunks = self._get("virtual_pipeline_model_parallel_size")
+            usual = {  # what Megatron-Bridge's CommOverlapConfig writes over the keys of `ddp`
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "overlap_param_gather_with_optimizer_step": False,
+                "align_param_gather": isinstance(chunks, int) and chunks > 1,
+                "bucket_size": _BUCKET_OF_COMM_OVERLAP,
+            }
+            take("comm_overlap", usual, usual)
+            take("comm_overlap", overlap, usual)
+        if "num_buckets" in given:
+            given.pop("bucket_size", None)  # which Megatron derives from it
+        for key, field in _DDP.items():
+            if key in given:
+                self._set(field, *given[key])
+        aligned = _mapping(self.content, "dist").get("align_grad_reduce")
+        if aligned is not None:
+            self._set("align_grad_reduce", aligned, "dist.align_grad_reduce")
+
+    def _named_precision(self) -> Mapping[str, Any]:
+        """What the recipe of mixed precision says, which may be a name such as bf16_with_fp8_current_scaling_mixed."""
+        name = self.content.get("mixed_precision")
+        if not isinstance(name, str):
+            return _mapping(self.content, "mixed_precision")
+        name = name.lower()
+        return {
+            "grad_reduce_in_fp32": name.startswith(("bf16", "nano", "nemotron")),
+            "fp8_param_gather": "fp8" in name and "subchannel" not in name,
+        }
+
+    def _precision(self) -> None:
+        """The fields precision and fp8_recipe."""
+        mixed = self.content.get("mixed_precision")
+        if isinstance(mixed, str):
+            self._read_precision_name("mixed_precision", mixed)
+            return
+        places = [mixed, *self.places] if isinstance(mixed, dict) else self.places
+
+        def get(name: str) -> Any:
+            return next((place[name] for place in places if place.get(name) is not None), None)
+
+        if get("bf16") is True:
+            self.values["precision"] = "bf16"
+        elif get("fp16") is True:
+            self.values["precision"] = "fp16"
+        elif get("precision") is not None:
+            self._read_precision_name("precision", str(get("precision")))
+        elif get("bf16") is False and get("fp16") is False:
+            self.values["precision"] = "fp32"
+        if get("fp4"):
+            self.unsettled["fp8_recipe"] = f"{self.shown}: fp4 {get('fp4')!s:.40}: {_NO_FP4}"
+        fp8 = get("fp8")
+        if isinstance(fp8, str) and fp8.lower() not in ("none", *FP8_FORMATS):
+            raise DataError(f"{self.shown}: fp8 {fp8!r:.60}: not one of {', '.join(FP8_FORMATS)}, none")
+        if fp8 and str(fp8).lower() != "none":
+            recipe = str(_read_enumeration(get("fp8_recipe")) or "delayed")
+            if recipe in get_args(Fp8Recipe):
+                self.values["fp8_recipe"] = recipe
+            else:
+                self.unsettled["fp8_recipe"] = f"{self.shown}: fp8_recipe {recipe:.40}: this recipe is not known"
+
+    def _read_precision_name(self, key: str, text: str) -> None:
+        """The fields that a name such as bf16_with_fp8_current_scaling_mixed says."""
+        name = text.lower().replace("-", "_")
+        word = next((part for part in name.split("_") if part in _PRECISIONS), None)
+        if word is None:
+            raise DataError(f"{self.shown}: {key} {text!r:.60}: names no precision, such as bf16_mixed")
+        self.values["precision"] = _PRECISIONS[word]
+        if "fp4" in name:
+            self.unsettled["fp8_recipe"] = f"{self.shown}: {key} {text:.60}: {_NO_FP4}"
+        recipe = next((recipe for part, recipe in _SCALINGS if part in name), None)
+        if recipe is not None:
+            self.values["fp8_recipe"] = recipe
 
     def _adapters(self) -> None:
         """Adapters over frozen weights: the fields of Megatron-Bridge's LoRA, DoRA and canonical LoRA, beside model."""
@@ -287,163 +367,12 @@ def _find_beside(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [_mapping(content, *path) for path in paths]
 
 
-# --- how gradients are reduced and parameters gathered ----------------------------------------------------------------
-
-
-_DDP = {
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "overlap_param_gather_with_optimizer_step": "overlap_param_gather_with_optimizer_step",
-    "align_param_gather": "align_param_gather",
-    "average_in_collective": "ddp_average_in_collective",
-    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
-    "check_for_nan_in_grad": "check_for_nan_in_grad",
-    "grad_reduce_in_fp32": "grad_reduce_in_fp32",
-    "fp8_param_gather": "fp8_param_gather",
-    "bucket_size": "ddp_bucket_size",
-    "num_buckets": "ddp_num_buckets",
-    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
-}
-"""Keys of the wrapper, with the fields of `Model` that they give."""
-_OF_MIXED_PRECISION = ("grad_reduce_in_fp32", "fp8_param_gather")
-_BUCKET_OF_COMM_OVERLAP = 128 * 1024 * 1024
-"""Parameters of a bucket that Megatron-Bridge's CommOverlapConfig asks for."""
-
-
-def read_ddp(content: Mapping[str, Any], *, interleaved: bool) -> dict[str, tuple[Any, str]]:
-    """Fields of `Model` that say how the run communicates over data-parallel ranks, as far as the recipe says them:
-    their values, and the keys that give them.
-
-    `comm_overlap` and `mixed_precision` win over `ddp`, as in Megatron-Bridge. Several data-parallel ranks are taken,
-    without which nothing is communicated.
-
-    Args:
-        content: the whole recipe.
-        interleaved: whether a pipeline rank has several model chunks.
-    """
-    given: dict[str, tuple[Any, str]] = {}
-
-    def take(part: str, place: Mapping[str, Any], keys: Iterable[str]) -> None:
-        given.update({key: (place[key], f"{part}.{key}") for key in keys if place.get(key) is not None})
-
-    ddp = _mapping(content, "ddp")
-    for part in ("optim", "optimizer", "ddp"):
-        take(part, _mapping(content, part), _DDP)
-    if ddp and "align_param_gather" not in given:
-        given["align_param_gather"] = (False, "ddp.align_param_gather")
-    take("mixed_precision", _named_precision(content), _OF_MIXED_PRECISION)
-    if isinstance(content.get("comm_overlap"), dict) and ddp.get("use_distributed_optimizer"):
-        usual = {  # what Megatron-Bridge's CommOverlapConfig writes over the keys of `ddp`
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "overlap_param_gather_with_optimizer_step": False,
-            "align_param_gather": interleaved,
-            "bucket_size": _BUCKET_OF_COMM_OVERLAP,
-        }
-        take("comm_overlap", usual, usual)
-        take("comm_overlap", content["comm_overlap"], usual)
-    if "num_buckets" in given:
-        given.pop("bucket_size", None)  # which Megatron derives from it
-    found = {field: given[key] for key, field in _DDP.items() if key in given}
-    aligned = _mapping(content, "dist").get("align_grad_reduce")
-    if aligned is not None:
-        found["align_grad_reduce"] = (aligned, "dist.align_grad_reduce")
-    return found
-
-
-def _named_precision(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the recipe of mixed precision says, which may be a name such as bf16_with_fp8_current_scaling_mixed."""
-    name = content.get("mixed_precision")
-    if not isinstance(name, str):
-        return _mapping(content, "mixed_precision")
-    name = name.lower()
-    return {
-        "grad_reduce_in_fp32": name.startswith(("bf16", "nano", "nemotron")),
-        "fp8_param_gather": "fp8" in name and "subchannel" not in name,
-    }
-
-
 def _mapping(content: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     """The mapping at `path` within `content`; an empty one where there is none."""
     place: Any = content
     for key in path:
         place = place.get(key) if isinstance(place, dict) else None
     return place if isinstance(place, dict) else {}
-
-
-# --- precision --------------------------------------------------------------------------------------------------------
-
-
-_IN_NAMES = (
-    ("nanov2_bf16_with_fp8_current_scaling", "blockwise"),
-    ("fp8_delayed_scaling", "delayed"),
-    ("fp8_current_scaling", "tensorwise"),
-    ("fp8_subchannel_scaling", "blockwise"),
-    ("mxfp8", "mxfp8"),
-    ("with_fp8", "delayed"),
-)
-"""Parts of the names of Megatron-Bridge's recipes, the first that fits, with the scaling that they set."""
-_WORDS = {"bf16": "bf16", "bfloat16": "bf16", "16": "fp16", "fp16": "fp16", "32": "fp32", "fp32": "fp32"}
-"""First words of the names of precisions."""
-
-
-def read_precision(
-    content: Mapping[str, Any], places: Sequence[Mapping[str, Any]], shown: str, unsettled: dict[str, str]
-) -> dict[str, Any]:
-    """The fields precision and fp8_recipe, as far as the recipe says them.
-
-    Args:
-        content: the whole recipe.
-        places: mappings in which TransformerConfig's own keys are looked up, the first that has one.
-        shown: the file's name in messages.
-        unsettled: takes the reason where the precision is one that is not known.
-
-    Raises:
-        ValueError: a name is no precision, or no format of FP8; the message names key and value.
-    """
-    mixed = content.get("mixed_precision")
-    if isinstance(mixed, str):
-        return _read_precision_name("mixed_precision", mixed, shown, unsettled)
-    if isinstance(mixed, dict):
-        places = [mixed, *places]
-
-    def get(name: str) -> Any:
-        return next((place[name] for place in places if place.get(name) is not None), None)
-
-    found: dict[str, Any] = {}
-    if get("bf16") is True:
-        found["precision"] = "bf16"
-    elif get("fp16") is True:
-        found["precision"] = "fp16"
-    elif get("precision") is not None:
-        found |= _read_precision_name("precision", str(get("precision")), shown, unsettled)
-    elif get("bf16") is False and get("fp16") is False:
-        found["precision"] = "fp32"
-    if get("fp4"):
-        unsettled["fp8_recipe"] = f"{shown}: fp4 {get('fp4')!s:.40}: matrix products in FP4 are not known"
-    fp8 = get("fp8")
-    if isinstance(fp8, str) and fp8.lower() not in ("none", *FP8_FORMATS):
-        raise ValueError(f"fp8 {fp8!r:.60}: not one of {', '.join(FP8_FORMATS)}, none")
-    if fp8 and str(fp8).lower() != "none":
-        recipe = str(_read_enumeration(get("fp8_recipe")) or "delayed")
-        if recipe in get_args(Fp8Recipe):
-            found["fp8_recipe"] = recipe
-        else:
-            unsettled["fp8_recipe"] = f"{shown}: fp8_recipe {recipe:.40}: this recipe is not known"
-    return found
-
-
-def _read_precision_name(key: str, text: str, shown: str, unsettled: dict[str, str]) -> dict[str, Any]:
-    """The fields that a name such as bf16_with_fp8_current_scaling_mixed says."""
-    name = text.lower().replace("-", "_")
-    word = next((part for part in name.split("_") if part in _WORDS), None)
-    if word is None:
-        raise ValueError(f"{key} {text!r:.60}: names no precision, such as bf16_mixed")
-    if "fp4" in name:
-        unsettled["fp8_recipe"] = f"{shown}: {key} {text:.60}: matrix products in FP4 are not known"
-    found = {"precision": _WORDS[word]}
-    recipe = next((recipe for part, recipe in _IN_NAMES if part in name), None)
-    return {**found, **({} if recipe is None else {"fp8_recipe": recipe})}
 
 
 def _read_enumeration(value: Any) -> Any:

@@ -64,6 +64,8 @@ class Request:
     """Where the model was read; None where it is not known."""
     model_file: Path | None = None
     """The file of --model that was read; None without one."""
+    recipe: Mapping[str, Any] | None = None
+    """The fields of TransformerConfig of the recipe that --model names; None without a recipe."""
     script: Script | None = None
     """The launch; None without one."""
     gpu: str | None = None
@@ -151,6 +153,7 @@ def read_request(
         model=resolved.model,
         model_source=resolved.source,
         model_file=None if path is None else model_file(path),
+        recipe=None if file is None else file.config,
         script=script,
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=number_of("gpu_hour_price", command),

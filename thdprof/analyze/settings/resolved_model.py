@@ -238,10 +238,11 @@ def read_model_file(path: Path) -> ModelReading:
     if not isinstance(content, dict):
         raise DataError(f"{shown}: holds a {type(content).__name__}, not a mapping of names to values")
     from thdprof.analyze.settings.huggingface import read_config
-    from thdprof.analyze.settings.recipe import is_recipe, read_recipe
+    from thdprof.analyze.settings.recipe import read_recipe
 
-    if is_recipe(content):
-        return read_recipe(content, str(path))
+    recipe = read_recipe(content, str(path))
+    if recipe is not None:
+        return recipe
     if kind != ".json":
         raise DataError(
             f"{shown}: no mapping in it has num_layers and hidden_size; write out the recipe with all its values"

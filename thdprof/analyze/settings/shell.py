@@ -13,38 +13,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from thdprof.errors import DataError, UsageError
+from thdprof.errors import UsageError
+from thdprof.files import read_text
 
-_MOST_OF_SCRIPT, _MOST_OF_VALUE = 4 << 20, 1 << 20
-"""Characters of a script and of one variable; a longer value is open, so that doubling it again and again ends."""
+_MOST_OF_SCRIPT, _MOST_OF_VALUE, _MOST_OF_ARITHMETIC = 4 << 20, 1 << 20, 1000
+"""Characters of a script, of one variable and of `$(( ... ))`; so that doubling a value again and again ends."""
+_MOST_ELEMENTS = 1 << 14
+"""Words of an array, by the same reason."""
 _FIRST_MARK, _MOST_MARKS = 0xF0000, 0x1FFFE
 _MARK = re.compile("[\U000f0000-\U0010fffd]")
 """Characters of private use: one stands for an open part of a word, or follows text that is a variable's default."""
-_BLANKS, _TEXT = re.compile(r"[ \t\r\n]+"), re.compile(r"[^ \t\r\n]+")
 _FLAG, _HAS_FLAGS = re.compile(r"--[A-Za-z]"), re.compile(r"(^|\s)--[A-Za-z]")
 _COMMAND_LINE = re.compile(r"\s--[A-Za-z]|^\s*--[A-Za-z][\w-]*\s")
 _LIST = re.compile(r"(\s|\\\n|#.*\n)*--?[A-Za-z]")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
-_ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[([@*])\]\}", re.ASCII)
-_PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?+])(.*))?", re.DOTALL | re.ASCII)
-_BLANK = re.compile(r"[ \t\r]|\\\n|#.*")
-_EXPANSION = re.compile(r"`[^`]*`?|\$(?:[A-Za-z_]\w*|[0-9@*#?$!({-]|)", re.ASCII)
-_HEREDOC = re.compile(r"<<(?!<)(-?)\s*(['\"]?)(\w+)\2")
-_REDIRECTED = re.compile(r"[<>& \t]+")
-_BODY = re.compile(r"\(\s*\)")
-_BARE_RUN = re.compile(r"[^ \t\r\n;&|()<>\\'\"$`]+")
-_QUOTED_RUN = re.compile(r"[^\\\"$`]+")
-_DEFAULT_RUN = re.compile(r"[^\\'\"$`]+")
-_QUOTED_ESCAPE = re.compile(r"\\(?:([$`\"\\])|(\n)|)")
-_DECLARING = ("export", "local", "readonly", "declare", "typeset")
-_OPENING = {
-    **dict.fromkeys(("if", "case"), "under a condition"),
-    **dict.fromkeys(("while", "until", "for", "select"), "in a loop"),
-}
-_CLOSING = ("fi", "done", "esac", "}")
-_LINKING = ("then", "else", "elif", "do", "!", "time", "exec", "nohup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +44,11 @@ class OpenPart:
 
 
 class _Marks:
-    """The open parts, and the names of variables whose defaults are taken, that characters of private use stand for."""
+    """What characters of private use stand for: open parts, and the names of variables whose defaults are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "the command line") -> None:
+        self.where = where
+        """Name of the text in messages."""
         self.meanings: list[OpenPart | str] = []
         self.marks: dict[OpenPart | str, str] = {}
 
@@ -84,16 +68,6 @@ class _Marks:
     def defaults_of(self, text: str) -> frozenset[str]:
         return frozenset(meaning for meaning in self.meanings_in(text) if isinstance(meaning, str))
 
-    def as_default(self, value: str, *names: str) -> str:
-        """`value` with a mark of the variables `names` behind each of its words."""
-        marks = "".join(self.mark(name) for name in names)
-        return _TEXT.sub(lambda word: word[0] + marks, value)
-
-    def shown(self, text: str) -> str:
-        """`text` as a message shows it: open parts stand as the script writes them."""
-        parts = iter(self.meanings_in(text))
-        return _MARK.sub(lambda _: meaning.source if isinstance(meaning := next(parts), OpenPart) else "", text)
-
 
 @dataclass(frozen=True, slots=True)
 class Word:
@@ -108,7 +82,13 @@ class Word:
     @property
     def text(self) -> str:
         """The word as a message shows it: open parts stand as the script writes them."""
-        return self.marked if self.marked.isascii() else self.marks.shown(self.marked)
+        parts = iter(self.marks.meanings_in(self.marked))
+        return _MARK.sub(lambda _: part.source if isinstance(part := next(parts), OpenPart) else "", self.marked)
+
+    @property
+    def place(self) -> str:
+        """The line on which it stands, as messages name it."""
+        return f"{self.marks.where}, line {self.line}" if self.line else self.marks.where
 
     @property
     def flag(self) -> str:
@@ -139,24 +119,13 @@ class Word:
         """The value of a word `--flag=value`."""
         return Word(self.marked.partition("=")[2], self.line, self.marks)
 
-    def split(self) -> list[Word]:
-        """The words of a command line that is quoted as one word, as `bash -c` takes it; another word alone."""
-        if not _COMMAND_LINE.search(self.marked):
-            return [self]
-        try:
-            commands = list(_Lexer(self.marked, newline_ends=False).commands())
-        except _UnclosedQuoteError:
-            return [self]
-        raws = (raw for raws, _ in commands for raw in raws)
-        return [Word("".join(piece.text for piece in raw.pieces), self.line, self.marks) for raw in raws]
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The words of one command."""
+    """The words of one command; a command line that is quoted as one word, as `bash -c` takes it, is taken apart."""
 
     words: list[Word]
-    """Words after expansion, without assignments and redirections in front of and behind them."""
+    """Words after expansion, without assignments and redirections."""
     block: str | None = None
     """The block that decides whether it runs, such as `in a function (line 4)`; None in a straight line."""
 
@@ -168,19 +137,13 @@ class Script:
     where: str
     """Its name in messages."""
     commands: list[Command]
-    """Every command that is not an assignment, in order."""
-    is_list: bool = False
-    """Whether the text is an argument list alone, all of it one command."""
+    """Every command that is not an assignment, in order; the whole of an argument list is one."""
     variables: Mapping[str, Word] = field(default_factory=dict)
     """Last values of plain variables; of a command, the environment."""
     arrays: Mapping[str, list[Word]] = field(default_factory=dict)
     """Last values of arrays."""
     sourced: Sequence[Word] = ()
     """Names of the files that the script sources; the files are not read."""
-
-    def place(self, line: int) -> str:
-        """A line of the script as messages name it."""
-        return f"{self.where}, line {line}" if line else self.where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +166,9 @@ class Launch:
         """
         if self.file is None:
             variables = {name: Word(value) for name, value in self.environment.items()}
-            command = Command([Word(word) for word in self.command])
+            command = Command([part for word in self.command for part in split_quoted(Word(word))])
             return Script(where="the command line", commands=[command], variables=variables)
-        try:
-            text = self.file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"--megatron-args {self.file}: cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"--megatron-args {self.file}: is not text: {error}") from error
+        text = read_text(self.file, where=f"--megatron-args {self.file}", kind="text")
         return read_script(text, where=str(self.file))
 
 
@@ -223,11 +181,9 @@ def read_script(text: str, *, where: str) -> Script:
     if len(text) > _MOST_OF_SCRIPT:
         raise UsageError(f"{where}: {len(text)} characters; a launch script has at most {_MOST_OF_SCRIPT}")
     text = _MARK.sub("\ufffd", text.replace("\r\n", "\n"))
-    is_list = _LIST.match(text) is not None
-    reader = _Reader()
+    reader = _Reader(text, _Marks(where), is_list=_LIST.match(text) is not None)
     try:
-        for words, is_conditional in _Lexer(text, newline_ends=not is_list).commands():
-            reader.run(words, is_conditional)
+        reader.read()
     except _UnclosedQuoteError as error:
         raise UsageError(f"{where}, line {error}: a quote is never closed") from error
     except RecursionError as error:
@@ -235,220 +191,389 @@ def read_script(text: str, *, where: str) -> Script:
     return Script(
         where=where,
         commands=reader.commands,
-        is_list=is_list,
-        variables={name: Word(value, 1, reader.marks) for name, value in reader.scalars.items()},
-        arrays=reader.arrays,
+        variables={name: value for name, value in reader.values.items() if isinstance(value, Word)},
+        arrays={name: value for name, value in reader.values.items() if isinstance(value, list)},
         sourced=reader.sourced,
     )
 
 
-# --- text to raw words ------------------------------------------------------------------------------------------------
+def split_quoted(word: Word) -> list[Word]:
+    """The words of a command line that is quoted as one word; another word alone."""
+    if not _COMMAND_LINE.search(word.marked):
+        return [word]
+    reader = _Reader(word.marked, word.marks, is_list=True)
+    try:
+        reader.read()
+    except _UnclosedQuoteError:
+        return [word]
+    return [Word(part.marked, word.line, word.marks) for command in reader.commands for part in command.words]
+
+
+# --- the reader -------------------------------------------------------------------------------------------------------
+
+_BLANKS, _TEXT = re.compile(r"[ \t\r\n]+"), re.compile(r"[^ \t\r\n]+")
+_BLANK = re.compile(r"[ \t\r]|\\\n|#.*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
+_FUNCTION = re.compile(r"(?:function[ \t]+)?([\w:.-]+)[ \t]*\(\s*\)|function[ \t]+([\w:.-]+)")
+_RESERVED = re.compile(
+    r"(if|case|while|until|for|select|fi|done|esac|[{}!]|then|else|elif|do|time|exec|nohup)(?=[\s;&|()]|\Z)"
+)
+_OPENING = {
+    **dict.fromkeys(("if", "case"), "under a condition"),
+    **dict.fromkeys(("while", "until", "for", "select"), "in a loop"),
+}
+_DECLARING = re.compile(r"(export|local|readonly|declare|typeset)(?=[\s;&|()]|\Z)")
+_LOOP_VARIABLE = re.compile(r"[ \t]+(\w+)")
+_ENDING = re.compile(r"&&|\|\||;;|[;&|()]")
+_REDIRECTION = re.compile(r"[0-9]*(?:&>|[<>])[<>& \t]*")
+_HEREDOC = re.compile(r"[0-9]*<<(?!<)(-?)\s*(['\"]?)(\w+)\2")
+_BARE_RUN = re.compile(r"[^ \t\r\n;&|()<>\\'\"$`]+")
+_QUOTED_RUN, _DEFAULT_RUN = re.compile(r"[^\\\"$`]+"), re.compile(r"[^\\'\"$`]+")
+_QUOTED_ESCAPE = re.compile(r"\\(?:([$`\"\\])|(\n)|)")
+_EXPANSION = re.compile(r"`[^`]*`?|\$(?:[A-Za-z_]\w*|[0-9@*#?$!({-]|)", re.ASCII)
+_ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[([@*])\]\}", re.ASCII)
+_NAME = re.compile(r"(?<!\w)[A-Za-z_]\w*", re.ASCII)
+_PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?+])(.*))?", re.DOTALL | re.ASCII)
 
 
 class _UnclosedQuoteError(ValueError):
     """A quote that never ends, with its line."""
 
 
-class _Piece(NamedTuple):
-    """Characters that stand for themselves, or an expansion as it is written."""
+class _Reader:
+    """Reads a text in one pass: each word is expanded where it stands, with the variables as the text before sets them.
 
-    text: str
-    is_quoted: bool
-    is_expansion: bool = False
+    An assignment in a block, which may not be carried out, leaves its variable open.
+    """
 
-
-@dataclass(slots=True)
-class _RawWord:
-    """One word before expansion."""
-
-    line: int
-    pieces: list[_Piece] = field(default_factory=list)
-    elements: list[_RawWord] | None = None
-    """Elements of an array assignment, `NAME=( ... )`; None for any other word."""
-
-    def bare(self) -> str | None:
-        """The text of a word without quotes and expansions; None for any other word."""
-        plain = not any(piece.is_quoted or piece.is_expansion for piece in self.pieces)
-        return "".join(piece.text for piece in self.pieces) if plain else None
-
-    def assignment(self) -> tuple[str, bool, list[_Piece]] | None:
-        """The variable, whether it is added to, and the rest of the word; None for any other word."""
-        first = self.pieces[0] if self.pieces else None
-        match = None if first is None or first.is_quoted or first.is_expansion else _ASSIGNMENT.match(first.text)
-        if match is None or first is None:
-            return None
-        rest = [_Piece(first.text[match.end() :], False)] if match.end() < len(first.text) else []
-        return match[1], bool(match[2]), [*rest, *self.pieces[1:]]
-
-
-class _Lexer:
-    """One pass over a text: quotes, comments, redirections and here-documents; expansions stay as they are written."""
-
-    def __init__(self, text: str, *, newline_ends: bool) -> None:
-        self.text = text
-        self.at = 0
-        self.line = 1
-        self.newline_ends = newline_ends
+    def __init__(self, text: str, marks: _Marks, *, is_list: bool = False) -> None:
+        self.text, self.at, self.line = text, 0, 1
+        self.marks, self.is_list = marks, is_list
+        self.values: dict[str, Word | list[Word]] = {}
+        """Values of variables; that of an array is a list."""
+        self.commands: list[Command] = []
+        self.sourced: list[Word] = []
+        self.blocks: list[tuple[str, int]] = []
+        """Open blocks around the next command, and their lines; braces alone are an empty one."""
+        self.begins_function = False
+        self.functions: dict[str, int] = {}
+        """Lines of the functions by their names."""
         self.heredocs: list[re.Pattern[str]] = []
         """The last lines of the here-documents that begin on the next line."""
 
-    def commands(self) -> Iterator[tuple[list[_RawWord], bool]]:
-        """Words of each command, and whether `&&` or `||` decides that it runs; `f() {` becomes `function f {`."""
-        words: list[_RawWord] = []
+    def read(self) -> None:
+        """Carry out the assignments of the text, and keep the words of its other commands."""
         is_conditional = False
-        while self.at <= len(self.text):
-            c = self.text[self.at : self.at + 1]
-            ending = "\n" if not c else ""
-            if c == "\n":
-                self._newline()
-                ending = "\n" if self.newline_ends else ""
-            elif not c or self._skip(_BLANK):
-                self.at += not c
-            elif c == "(" and words and (body := _BODY.match(self.text, self.at)):
-                words = [_RawWord(words[0].line, [_Piece("function", False)]), words[-1]]
-                self.at = body.end()
-            elif c in "<>" or self.text.startswith("&>", self.at):
-                self._redirect(words)
-            elif c in ";&|()":
-                ending = self.text[self.at : self.at + 2]
-                ending = ending if ending in ("&&", "||", ";;") else c
-                self.at += len(ending)
-            else:
-                words.append(self._word())
-            if ending:
-                if words:
-                    yield words, is_conditional
-                assigned = bool(words) and all(w.assignment() or w.bare() in _DECLARING for w in words)
-                is_conditional = ending == "||" or (ending == "&&" and not assigned)
-                words = []
+        while self.at < len(self.text):
+            assigns = self._read_command(is_conditional)
+            ending = self._skip(_ENDING)
+            while self._newline() or self._skip(_BLANK):
+                pass
+            is_conditional = ending == "||" or (ending == "&&" and (is_conditional or not assigns))
 
-    def default(self, *, is_quoted: bool) -> list[_Piece]:
-        """Every character as inside double quotes, except that quotes around parts of the text are dropped."""
-        word = _RawWord(self.line)
+    def _read_command(self, is_conditional: bool) -> bool:
+        """Read up to what ends the command; whether it only assigns variables."""
+        words: list[Word] = []
+        replaced: dict[str, Word | list[Word] | None] = {}
+        declares = is_head = False
         while self.at < len(self.text):
             c = self.text[self.at]
-            if c == '"':
-                self.at += 1
-            elif c == "'" and not is_quoted and self.text.find("'", self.at + 1) >= 0:
-                self._single_quotes(word)
-            elif c == "'":
-                self._take(word, c, self.at + 1)
+            begins = not words and not replaced and not declares
+            if self._skip(_BLANK) or (self.is_list and self._newline()):
+                continue
+            if _REDIRECTION.match(self.text, self.at):
+                self._redirect()
+            elif c in "\n;&|()":
+                break
+            elif begins and (function := _FUNCTION.match(self.text, self.at)):
+                self.functions[function[1] or function[2]] = self.line
+                self.begins_function = True
+                self._pass(function.end())
+            elif begins and not is_head and (reserved := self._skip(_RESERVED)):
+                is_head = self._follow_block(reserved)
+            elif begins and self._skip(_DECLARING):
+                declares = True
+            elif (not words or declares) and (found := _ASSIGNMENT.match(self.text, self.at)):
+                replaced.setdefault(found[1], self.values.get(found[1]))
+                self._pass(found.end())
+                self._assign(found[1], adds=bool(found[2]), is_conditional=is_conditional)
             else:
-                self._inside_double_quotes(word, _DEFAULT_RUN)
-        return word.pieces
+                if not declares:  # the assignments are for the environment of this one command
+                    self.values.update((name, value) for name, value in replaced.items() if value is not None)
+                    for name in [name for name, value in replaced.items() if value is None]:
+                        del self.values[name]
+                    replaced = {}
+                words += self._word()
+        if words and not declares and not is_head:
+            self._keep(words)
+        return declares or bool(replaced)
+
+    def _follow_block(self, word: str) -> bool:
+        """Open or close the block that a reserved word begins or ends; whether the rest of the command is its head."""
+        if word in _OPENING:
+            self.blocks.append((_OPENING[word], self.line))
+        elif word == "{":
+            self.blocks.append(("in a function" if self.begins_function else "", self.line))
+            self.begins_function = False
+        elif word in ("fi", "done", "esac", "}"):
+            self.blocks = self.blocks[:-1]
+        if word in ("for", "select") and (name := _LOOP_VARIABLE.match(self.text, self.at)):
+            reason = f"is a loop's variable (line {self.line})"
+            self.values[name[1]] = self._as_word(self._open(f"${name[1]}", reason, in_block=True))
+        return word in ("for", "select", "case")
+
+    def _keep(self, words: list[Word]) -> None:
+        """Keep a command, unless it is a pattern of a case statement, and the name of a file that it sources."""
+        if words[0].text in ("source", "."):
+            self.sourced += words[1:2]
+        elif self.is_list or not words[0].text.startswith("-"):
+            blocks = [block for block in self.blocks if block[0]]
+            if words[0].text in self.functions:
+                blocks.append(("in a function", self.functions[words[0].text]))
+            parts = [part for word in words for part in split_quoted(word)]
+            self.commands.append(Command(parts, f"{blocks[0][0]} (line {blocks[0][1]})" if blocks else None))
+
+    # --- places in the text
 
     def _pass(self, end: int) -> None:
         self.line += self.text.count("\n", self.at, end)
         self.at = end
 
-    def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Pass what `pattern` matches; whether there was anything."""
+    def _skip(self, pattern: re.Pattern[str]) -> str:
+        """Pass what `pattern` matches; its text."""
         match = pattern.match(self.text, self.at)
-        if match is not None:
-            self._pass(match.end())
-        return match is not None
+        if match is None:
+            return ""
+        self._pass(match.end())
+        return match[0]
 
-    def _take(self, word: _RawWord, text: str, end: int, *, is_quoted: bool = True, is_expansion: bool = False) -> None:
-        """Add `text` to the word, which the script writes up to `end`."""
-        word.pieces.append(_Piece(text, is_quoted, is_expansion))
-        self._pass(end)
-
-    def _newline(self) -> None:
-        """Pass the end of a line, and the here-documents that follow it."""
+    def _newline(self) -> bool:
+        """Pass the end of a line, if one is here, and the here-documents that follow it; whether there was one."""
+        if not self.text.startswith("\n", self.at):
+            return False
         self._pass(self.at + 1)
         for last_line in self.heredocs:
             last = last_line.search(self.text, self.at)
             self._pass(len(self.text) if last is None else last.end())
         self.heredocs = []
+        return True
 
-    def _redirect(self, words: list[_RawWord]) -> None:
-        """Skip a redirection, its file, and the descriptor before it."""
+    def _redirect(self) -> None:
+        """Pass a redirection and its file."""
         heredoc = _HEREDOC.match(self.text, self.at)
-        if heredoc:
+        if heredoc is not None:
             tabs = r"\t*" if heredoc[1] else ""
             self.heredocs.append(re.compile(rf"^{tabs}{heredoc[3]}(\n|\Z)", re.MULTILINE))
-            self.at = heredoc.end()
+            self._pass(heredoc.end())
             return
-        if words and self.text[self.at - 1].isdigit() and (words[-1].bare() or "").isdigit():
-            words.pop()
-        self._skip(_REDIRECTED)
+        self._skip(_REDIRECTION)
         if self.at < len(self.text) and self.text[self.at] not in "\n;&|()":
             self._word()
 
-    def _word(self) -> _RawWord:
-        word = _RawWord(self.line)
+    # --- words
+
+    def _word(self) -> list[Word]:
+        """The words that the next one of the text becomes; unquoted values split at white space."""
+        words: list[Word] = []
+        line, is_joined = self.line, False
+        for value, splits in self._pieces():
+            for number, element in enumerate([self._as_word(value, line)] if isinstance(value, str) else value):
+                for at, part in enumerate(_BLANKS.split(element.marked) if splits else [element.marked]):
+                    is_joined = is_joined and number == at == 0
+                    if part or not splits:
+                        text = words.pop().marked + part if is_joined else part
+                        words.append(self._as_word(text, element.line))
+                        is_joined = True
+        return words
+
+    def _pieces(self) -> Iterator[tuple[str | list[Word], bool]]:
+        """The values of the parts of the next word, or the elements of an array; whether each splits at white space."""
         while self.at < len(self.text):
             c = self.text[self.at]
-            if run := _BARE_RUN.match(self.text, self.at):
-                self._take(word, run[0], run.end(), is_quoted=False)
-            elif c == "(":
-                assignment = word.assignment()
-                if assignment is not None and not assignment[2]:
-                    word.elements = self._array()
-                break
+            if run := self._skip(_BARE_RUN):
+                yield run, False
             elif c == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
-                if escaped == "\n":  # joins two lines
-                    self._pass(self.at + 2)
-                else:
-                    self._take(word, escaped, self.at + 2)
+                self._pass(min(self.at + 2, len(self.text)))
+                if escaped not in ("", "\n"):  # the end of a line joins it to the next
+                    yield escaped, False
             elif c == "'":
-                self._single_quotes(word)
+                stop = self.text.find("'", self.at + 1)
+                if stop < 0:
+                    raise _UnclosedQuoteError(self.line)
+                text = self.text[self.at + 1 : stop]
+                self._pass(stop + 1)
+                yield text, False
             elif c == '"':
-                self._double_quotes(word)
+                yield from self._double_quotes()
             elif c in "$`":
-                self._expansion(word, is_quoted=False)
+                yield self._expansion(is_quoted=False), True
             else:
-                break
-        return word
+                return
 
-    def _array(self) -> list[_RawWord]:
-        elements: list[_RawWord] = []
+    def _double_quotes(self) -> Iterator[tuple[str | list[Word], bool]]:
+        opened, start = self.line, self.at
+        self.at += 1
+        while self.at < len(self.text) and self.text[self.at] != '"':
+            yield self._quoted(_QUOTED_RUN), False
+        if self.at >= len(self.text):
+            raise _UnclosedQuoteError(opened)
+        self.at += 1
+        if self.at == start + 2:
+            yield "", False  # "" alone is a word, and "${A[@]}" of an empty array is none
+
+    def _quoted(self, plain: re.Pattern[str]) -> str | list[Word]:
+        """One run of characters, escape or expansion in double quotes; `plain` matches what stands for itself."""
+        if run := self._skip(plain):
+            return run
+        if escape := _QUOTED_ESCAPE.match(self.text, self.at):
+            self._pass(escape.end())
+            return escape[1] or ("" if escape[2] else "\\")
+        return self._expansion(is_quoted=True)
+
+    def _array(self) -> list[Word]:
+        """The elements of `( ... )`."""
+        elements: list[Word] = []
         self.at += 1
         while self.at < len(self.text) and self.text[self.at] != ")":
-            if self.text[self.at] == "\n":
-                self._newline()
-            elif self.text[self.at] in ";&|(<>":
+            if self.text[self.at] in ";&|(<>":
                 self.at += 1
-            elif not self._skip(_BLANK):
-                elements.append(self._word())
+            elif not self._newline() and not self._skip(_BLANK):
+                elements += self._word()
         self.at += 1
         return elements
 
-    def _single_quotes(self, word: _RawWord) -> None:
-        stop = self.text.find("'", self.at + 1)
-        if stop < 0:
-            raise _UnclosedQuoteError(self.line)
-        self._take(word, self.text[self.at + 1 : stop], stop + 1)
+    # --- variables
 
-    def _double_quotes(self, word: _RawWord) -> None:
-        opened, before = self.line, len(word.pieces)
-        self.at += 1
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            self._inside_double_quotes(word, _QUOTED_RUN)
-        if self.at >= len(self.text):
-            raise _UnclosedQuoteError(opened)
-        if len(word.pieces) == before:
-            word.pieces.append(_Piece("", True))  # "" alone is a word, and "${A[@]}" of an empty array is none
-        self.at += 1
-
-    def _inside_double_quotes(self, word: _RawWord, plain: re.Pattern[str]) -> None:
-        """Take one run of characters, escape or expansion; `plain` matches characters that stand for themselves."""
-        if run := plain.match(self.text, self.at):
-            self._take(word, run[0], run.end())
-        elif escape := _QUOTED_ESCAPE.match(self.text, self.at):
-            self._take(word, escape[1] or ("" if escape[2] else "\\"), escape.end())
+    def _assign(self, name: str, *, adds: bool, is_conditional: bool) -> None:
+        """Set the variable `name` to the value that follows; in a block of some kind it becomes open."""
+        line, old = self.line, self.values.get(name)
+        value: Word | list[Word]
+        if self.text.startswith("(", self.at):
+            value = self._array()
         else:
-            self._expansion(word, is_quoted=True)
+            text = old.marked if adds and isinstance(old, Word) else ""
+            value = self._as_word(text + "".join(self._join(part) for part, _ in self._pieces()), line)
+        if adds and old is not None and (isinstance(old, list) or isinstance(value, list)):
+            value = [*_list(old), *_list(value)]
+        mark = None
+        if is_conditional or any(kind for kind, _ in self.blocks):
+            mark = self._open_by_block(name, line, _list(old), _list(value))
+        elif isinstance(value, list) and len(value) > _MOST_ELEMENTS:
+            mark = self._open(f"${name}", "is too long")
+        if mark is not None:
+            value = [Word(mark, line, self.marks)] if isinstance(value, list) else Word(mark, line, self.marks)
+        self.values[name] = value
 
-    def _expansion(self, word: _RawWord, *, is_quoted: bool) -> None:
-        """Take one expansion as it is written, or a lone dollar sign."""
+    def _open_by_block(self, name: str, line: int, *values: list[Word]) -> str | None:
+        """A mark of the variable `name`, which a block sets from the first value to the second; None if both agree."""
+        before, after = ([word.marked for word in value] for value in values)
+        if before == after:
+            return None
+        kind = next((kind for kind, _ in reversed(self.blocks) if kind), "under a condition")
+        texts = (*before, *after)
+        has_flags = any(_HAS_FLAGS.search(text) for text in texts)
+        has_flags = has_flags or any(part.has_flags for text in texts for part in self.marks.open_parts(text))
+        return self._open(f"${name}", f"is set {kind} (line {line})", in_block=True, has_flags=has_flags)
+
+    def _open(self, source: str, reason: str, *, in_block: bool = False, has_flags: bool = False) -> str:
+        """A mark of an open part."""
+        source = " ".join(source.split())
+        source = source if len(source) <= 40 else source[:37] + "..."
+        return self.marks.mark(OpenPart(source=source, reason=reason, in_block=in_block, has_flags=has_flags))
+
+    def _as_word(self, marked: str, line: int | None = None) -> Word:
+        """A word that stands on `line`, by default at the reader's place; a text that is too long is open."""
+        if len(marked) > _MOST_OF_VALUE:
+            marked = self._open(marked, "is too long")
+        return Word(marked, self.line if line is None else line, self.marks)
+
+    def _join(self, value: str | list[Word]) -> str:
+        if isinstance(value, str):
+            return value
+        is_long = sum(len(word.marked) for word in value) > _MOST_OF_VALUE
+        return self._open("an array", "is too long") if is_long else " ".join(word.marked for word in value)
+
+    # --- expansions
+
+    def _expansion(self, *, is_quoted: bool) -> str | list[Word]:
+        """The value of the next expansion, or the elements of an array, each of which is a word of its own."""
         match = _EXPANSION.match(self.text, self.at)
         assert match is not None
         end = match.end()
         if match[0] in ("$(", "${"):
             end = _behind_closing(self.text, self.at + 1, match[0][1], ")" if match[0] == "$(" else "}")
-        self._take(word, self.text[self.at : end], end, is_quoted=is_quoted, is_expansion=match[0] != "$")
+        source = self.text[self.at : end]
+        elements = _ELEMENTS.fullmatch(source)
+        value = None if elements is None or (is_quoted and elements[2] == "*") else self.values.get(elements[1])
+        expanded = value if isinstance(value, list) else self._value(source, is_quoted=is_quoted)
+        self._pass(end)
+        return expanded
+
+    def _value(self, source: str, *, is_quoted: bool) -> str:
+        """The value of one expansion, as written: $X, ${X:-y}, $((1 + X)), $(command)."""
+        if source == "$":
+            return source
+        if source.startswith("$((") and source.endswith("))"):
+            return self._arithmetic(source)
+        if source.startswith(("$(", "`")):
+            return self._open(source, "is a command's output")
+        match = _PARAMETER.fullmatch(source[2:-1] if source.startswith("${") else source[1:])
+        if match is None:
+            return self._open(source, "is an expansion that is not followed")
+        name, all_elements, operation, other = match.groups()
+        elements = _list(self.values.get(name))
+        value = self._join(elements if all_elements else elements[:1]) if name in self.values else None
+        is_replaced = value is None or (operation is not None and operation[0] == ":" and not value)
+        if operation in (":-", "-", ":=", "=") and is_replaced:
+            value = self._as_default(self._default(other, is_quoted=is_quoted), name)
+            if "=" in operation:
+                self.values[name] = self._as_word(value)
+            return value
+        if operation in (":+", "+"):
+            return "" if is_replaced else self._default(other, is_quoted=is_quoted)
+        if value is None:
+            reason = "is an argument of the script" if name[0] in "0123456789@*" else "is not set in the file"
+            return self._open(f"${name}", reason)
+        return value
+
+    def _default(self, text: str, *, is_quoted: bool) -> str:
+        """The value of `text`, where quotes around parts are dropped, and all else is as inside double quotes."""
+        inner = _Reader(text, self.marks)
+        inner.values, inner.line = self.values, self.line
+        parts: list[str] = []
+        while inner.at < len(text):
+            if text[inner.at] == '"':
+                inner.at += 1
+            elif text[inner.at] == "'":
+                stop = -1 if is_quoted else text.find("'", inner.at + 1)
+                parts.append(text[inner.at + 1 : stop] if stop >= 0 else "'")
+                inner.at = max(inner.at, stop) + 1
+            else:
+                parts.append(self._join(inner._quoted(_DEFAULT_RUN)))
+        return "".join(parts)
+
+    def _as_default(self, value: str, *names: str) -> str:
+        """`value` with a mark of the variables `names`, whose defaults it comes from, behind each of its words."""
+        marks = "".join(self.marks.mark(name) for name in names)
+        return _TEXT.sub(lambda word: word[0] + marks, value)
+
+    def _arithmetic(self, source: str) -> str:
+        """The value of `$(( ... ))`, where names stand for their values; an open operand makes it open."""
+        text = self._default(source[3:-2], is_quoted=True)
+        while not (parts := self.marks.open_parts(text)) and _NAME.search(text) and len(text) < _MOST_OF_ARITHMETIC:
+            text = _NAME.sub(lambda name: f"({self._value(f'${name[0]}', is_quoted=True).strip() or 0})", text)
+        if parts:
+            return self.marks.mark(parts[0])
+        try:
+            result = _evaluate(_MARK.sub("", text))
+        except (ValueError, RecursionError):
+            return self._open(source, "is arithmetic that is not followed")
+        return self._as_default(str(result), *sorted(self.marks.defaults_of(text)))
+
+
+def _list(value: Word | list[Word] | None) -> list[Word]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _behind_closing(text: str, at: int, opening: str, closing: str) -> int:
@@ -472,213 +597,6 @@ def _behind_closing(text: str, at: int, opening: str, closing: str) -> int:
     return len(text)
 
 
-# --- raw words to values ----------------------------------------------------------------------------------------------
-
-
-class _Reader:
-    """The state of the script after the commands that were read."""
-
-    def __init__(self) -> None:
-        self.marks = _Marks()
-        self.scalars: dict[str, str] = {}
-        self.arrays: dict[str, list[Word]] = {}
-        self.sizes: dict[str, int] = {}
-        """Characters of each array."""
-        self.commands: list[Command] = []
-        self.sourced: list[Word] = []
-        self.blocks: list[tuple[str, int]] = []
-        """Open blocks around the next command, and their lines; braces alone are an empty one."""
-        self.begins_function = False
-        self.functions: dict[str, int] = {}
-        """Lines of the functions by their names."""
-
-    def run(self, words: list[_RawWord], is_conditional: bool) -> None:
-        """Carry out a command's assignments, or keep its words."""
-        words = self._skip_reserved(words)
-        if not words:
-            return
-        blocks = [block for block in self.blocks if block[0]]
-        kind = blocks[-1][0] if blocks else "under a condition" if is_conditional else None
-        if words[0].bare() in _DECLARING or all(word.assignment() for word in words):
-            for word in words:
-                self._assign(word, kind)
-            return
-        while words[0].assignment():  # for the environment of this one command
-            words = words[1:]
-        expanded = [word for raw in words for word in self._expand(raw)]
-        if expanded and expanded[0].text in ("source", "."):
-            self.sourced += expanded[1:2]
-        elif expanded:
-            function = self.functions.get(expanded[0].text)
-            blocks += [("in a function", function)] if function is not None else []
-            self.commands.append(Command(expanded, f"{blocks[0][0]} (line {blocks[0][1]})" if blocks else None))
-
-    def _skip_reserved(self, words: list[_RawWord]) -> list[_RawWord]:
-        """The words behind reserved words such as `if` and `done`, which open and close blocks on the way."""
-        while words:
-            head, line = words[0].bare(), words[0].line
-            if head in _OPENING:
-                self.blocks.append((_OPENING[head], line))
-                if head in ("for", "select") and len(words) > 1:
-                    name = words[1].bare() or ""
-                    reason = f"is a loop's variable (line {words[1].line})"
-                    self.scalars[name] = self._open(f"${name}", reason, in_block=True)
-                if head in ("for", "select", "case"):
-                    return []
-            elif head == "function":
-                self.begins_function = True
-                self.functions[(words[1].bare() or "") if len(words) > 1 else ""] = line
-                words = words[1:]
-            elif head == "{":
-                self.blocks.append(("in a function" if self.begins_function else "", line))
-                self.begins_function = False
-            elif head in _CLOSING:
-                self.blocks = self.blocks[:-1]
-            elif head not in _LINKING:
-                break
-            words = words[1:]
-        return words
-
-    def _open(self, source: str, reason: str, *, in_block: bool = False, has_flags: bool = False) -> str:
-        """A mark of an open part."""
-        return self.marks.mark(OpenPart(source=source, reason=reason, in_block=in_block, has_flags=has_flags))
-
-    def _assign(self, word: _RawWord, kind: str | None) -> None:
-        """Carry out the assignment that `word` is, if it is one; in a block of some kind the variable is open."""
-        found = word.assignment()
-        if found is None:
-            return
-        name, adds, pieces = found
-        if word.elements is not None:
-            elements = [element for raw in word.elements for element in self._expand(raw)]
-        elif adds and name in self.arrays and name not in self.scalars:
-            elements = [Word(self._join(pieces), word.line, self.marks)]
-        else:
-            old = self.scalars.get(name)
-            value = (old or "" if adds else "") + self._join(pieces)
-            if kind is not None and value != old:
-                value = self._open_by_block(f"${name}", kind, word.line, f"{old or ''} {value}")
-            self.arrays.pop(name, None)
-            self.scalars[name] = self._bound(value, name)
-            return
-        before = self.arrays.get(name, [])
-        if kind is not None and (elements if adds else elements != before):
-            text = " ".join(part.marked for part in (*before, *elements))
-            elements, adds = (
-                [Word(self._open_by_block(f"${name}", kind, word.line, text), word.line, self.marks)],
-                False,
-            )
-        if not adds:
-            before, self.sizes[name] = [], 0
-        before += elements
-        self.sizes[name] = self.sizes.get(name, 0) + sum(len(part.marked) + 1 for part in elements)
-        if self.sizes[name] > _MOST_OF_VALUE:
-            before, self.sizes[name] = [Word(self._open(f"${name}", "is too long"), word.line, self.marks)], 0
-        self.arrays[name] = before
-        self.scalars.pop(name, None)
-
-    def _open_by_block(self, source: str, kind: str, line: int, text: str) -> str:
-        """A mark of a variable that a block sets, or not, to parts of `text`."""
-        has_flags = _HAS_FLAGS.search(text) or any(part.has_flags for part in self.marks.open_parts(text))
-        return self._open(source, f"is set {kind} (line {line})", in_block=True, has_flags=bool(has_flags))
-
-    def _bound(self, value: str, name: str) -> str:
-        return value if len(value) <= _MOST_OF_VALUE else self._open(f"${name}", "is too long")
-
-    def _expand(self, raw: _RawWord) -> list[Word]:
-        """The words that one raw word becomes; unquoted values split at white space."""
-        words: list[Word] = []
-        is_joined = False
-
-        def add(text: str, line: int) -> None:
-            nonlocal is_joined
-            if is_joined:
-                text = words.pop().marked + text
-            words.append(Word(self._bound(text, "value"), line, self.marks))
-            is_joined = True
-
-        for piece in raw.pieces:
-            if not piece.is_expansion:
-                add(piece.text, raw.line)
-                continue
-            for number, element in enumerate(self._elements(piece, raw.line)):
-                is_joined = is_joined and number == 0
-                parts = [element.marked] if piece.is_quoted else _BLANKS.split(element.marked)
-                for at, part in enumerate(parts):
-                    is_joined = is_joined and at == 0
-                    if part or piece.is_quoted:
-                        add(part, element.line)
-        return words
-
-    def _elements(self, piece: _Piece, line: int) -> list[Word]:
-        """The elements that `${A[@]}` stands for, each a word of its own; one word for any other expansion."""
-        match = _ELEMENTS.fullmatch(piece.text)
-        if match is None or (piece.is_quoted and match[2] == "*") or match[1] not in self.arrays:
-            return [Word(self._value(piece.text, is_quoted=piece.is_quoted), line)]  # "${A[*]}" is one word
-        return self.arrays[match[1]]
-
-    def _join(self, pieces: Sequence[_Piece]) -> str:
-        """The value of the pieces, one behind the other, without splitting."""
-        return "".join(self._value(p.text, is_quoted=p.is_quoted) if p.is_expansion else p.text for p in pieces)
-
-    def _value(self, expansion: str, *, is_quoted: bool) -> str:
-        """The value of one expansion, as written: $X, ${X:-y}, $((1 + X)), $(command)."""
-        if expansion.startswith("$((") and expansion.endswith("))"):
-            return self._arithmetic(expansion)
-        if expansion.startswith(("$(", "`")):
-            return self._open(_shorten(expansion), "is a command's output")
-        match = _PARAMETER.fullmatch(expansion[2:-1] if expansion.startswith("${") else expansion[1:])
-        if match is None:
-            return self._open(_shorten(expansion), "is an expansion that is not followed")
-        name, all_elements, operation, other = match.groups()
-        value = self.scalars.get(name)
-        if value is None and name in self.arrays:
-            elements = [word.marked for word in self.arrays[name]]
-            value = " ".join(elements if all_elements else elements[:1])
-        is_replaced = value is None or (operation is not None and operation[0] == ":" and not value)
-        if operation in (":-", "-", ":=", "=") and is_replaced:
-            value = self.marks.as_default(self._default(other, is_quoted=is_quoted), name)
-            if "=" in operation:
-                self.scalars[name] = self._bound(value, name)
-            return value
-        if operation in (":+", "+"):
-            return "" if is_replaced else self._default(other, is_quoted=is_quoted)
-        if value is None:
-            reason = "is an argument of the script" if name[0] in "0123456789@*" else "is not set in the file"
-            return self._open(f"${name}", reason)
-        return value
-
-    def _default(self, text: str, *, is_quoted: bool) -> str:
-        return self._join(_Lexer(text, newline_ends=False).default(is_quoted=is_quoted))
-
-    def _arithmetic(self, expansion: str) -> str:
-        """The value of `$(( ... ))`; an open operand makes it open for the operand's reason."""
-        origins: set[str] = set()
-
-        def evaluated(value: str) -> int:
-            for part in self.marks.open_parts(value):
-                raise _OpenOperandError(self.marks.mark(part))
-            origins.update(self.marks.defaults_of(value))
-            return _evaluate(_MARK.sub("", value), lambda name: evaluated(self._value(f"${name}", is_quoted=True)))
-
-        try:
-            result = evaluated(self._default(expansion[3:-2], is_quoted=True))
-        except _OpenOperandError as error:
-            return str(error)
-        except (ValueError, RecursionError):
-            return self._open(_shorten(expansion), "is arithmetic that is not followed")
-        return self.marks.as_default(str(result), *origins)
-
-
-class _OpenOperandError(Exception):
-    """Arithmetic needs a value that is not known; the text is its mark."""
-
-
-def _shorten(expansion: str) -> str:
-    text = " ".join(expansion.split())
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -689,7 +607,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 _NUMBER = re.compile(r"0|[1-9][0-9]*|0[xX][0-9a-fA-F]+")
 
 
-def _evaluate(text: str, variable: Callable[[str], int]) -> int:
+def _evaluate(text: str) -> int:
     """The value of the expression `text`, as far as bash and Python agree on it; a blank text is 0.
 
     Raises:
@@ -706,8 +624,6 @@ def _evaluate(text: str, variable: Callable[[str], int]) -> int:
     def integer(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             result = node.value
-        elif isinstance(node, ast.Name):
-            result = variable(node.id)
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             result = _OPERATORS[type(node.op)](integer(node.left), integer(node.right))
         else:
