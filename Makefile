@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed-for-analysis
 TEST_STAMP := $(VENV)/.installed-for-tests
 DOCS_STAMP := $(VENV)/.installed-for-docs
 NEWEST := .venv-newest
+NEWEST_PACKAGES := $(NEWEST)/.packages
 NEWEST_STAMP := $(NEWEST)/.installed
 TEST_EXTRAS := test,megatron
 # Modules are compiled as they are imported: most of torch's never are.
 INSTALL := -m pip install --disable-pip-version-check -q --no-compile
 
-.PHONY: help setup demo install install-newest test golden test-newest lint format bench docs clean
+.PHONY: help setup demo install install-newest packages-newest test golden test-newest lint format bench docs clean
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -38,6 +39,7 @@ demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml and its 
 
 install: $(TEST_STAMP)  ## add to .venv what tests need, and TEST_EXTRAS=test,megatron,docs the site, too
 install-newest: $(NEWEST_STAMP)  ## make .venv-newest
+packages-newest: $(NEWEST_PACKAGES)
 
 test: $(TEST_STAMP)  ## run all tests, spread over cores (GPU tests are skipped without a GPU)
 	$(PY) -m pytest -q -n logical --maxprocesses 16 --dist worksteal $(ARGS)
@@ -45,11 +47,17 @@ test: $(TEST_STAMP)  ## run all tests, spread over cores (GPU tests are skipped 
 golden: $(TEST_STAMP)  ## compare what thdprof prints and writes for fixed cases with tests/golden
 	$(PY) tools/golden.py check
 
-# No constraints: the newest versions that pyproject.toml allows, with the tests that need no Megatron.
-$(NEWEST_STAMP): pyproject.toml
+# No constraints: the newest versions that pyproject.toml allows, with the tests that need no Megatron. Their packages do not
+# touch this checkout, so that they can be installed beside those of .venv.
+$(NEWEST_PACKAGES): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.12 found: install one with pyenv (pyenv install 3.12)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(NEWEST)
-	$(NEWEST)/bin/python $(INSTALL) -e '.[transformers]' pytest pytest-xdist hypothesis
+	$(NEWEST)/bin/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+		print(*project['dependencies'], *project['optional-dependencies']['transformers'], sep='\n')" >$(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python $(INSTALL) -r $(NEWEST)/requirements.txt pytest pytest-xdist hypothesis
+	@touch $@
+$(NEWEST_STAMP): $(NEWEST_PACKAGES)
+	$(NEWEST)/bin/python $(INSTALL) --no-deps -e .
 	@touch $@
 
 test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the newest versions that are allowed

@@ -31,6 +31,16 @@ _GPU_PLACES = [Path(tempfile.gettempdir()) / f"thdprof-tests-{os.getuid()}-gpu-{
 """Locks of the tests that may use GPUs at a time."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while modules are imported, which makes hardly any and takes a fifth less time so."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported out of all garbage collections to come: captures begin with one, of two seconds else."""
     gc.collect()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -159,25 +157,3 @@ def test_a_long_run_holds_without_a_fault_and_fails_with_one():
     ):
         (line,) = failures(**changed)
         assert words in line
-
-
-def test_no_kernel_is_tuned_where_the_folder_for_it_is_on_the_path(tmp_path):
-    pytest.importorskip("triton")
-    (tmp_path / "kernel.py").write_text(
-        "import triton\nimport triton.language as tl\n"
-        "@triton.autotune(configs=[triton.Config({'SIZE': 1}), triton.Config({'SIZE': 2})], key=['n'])\n"
-        "@triton.jit\ndef kernel(x, n, SIZE: tl.constexpr):\n    pass\n"
-        "print([config.kwargs for config in kernel.configs])\n"
-    )
-    for folder, configurations in (
-        (ROOT / "benchmarks" / "untuned", "[{'SIZE': 1}]"),
-        (tmp_path, "[{'SIZE': 1}, {'SIZE': 2}]"),
-    ):
-        ran = subprocess.run(
-            [sys.executable, tmp_path / "kernel.py"],
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ran.stdout.strip() == configurations

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from support import conversations
+from support import conversations, warm_tokenizer
 
 from thdprof.analyze.schedule.replay import replay
 from thdprof.analyze.sources import read_dataset
@@ -17,6 +17,12 @@ referee = pytest.importorskip("support.megatron_referee")
 pytestmark = pytest.mark.referee
 
 FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counted_at_once():
+    with warm_tokenizer.counting():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sample_files import write_bridge, write_index, write_lines
 
-from thdprof.analyze import analyze_dataset, make_plan, sources
+from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.report.sweep import plan_cells
 from thdprof.analyze.schedule import gpt_dataset, packers
@@ -228,7 +228,6 @@ def test_the_source_is_read_once_and_sequences_are_shuffled_once(tmp_path, rng, 
     found = swept([documents], ["micro-batch-size=1,2,4", "seq-length=48,64"], packer="next_fit")
     assert all(c.plan for c in found.combinations)
     assert (calls["read"], calls["pack"]) == (2, 2)
-    assert not hasattr(sources, "analyze_read")
 
 
 def test_a_memo_keeps_the_last_result_of_a_kind():

@@ -9,51 +9,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
-from support.own_loop import VOCABULARY, config_of, wrapped
-from support.own_loop_cases import deterministic_kernels, run_cases
-from support.own_loop_steps import (
-    DISTINCT_STEPS,
-    bounds_of,
-    descend,
-    fitted,
-    mean_loss,
-    nothing_told,
-    run_schedule,
-    shares_of,
-    verdict,
-)
-from support.plans import plan_of_shares
+from support.own_loop import VOCABULARY, config_of, seed, wrapped
+from support.own_loop_cases import Case, MicroBatches, descended, deterministic_kernels, run_cases
+from support.own_loop_steps import verdict
 
-from thdprof.runtime.megatron import install, packed_seq_params, refusals
+from thdprof.runtime.megatron import refusals
 
-TOKENS, EACH = 1024, 4
-"""Tokens of a micro-batch on all ranks; micro-batches of a step."""
-DOCUMENTS = (3, 8, 12, 16, 20)
-"""Numbers of documents that micro-batches have in turn; buckets hold 8 and 16."""
+MICRO_BATCHES = MicroBatches(tokens=1024, each=4, documents=(3, 8, 12, 16, 20))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Communication(Case):
     """One kind of communication."""
 
-    sizes: dict[str, Any]
-    """Sizes of Megatron's process groups."""
-    config: dict[str, Any]
-    """Fields of the TransformerConfig."""
-    experts: int | None = None
-    padded: bool = False
-    """Whether the experts are padded to capacity."""
     user_buffers: bool = False
-    plan: dict[str, Any] = field(default_factory=dict)
-    """Changes of the plan's graphs."""
-    steps: int = 5
 
 
 TWO = {"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4, "num_layers": 3}
@@ -93,15 +67,15 @@ WITHIN_CAPACITY = {
 """With a static number of tokens of all experts of a rank, of which HybridEP tells nothing to the host."""
 
 
-def _of_experts(config: dict[str, Any], *more: str, plan: dict[str, Any] | None = None) -> Case:
+def _of_experts(config: dict[str, Any], *more: str, plan: dict[str, Any] | None = None) -> Communication:
     """Experts over two ranks, in graphs up to their routers and of these parts more, or as `plan` says."""
     graphs = {**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], *more]} if plan is None else plan
-    padded = bool(config.get("moe_pad_expert_input_to_capacity"))
-    return Case(sizes={"expert_model_parallel_size": 2}, config=config, experts=4, padded=padded, plan=graphs)
+    experts = "padded" if config.get("moe_pad_expert_input_to_capacity") else "dropless"
+    return Communication(sizes={"expert_model_parallel_size": 2}, config=config, experts=experts, graphs=graphs)
 
 
 CASES = {
-    "user_buffers": Case(
+    "user_buffers": Communication(
         sizes={"tensor_model_parallel_size": 2},
         config={
             **TWO,
@@ -111,18 +85,18 @@ CASES = {
         },
         user_buffers=True,
     ),
-    "rings": Case(sizes={"context_parallel_size": 2}, config={**TWO, "context_parallel_size": 2}),
-    "all_to_all": Case(
+    "rings": Communication(sizes={"context_parallel_size": 2}, config={**TWO, "context_parallel_size": 2}),
+    "all_to_all": Communication(
         sizes={"context_parallel_size": 2}, config={**TWO, "context_parallel_size": 2, "cp_comm_type": "a2a"}
     ),
-    "all_to_all_unfused_rope": Case(
+    "all_to_all_unfused_rope": Communication(
         sizes={"context_parallel_size": 2},
         config={**TWO, "context_parallel_size": 2, "cp_comm_type": "a2a", "apply_rope_fusion": False},
     ),
-    "all_gather": Case(
+    "all_gather": Communication(
         sizes={"context_parallel_size": 2}, config={**TWO, "context_parallel_size": 2, "cp_comm_type": "all_gather"}
     ),
-    "deferred_output_gradients": Case(
+    "deferred_output_gradients": Communication(
         sizes={"pipeline_model_parallel_size": 2},
         config={
             **TWO,
@@ -133,7 +107,7 @@ CASES = {
             "defer_embedding_wgrad_compute": True,
         },
     ),
-    "last_stage_without_layers": Case(
+    "last_stage_without_layers": Communication(
         sizes={"pipeline_model_parallel_size": 2},
         config={
             **TWO,
@@ -143,7 +117,7 @@ CASES = {
             "pipeline_model_parallel_layout": [["embedding", *["decoder"] * 4], ["loss"]],
         },
     ),
-    "experts": Case(sizes={"expert_model_parallel_size": 2}, config=EXPERTS, experts=4, plan=UP_TO_ROUTER),
+    "experts": _of_experts(EXPERTS),
     "experts_overlapped": _of_experts(OVERLAPPED),
     "experts_overlapped_delayed": _of_experts(DELAYED),
     "experts_overlapped_fp8": _of_experts({**OVERLAPPED, **FP8}),
@@ -176,22 +150,22 @@ def main(names: list[str]) -> None:
     run_cases(names, CASES, result_of, around=buffers)
 
 
-def result_of(case: Case) -> str:
+def result_of(case: Communication) -> str:
     """How a case's two runs differ."""
     with deterministic_kernels(True):
         eager, replayed = trained(case, replay=False), trained(case, replay=True)
-    return verdict(eager, replayed, steps=case.steps, documents=documents_of(case))
+    return verdict(eager, replayed, steps=case.steps, documents=MICRO_BATCHES.numbers_of(case))
 
 
 @contextmanager
-def buffers(case: Case) -> Iterator[None]:
+def buffers(case: Communication) -> Iterator[None]:
     """The buffers that a case communicates by."""
     with user_buffers(case), hybrid_ep_buffer():
         yield
 
 
 @contextmanager
-def user_buffers(case: Case) -> Iterator[None]:
+def user_buffers(case: Communication) -> Iterator[None]:
     """Transformer Engine's buffers, as Megatron's own initialisation makes them."""
     if not case.user_buffers:
         yield
@@ -199,7 +173,7 @@ def user_buffers(case: Case) -> Iterator[None]:
     from transformer_engine.pytorch.module import base
 
     base.initialize_ub(
-        shape=[TOKENS, case.config["hidden_size"]],
+        shape=[MICRO_BATCHES.tokens, case.config["hidden_size"]],
         tp_size=2,
         quantization_modes=[base.UserBufferQuantizationMode.NONE],
         dtype=torch.bfloat16,
@@ -225,7 +199,7 @@ def hybrid_ep_buffer() -> Iterator[None]:
         fused_a2a.reset_hybrid_ep_buffer()
 
 
-def trained(case: Case, *, replay: bool) -> dict[str, Any]:
+def trained(case: Communication, *, replay: bool) -> dict[str, Any]:
     """Losses, gradients and counters of a run of a new model."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -233,15 +207,13 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         get_gpt_layer_with_transformer_engine_spec,
         get_gpt_mtp_block_spec,
     )
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     get_moe_metrics_tracker().metrics.clear()  # which have as many layers as the first model had
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    seed()
     config = config_of(**case.config)
     spec: Any
-    if case.experts is None:
+    if case.experts == "none":
         spec = get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
@@ -254,7 +226,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
             transformer_layer_spec=spec,
             mtp_block_spec=predictions,
             vocab_size=VOCABULARY,
-            max_sequence_length=TOKENS,
+            max_sequence_length=MICRO_BATCHES.tokens,
             position_embedding_type="rope",
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
@@ -262,67 +234,9 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         config,
         delay_wgrad_compute=config.delay_wgrad_compute,
     )
-    plan = plan_of(case)
     # Cases that install still refuses, for want of such a run, are run all the same.
     refusals.check = lambda *args, **kwargs: None
-    told = nothing_told()
-    with install(model, plan, config, replay=replay, say=print) as installation:
-        for step in range(case.steps):
-            passes = partial(run_schedule, model, forward_step, batches(step, config), count=EACH, tokens=TOKENS)
-            descend(model, passes, told)
-        told["stats"] = installation.stats()
-    return told
-
-
-def plan_of(case: Case) -> Any:
-    """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
-    context = case.sizes.get("context_parallel_size", 1)
-    stages = case.sizes.get("pipeline_model_parallel_size", 1)
-    data_parallel = parallel_state.get_data_parallel_world_size()
-    plan = plan_of_shares(
-        shares_of(documents_of(case)),
-        count=case.steps * EACH * data_parallel,
-        steps=case.steps,
-        context_parallel_size=context,
-        pipeline_parallel_size=stages,
-        data_parallel_size=data_parallel,
-        seq_length=TOKENS,
-        global_batch_size=EACH * data_parallel,
-        experts="none" if case.experts is None else "padded" if case.padded else "dropless",
-    )
-    return fitted(plan, case.plan, tokens=TOKENS, stages=stages, cp_size=context)
-
-
-def documents_of(case: Case) -> list[int]:
-    """Numbers of documents of all micro-batches of a rank."""
-    return [DOCUMENTS[number % len(DOCUMENTS)] for number in range(case.steps * EACH)]
-
-
-def batches(step: int, config: Any) -> Iterator[dict[str, Any]]:
-    """Micro-batches of a step: of the same documents on ranks that share them, and of others on others."""
-    rank = parallel_state.get_data_parallel_rank()
-    context = config.context_parallel_size
-    for number in range(EACH):
-        random = np.random.default_rng([step % DISTINCT_STEPS, number, rank])
-        documents = DOCUMENTS[(step * EACH + number) % len(DOCUMENTS)]
-        bounds = bounds_of(random, documents, TOKENS)
-        tokens = random.integers(1, VOCABULARY, (2, TOKENS // context))
-        yield {
-            "bounds": bounds,
-            "tokens": torch.from_numpy(tokens[:1]).cuda(),
-            "labels": torch.from_numpy(tokens[1:]).cuda(),
-            "positions": torch.arange(TOKENS // context).unsqueeze(0).cuda(),
-        }
-
-
-def forward_step(data: Iterator[dict[str, Any]], model: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
-    """What Megatron's schedules call for a micro-batch."""
-    batch = next(data)
-    params = packed_seq_params(batch["bounds"])
-
-    run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=params)
-    return output, mean_loss
+    return descended(case, model, config, MICRO_BATCHES, replay=replay, say=print)
 
 
 if __name__ == "__main__":

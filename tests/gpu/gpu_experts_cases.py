@@ -24,47 +24,28 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.own_loop import SMALL, VOCABULARY, wrapped
-from support.own_loop_cases import run_cases
-from support.own_loop_steps import (
-    DISTINCT_STEPS,
-    bounds_of,
-    descend,
-    fitted,
-    mean_loss,
-    nothing_told,
-    run_schedule,
-    shares_of,
-    verdict,
-)
-from support.plans import plan_of_shares
+from support.own_loop import SMALL, VOCABULARY, seed, wrapped
+from support.own_loop_cases import Case, MicroBatches, descended, run_cases
+from support.own_loop_steps import verdict
 
-from thdprof.plan import Plan
-from thdprof.runtime.megatron import install, packed_seq_params
 from thdprof.runtime.megatron.opening import MetadataForm
 
-TOKENS, EACH = 512, 5
-"""Tokens of a micro-batch; micro-batches of a step."""
-DOCUMENTS = (3, 12, 1, 20, 8)
-"""Numbers of documents of a step's micro-batches; buckets hold 8 and 16."""
-ROUTER = ("attn", "moe_router")
-PREPROCESSED = (*ROUTER, "moe_preprocess")
+TOKENS = 512
+MICRO_BATCHES = MicroBatches(tokens=TOKENS, each=5, documents=(3, 12, 1, 20, 8))
+ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
+PREPROCESSED = {"impl": "transformer_engine", "modules": ["attn", "moe_router", "moe_preprocess"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model, and what of its layers is captured."""
+class Experts(Case):
+    """A model with experts, captured up to their router unless its graphs say more."""
 
-    config: dict[str, Any] = field(default_factory=dict)
-    """Fields of TransformerConfig."""
-    modules: tuple[str, ...] = ROUTER
-    """The plan's graphs.modules."""
+    graphs: dict[str, Any] = field(default_factory=ROUTER.copy)
+    experts: str = "dropless"
     samples: int = 1
     """Samples of a micro-batch."""
     masked: bool = False
     """Whether the model gets a padding mask."""
-    sizes: dict[str, Any] = field(default_factory=dict)
-    """Sizes of Megatron's process groups."""
     steps: int = 2
 
     @property
@@ -91,19 +72,19 @@ LATENT = {
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 CASES = {
-    "router": Case(),
-    "preprocess": Case(config={"moe_permute_fusion": True}, modules=PREPROCESSED),
-    "fusions": Case(config={"moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32"}),
-    "groups": Case(config={**GROUPS, "moe_z_loss_coeff": 1e-3}),
-    "shared": Case(config={"moe_shared_expert_intermediate_size": 128}),
-    "overlapped": Case(
+    "router": Experts(),
+    "preprocess": Experts(config={"moe_permute_fusion": True}, graphs=PREPROCESSED),
+    "fusions": Experts(config={"moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32"}),
+    "groups": Experts(config={**GROUPS, "moe_z_loss_coeff": 1e-3}),
+    "shared": Experts(config={"moe_shared_expert_intermediate_size": 128}),
+    "overlapped": Experts(
         config={"moe_shared_expert_intermediate_size": 128, "moe_shared_expert_overlap": True, "hidden_dropout": 0.1}
     ),
-    "samples": Case(config={"moe_router_load_balancing_type": "seq_aux_loss"}, samples=2),
-    "masked": Case(config={"moe_z_loss_coeff": 1e-3}, masked=True),
-    "global": Case(config={"moe_router_load_balancing_type": "global_aux_loss"}),
-    "forced": Case(config={"moe_router_force_load_balancing": True}),
-    "recomputed": Case(
+    "samples": Experts(config={"moe_router_load_balancing_type": "seq_aux_loss"}, samples=2),
+    "masked": Experts(config={"moe_z_loss_coeff": 1e-3}, masked=True),
+    "global": Experts(config={"moe_router_load_balancing_type": "global_aux_loss"}),
+    "forced": Experts(config={"moe_router_force_load_balancing": True}),
+    "recomputed": Experts(
         config={
             "recompute_granularity": "selective",
             "recompute_modules": ["moe", "layernorm"],
@@ -111,20 +92,20 @@ CASES = {
             "hidden_dropout": 0.1,
         }
     ),
-    "recomputed after preprocess": Case(
+    "recomputed after preprocess": Experts(
         config={"recompute_granularity": "selective", "recompute_modules": ["moe"], "moe_permute_fusion": True},
-        modules=PREPROCESSED,
+        graphs=PREPROCESSED,
     ),
-    "recomputed in fp8": Case(
+    "recomputed in fp8": Experts(
         config={"recompute_granularity": "selective", "recompute_modules": ["moe"], **FP8},
     ),
-    "all recomputed": Case(config={**FULL, "hidden_dropout": 0.1}),
-    "all recomputed in fp8": Case(config={**FULL, **FP8}),
-    "padded to capacity": Case(
+    "all recomputed": Experts(config={**FULL, "hidden_dropout": 0.1}),
+    "all recomputed in fp8": Experts(config={**FULL, **FP8}),
+    "padded to capacity": Experts(
         config={"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True, **GROUPS}
     ),
-    "latent": Case(config={**LATENT, "moe_shared_expert_intermediate_size": 128, **GROUPS}),
-    "latent recomputed": Case(
+    "latent": Experts(config={**LATENT, "moe_shared_expert_intermediate_size": 128, **GROUPS}),
+    "latent recomputed": Experts(
         config={
             **LATENT,
             **GROUPS,
@@ -136,7 +117,7 @@ CASES = {
 }
 
 
-def built(case: Case) -> tuple[Any, Any]:
+def built(case: Experts) -> tuple[Any, Any]:
     """The model of a case as Megatron's training wraps it, and its configuration."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -168,64 +149,34 @@ def built(case: Case) -> tuple[Any, Any]:
     return wrapped(model, config), config
 
 
-def plan_of(case: Case) -> Plan:
-    """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
-    documents = documents_of(case)
-    plan = plan_of_shares(
-        shares_of(documents),
-        count=len(documents),
-        steps=case.steps,
-        seq_length=TOKENS,
-        global_batch_size=EACH,
-        experts="dropless",
-    )
-    return fitted(plan, {"impl": "transformer_engine", "modules": list(case.modules)}, tokens=TOKENS)
-
-
-def documents_of(case: Case) -> list[int]:
-    """Numbers of documents of all micro-batches."""
-    return [*DOCUMENTS] * case.steps
-
-
-def trained(case: Case, *, replay: bool) -> dict[str, Any]:
+def trained(case: Experts, *, replay: bool) -> dict[str, Any]:
     """Losses, gradients, routers' counts and counters of a run of a new model."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     get_moe_metrics_tracker().metrics.clear()
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    seed()
     model, config = built(case)
-    told = nothing_told() | {"counts": []}
-    form = MetadataForm(tokens_per_sample=case.tokens_per_sample)
-    with install(model, plan_of(case), config, replay=replay, form=form) as installation:
-        for step in range(case.steps):
-            forward = partial(forward_step, case)
-            descend(model, partial(run_schedule, model, forward, batches(step), count=EACH, tokens=TOKENS), told)
-            told["counts"] += routed(model)
-        told["stats"] = installation.stats()
-    return told
+    counts: list[list[float]] = []
+    told = descended(
+        case,
+        model,
+        config,
+        MICRO_BATCHES,
+        replay=replay,
+        batches=partial(batches, case),
+        after_step=lambda _: counts.extend(routed(model)),
+        form=MetadataForm(tokens_per_sample=case.tokens_per_sample),
+    )
+    return told | {"counts": counts}
 
 
-def batches(step: int) -> Iterator[dict[str, Any]]:
+def batches(case: Experts, step: int) -> Iterator[dict[str, Any]]:
     """The micro-batches of a step."""
-    for number, documents in enumerate(DOCUMENTS):
-        random = np.random.default_rng([step % DISTINCT_STEPS, number])
-        bounds = bounds_of(random, documents, TOKENS)
-        tokens = torch.from_numpy(random.integers(1, VOCABULARY, (2, TOKENS))).cuda()
+    for number, batch in enumerate(MICRO_BATCHES.text(step)):
+        random = np.random.default_rng([step % MICRO_BATCHES.distinct_steps, number])
         mask = torch.from_numpy(random.random((1, TOKENS)) < 0.2).cuda()
-        yield {"bounds": bounds, "tokens": tokens[:1], "labels": tokens[1:], "mask": mask}
-
-
-def forward_step(case: Case, data: Iterator[dict[str, Any]], model: Any) -> Any:
-    """What Megatron's schedule calls for a micro-batch."""
-    batch = next(data)
-    positions = torch.arange(TOKENS, device="cuda")[None]
-    params = packed_seq_params(batch["bounds"])
-    params.tokens_per_sample = case.tokens_per_sample
-    more = {"padding_mask": batch["mask"]} if case.masked else {}
-    output = model(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params, **more)
-    return output, mean_loss
+        more = {"padding_mask": mask} if case.masked else {}
+        yield {**batch, "tokens_per_sample": case.tokens_per_sample, "more": more}
 
 
 def routed(model: Any) -> list[list[float]]:
@@ -243,10 +194,10 @@ def main(names: list[str]) -> None:
     run_cases(names or [*CASES], CASES, result_of)
 
 
-def result_of(case: Case) -> str:
+def result_of(case: Experts) -> str:
     """How a case's two runs differ."""
     eager, replayed = trained(case, replay=False), trained(case, replay=True)
-    return verdict(eager, replayed, steps=case.steps, documents=documents_of(case), more=("counts",))
+    return verdict(eager, replayed, steps=case.steps, documents=MICRO_BATCHES.numbers_of(case), more=("counts",))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +19,28 @@ if __name__ == "__main__":  # before Transformer Engine is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")  # else Megatron refuses fused operations of experts
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core import parallel_state
-from support.own_loop import VOCABULARY, config_of, wrapped
-from support.own_loop_cases import run_cases
+from support.own_loop import VOCABULARY, config_of, seed, wrapped
+from support.own_loop_cases import Case, MicroBatches, forward_step, run_cases
 from support.own_loop_steps import (
-    bounds_of,
     counted,
     differing,
-    fitted,
     learnt,
-    mean_loss,
     none_differ,
     nothing_told,
     run_schedule,
-    shares_of,
     step_times,
     timed,
 )
-from support.plans import plan_of_shares
 from support.training_states import digests
 
-from thdprof.runtime.megatron import install, packed_seq_params, refusals
+from thdprof.runtime.megatron import install, refusals
 
-TOKENS, EACH = 1024, 5
-"""Tokens of a micro-batch; micro-batches of a step."""
-DOCUMENTS = (12, 3, 8, 20, 16, 3, 12)
-"""Numbers of documents that micro-batches have in turn; buckets hold 8 and 16."""
+MICRO_BATCHES = MicroBatches(tokens=1024, each=5, documents=(12, 3, 8, 20, 16, 3, 12), by_rank=True, distinct_steps=7)
 PRECISION = {
     "two": """
 configs:
@@ -67,23 +57,16 @@ matchers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model, what of it is captured, and the states that must be among those that are compared."""
+class Quantized(Case):
+    """A case, and the states that must be among those that are compared."""
 
-    config: dict[str, Any]
-    """Fields of the TransformerConfig."""
-    graphs: dict[str, Any] = field(default_factory=dict)
-    """Changes of the plan's graphs."""
     overlap: bool = False
     """Whether gradients are reduced, and parameters gathered, while passes run."""
-    experts: str = "none"
     precision: str | None = None
     """A name in PRECISION."""
     kinds: tuple[str, ...] = ("quantized parameters",)
     exact: bool = False
     """Whether torch and Megatron are told to choose deterministic kernels."""
-    sizes: dict[str, Any] = field(default_factory=dict)
-    """Sizes of Megatron's process groups."""
     refused: bool = False
     """Whether `install` refuses the case for want of such a run; it is run all the same."""
     steps: int = 4
@@ -117,17 +100,17 @@ CHECK = refusals.check
 SCALES = ("scaling_fwd, factors", "scaling_fwd, histories", "scaling_bwd, factors", "scaling_bwd, histories")
 CACHED = ("quantized weights",)
 CASES = {
-    "layers": Case(config={**SHAPE, **PARAMETERS}, graphs=LAYERS),
-    "dropless, overlapped": Case(
+    "layers": Quantized(config={**SHAPE, **PARAMETERS}, graphs=LAYERS),
+    "dropless, overlapped": Quantized(
         config={**EXPERTS, **PARAMETERS}, graphs=UP_TO_ROUTER, experts="dropless", overlap=True
     ),
-    "layers, blockwise, overlapped": Case(config={**SHAPE, **BLOCKWISE}, graphs=LAYERS, overlap=True, kinds=()),
-    "dropless, preprocessed": Case(
+    "layers, blockwise, overlapped": Quantized(config={**SHAPE, **BLOCKWISE}, graphs=LAYERS, overlap=True, kinds=()),
+    "dropless, preprocessed": Quantized(
         config={**EXPERTS, **PARAMETERS, "moe_permute_fusion": True},
         graphs={**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], "moe_preprocess"]},
         experts="dropless",
     ),
-    "dropless, first layer in bf16": Case(
+    "dropless, first layer in bf16": Quantized(
         config={
             **EXPERTS,
             **PARAMETERS,
@@ -138,61 +121,63 @@ CASES = {
         graphs=UP_TO_ROUTER,
         experts="dropless",
     ),
-    "dropless, blockwise": Case(
+    "dropless, blockwise": Quantized(
         config={**EXPERTS, **BLOCKWISE}, graphs=UP_TO_ROUTER, experts="dropless", overlap=True, kinds=()
     ),
-    "chunk, blockwise": Case(config={**SHAPE, **BLOCKWISE, "fp8_param": False, "attention_dropout": 0.1}, kinds=CACHED),
-    "chunk, blockwise, parameters": Case(config={**SHAPE, **BLOCKWISE}, kinds=()),
-    "chunk, delayed": Case(config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, kinds=(*SCALES, *CACHED)),
-    "layers, delayed": Case(
+    "chunk, blockwise": Quantized(
+        config={**SHAPE, **BLOCKWISE, "fp8_param": False, "attention_dropout": 0.1}, kinds=CACHED
+    ),
+    "chunk, blockwise, parameters": Quantized(config={**SHAPE, **BLOCKWISE}, kinds=()),
+    "chunk, delayed": Quantized(config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, kinds=(*SCALES, *CACHED)),
+    "layers, delayed": Quantized(
         config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, graphs=LAYERS, kinds=(*SCALES, *CACHED), refused=True
     ),
-    "dropless, delayed": Case(
+    "dropless, delayed": Quantized(
         config={**EXPERTS, **HISTORY, "fp8_param": True},
         graphs=UP_TO_ROUTER,
         experts="dropless",
         kinds=SCALES,
         refused=True,
     ),
-    "two layers a graph, overlapped": Case(
+    "two layers a graph, overlapped": Quantized(
         config={**SHAPE, **PARAMETERS}, graphs={"layers_per_graph": 2}, overlap=True
     ),
-    "two layers a graph, overlapped, verified": Case(
+    "two layers a graph, overlapped, verified": Quantized(
         config={**SHAPE, **PARAMETERS}, graphs={"layers_per_graph": 2, "verify": "1/2"}, overlap=True, exact=True
     ),
-    "one layer a graph, delayed, overlapped, verified": Case(
+    "one layer a graph, delayed, overlapped, verified": Quantized(
         config={**SHAPE, **HISTORY, "attention_dropout": 0.1},
         graphs={"layers_per_graph": 1, "verify": "1/2"},
         overlap=True,
         exact=True,
         kinds=(*SCALES, *CACHED),
     ),
-    "one layer a graph, bf16, overlapped, verified": Case(
+    "one layer a graph, bf16, overlapped, verified": Quantized(
         config={**SHAPE, "attention_dropout": 0.1},
         graphs={"layers_per_graph": 1, "verify": "1/2"},
         overlap=True,
         exact=True,
         kinds=(),
     ),
-    "full recompute": Case(config={**SHAPE, **PARAMETERS, **FULL, "attention_dropout": 0.1}),
-    "full recompute, delayed": Case(
+    "full recompute": Quantized(config={**SHAPE, **PARAMETERS, **FULL, "attention_dropout": 0.1}),
+    "full recompute, delayed": Quantized(
         config={**SHAPE, **HISTORY, **FULL, "attention_dropout": 0.1}, kinds=(*SCALES, *CACHED)
     ),
-    "full recompute, weights in bf16": Case(config={**SHAPE, **WORKSPACES, **FULL}, kinds=CACHED),
-    "dropless, recompute": Case(
+    "full recompute, weights in bf16": Quantized(config={**SHAPE, **WORKSPACES, **FULL}, kinds=CACHED),
+    "dropless, recompute": Quantized(
         config={**EXPERTS, **WORKSPACES, **PARTS}, graphs=UP_TO_ROUTER, experts="dropless", kinds=CACHED
     ),
-    "dropless, recompute, parameters": Case(
+    "dropless, recompute, parameters": Quantized(
         config={**EXPERTS, **PARAMETERS, **PARTS}, graphs=UP_TO_ROUTER, experts="dropless"
     ),
-    "nothing kept": Case(config={**SHAPE, **WORKSPACES, "disable_parameter_transpose_cache": True}, kinds=()),
-    "layers, nothing kept": Case(
+    "nothing kept": Quantized(config={**SHAPE, **WORKSPACES, "disable_parameter_transpose_cache": True}, kinds=()),
+    "layers, nothing kept": Quantized(
         config={**SHAPE, **WORKSPACES, "disable_parameter_transpose_cache": True}, graphs=LAYERS, kinds=()
     ),
-    "layers, nothing kept, parameters": Case(
+    "layers, nothing kept, parameters": Quantized(
         config={**SHAPE, **PARAMETERS, "disable_parameter_transpose_cache": True}, graphs=LAYERS
     ),
-    "dropless, fused operations": Case(
+    "dropless, fused operations": Quantized(
         config={
             **EXPERTS,
             **PARAMETERS,
@@ -203,9 +188,9 @@ CASES = {
         graphs=UP_TO_ROUTER,
         experts="dropless",
     ),
-    "by module": Case(config={**SHAPE, **WORKSPACES}, precision="two", kinds=CACHED),
-    "layers, by module": Case(config={**SHAPE, **WORKSPACES}, graphs=LAYERS, precision="two", kinds=CACHED),
-    "dropless, by module": Case(
+    "by module": Quantized(config={**SHAPE, **WORKSPACES}, precision="two", kinds=CACHED),
+    "layers, by module": Quantized(config={**SHAPE, **WORKSPACES}, graphs=LAYERS, precision="two", kinds=CACHED),
+    "dropless, by module": Quantized(
         config={**EXPERTS, **WORKSPACES}, graphs=UP_TO_ROUTER, experts="dropless", precision="two", kinds=CACHED
     ),
 }
@@ -213,9 +198,9 @@ CASES = {
 OVERLAPPED = {**EXPERTS, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True}
 
 
-def _of_two_ranks(**config: Any) -> Case:
+def _of_two_ranks(**config: Any) -> Quantized:
     """Overlapped expert communication and delayed weight gradients, with those of data parallelism or without."""
-    return Case(
+    return Quantized(
         config={**OVERLAPPED, "delay_wgrad_compute": True, **config},
         graphs=UP_TO_ROUTER,
         experts="dropless",
@@ -238,12 +223,12 @@ def main(names: list[str]) -> None:
     run_cases(names or [*CASES], CASES | TWO_RANKS, result_of)
 
 
-def result_of(case: Case) -> str:
+def result_of(case: Quantized) -> str:
     """How a case's two runs differ."""
     return compared(case, *(trained(case, replay=replay) for replay in (False, True)))
 
 
-def model_of(case: Case) -> tuple[Any, Any]:
+def model_of(case: Quantized) -> tuple[Any, Any]:
     """A new model of a case as Megatron's training wraps it, and its configuration."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -262,7 +247,7 @@ def model_of(case: Case) -> tuple[Any, Any]:
         config=config,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS,
+        max_sequence_length=MICRO_BATCHES.tokens,
         position_embedding_type="rope",
     )
     wrapping = {"overlap_grad_reduce": case.overlap, "overlap_param_gather": case.overlap}
@@ -272,17 +257,15 @@ def model_of(case: Case) -> tuple[Any, Any]:
     ), config
 
 
-def trained(case: Case, *, replay: bool) -> dict[str, Any]:
+def trained(case: Quantized, *, replay: bool) -> dict[str, Any]:
     """Losses and digests of the states of a run of a new model, and its counters."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
     torch.use_deterministic_algorithms(case.exact)
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    seed()
     model, config = model_of(case)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -306,12 +289,18 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         model.disable_forward_pre_hook(param_sync=False)
     told: dict[str, Any] = {**nothing_told(), "states": []}
     refusals.check = (lambda *_: None) if case.refused else CHECK
-    with install(model, plan_of(case), config, replay=replay, say=lambda line: None) as installation:
+    with install(model, MICRO_BATCHES.plan_of(case), config, replay=replay, say=lambda line: None) as installation:
         for step in range(case.steps):
             with timed(told["step_ms"]):
                 model.zero_grad_buffer()
                 optimizer.zero_grad()
-                told["losses"] += run_schedule(model, forward_step, batches(step), count=EACH, tokens=TOKENS)
+                told["losses"] += run_schedule(
+                    model,
+                    forward_step,
+                    MICRO_BATCHES.text(step),
+                    count=MICRO_BATCHES.each,
+                    tokens=MICRO_BATCHES.tokens,
+                )
                 _, norm, _ = optimizer.step()
             told["norms"].append(float(norm))
             told["states"].append(digests([model]))
@@ -321,51 +310,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
     return told
 
 
-def plan_of(case: Case) -> Any:
-    """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
-    ranks = parallel_state.get_data_parallel_world_size()
-    every = [number for rank in range(ranks) for number in documents_of(case, rank)]
-    plan = plan_of_shares(
-        shares_of(every),
-        count=len(every),
-        steps=case.steps,
-        data_parallel_size=ranks,
-        seq_length=TOKENS,
-        global_batch_size=EACH * ranks,
-        experts=case.experts,
-    )
-    return fitted(plan, case.graphs, tokens=TOKENS)
-
-
-def documents_of(case: Case, rank: int) -> list[int]:
-    """Numbers of documents of all micro-batches of a data-parallel rank."""
-    return [DOCUMENTS[(number + rank) % len(DOCUMENTS)] for number in range(case.steps * EACH)]
-
-
-def batches(step: int) -> Iterator[dict[str, Any]]:
-    """The micro-batches of a step, other ones on each data-parallel rank."""
-    rank = parallel_state.get_data_parallel_rank()
-    for number in range(EACH):
-        random = np.random.default_rng([step % len(DOCUMENTS), number, rank])
-        documents = DOCUMENTS[(step * EACH + number + rank) % len(DOCUMENTS)]
-        bounds = bounds_of(random, documents, TOKENS)
-        tokens = torch.from_numpy(random.integers(1, VOCABULARY, (2, TOKENS))).cuda()
-        yield {"bounds": bounds, "tokens": tokens[:1], "labels": tokens[1:]}
-
-
-def forward_step(
-    data: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
-) -> tuple[Any, Callable[..., Any]]:
-    """What Megatron's schedule calls for a micro-batch."""
-    batch = next(data)
-    positions = torch.arange(TOKENS, device="cuda")[None]
-
-    params = packed_seq_params(batch["bounds"])
-    run = model.build_schedule_plan if return_schedule_plan else model
-    return run(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params), mean_loss
-
-
-def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str:
+def compared(case: Quantized, eager: dict[str, Any], replayed: dict[str, Any]) -> str:
     """Whether two runs left the same behind after each step, and what was compared."""
     told = differing(eager, replayed, ("losses", "norms"))
     equal = none_differ(told)
@@ -388,7 +333,7 @@ def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str
         told.append(f"{stats.verified.total()} verified, {stats.mismatches.total()} mismatches")
     moved, text = learnt(eager["losses"], case.steps)
     told += [f"compared {', '.join(there)}", text]
-    told.append(counted(stats, documents_of(case, parallel_state.get_data_parallel_rank())))
+    told.append(counted(stats, MICRO_BATCHES.numbers_of(case, parallel_state.get_data_parallel_rank())))
     told.append(step_times(padded=eager, replayed=replayed))
     return f"{'equal' if equal and moved else 'not equal'}: {'; '.join(told)}"
 

@@ -12,6 +12,10 @@ from support.gpu_training import DETERMINISTIC_MAMBA, assert_as_predicted, asser
 from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import gpu_experts_cases  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -40,13 +44,7 @@ def test_dropless_experts_train_as_they_do_eagerly(plans, tmp_path, name):
     assert_same_training(ours, train(plan, tmp_path / "eager.jsonl", "dropless", *more, replay=False))
 
 
-SMALL = ("router", "preprocess", "fusions", "groups", "shared", "overlapped", "samples", "masked", "global", "forced")
-SMALL += ("latent", "recomputed", "recomputed after preprocess", "recomputed in fp8", "all recomputed")
-SMALL += ("all recomputed in fp8", "padded to capacity", "latent recomputed")
-"""Cases of gpu_experts_cases.py."""
-
-
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", gpu_experts_cases.CASES)
 def test_micro_batches_of_dropless_experts_give_the_numbers_of_eager_ones(name):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -10,40 +10,13 @@ from support.own_loop_runs import run_case
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
+
+from quantized_cases import CASES  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-CASES = (
-    "layers",
-    "dropless, overlapped",
-    "layers, blockwise, overlapped",
-    "dropless, preprocessed",
-    "dropless, first layer in bf16",
-    "dropless, blockwise",
-    "chunk, blockwise",
-    "chunk, blockwise, parameters",
-    "chunk, delayed",
-    "layers, delayed",
-    "dropless, delayed",
-    "two layers a graph, overlapped",
-    "two layers a graph, overlapped, verified",
-    "one layer a graph, delayed, overlapped, verified",
-    "one layer a graph, bf16, overlapped, verified",
-    "full recompute",
-    "full recompute, delayed",
-    "full recompute, weights in bf16",
-    "dropless, recompute",
-    "dropless, recompute, parameters",
-    "nothing kept",
-    "layers, nothing kept",
-    "layers, nothing kept, parameters",
-    "dropless, fused operations",
-    "by module",
-    "layers, by module",
-    "dropless, by module",
-)
-"""Cases of quantized_cases.py."""
 
 
 def run(case, *, gpus=1):

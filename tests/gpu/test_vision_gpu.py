@@ -9,32 +9,16 @@ from support.own_loop_runs import run_case
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
+
+from vision_cases import CASES  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-WITHOUT_IMAGES = (
-    "mrope",
-    "mrope_unfused",
-    "rope_unfused",
-    "rope_unfused_layers",
-    "rope_unfused_recompute",
-    "fused_layer_recompute",
-    "yarn_unfused",
-    "learnable_softmax",
-    "output_gate",
-)
-WITH_IMAGES = (
-    "qwen3_vl",
-    "qwen3_vl_layers",
-    "qwen3_vl_experts",
-    "qwen3_vl_one_layer_a_graph",
-    "qwen3_vl_recompute",
-    "qwen3_vl_without_features",
-    "qwen3_vl_fp8",
-    "qwen3_vl_fp8_experts",
-)
-ON_TWO = ("qwen3_vl_stages", "qwen3_vl_tensor_parallel")
+WITHOUT_IMAGES = [name for name, case in CASES.items() if not case.with_images]
+WITH_IMAGES = [name for name, case in CASES.items() if case.with_images and not case.sizes]
+ON_TWO = [name for name, case in CASES.items() if case.sizes]
 has_bridge = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("megatron.bridge", "transformers", "einops"))
     if importlib.util.find_spec("megatron")

@@ -8,36 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from support import pictures
-from support.own_loop import VOCABULARY, wrapped
+from support.own_loop import VOCABULARY, seed, wrapped
 from support.own_loop import config_of as plain_config
-from support.own_loop_cases import deterministic_kernels, run_cases
-from support.own_loop_steps import (
-    DISTINCT_STEPS,
-    bounds_of,
-    descend,
-    fitted,
-    mean_loss,
-    nothing_told,
-    run_schedule,
-    shares_of,
-    verdict,
-)
-from support.plans import plan_of_shares
+from support.own_loop_cases import Case, MicroBatches, descended, deterministic_kernels, run_cases
+from support.own_loop_steps import verdict
 
-from thdprof.runtime.megatron import install, packed_seq_params
-
-TOKENS, EACH = 512, 4
-"""Tokens of a micro-batch; micro-batches of a step."""
-DOCUMENTS = (3, 8, 12, 16, 20)
-"""Numbers of documents that micro-batches have in turn; buckets hold 8 and 16."""
+TOKENS = 512
+MICRO_BATCHES = MicroBatches(tokens=TOKENS, each=4, documents=(3, 8, 12, 16, 20))
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -63,61 +47,53 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Vision(Case):
     """One model."""
 
-    config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the TransformerConfig."""
     with_images: bool = True
     """Whether it is Qwen3-VL; False: a GPT."""
     positions: str = "rope"
     """The GPT's position embedding."""
-    experts: int | None = None
     features: tuple[int, ...] = pictures.FEATURES
     """Layers of the vision encoder whose outputs the decoder gets."""
-    sizes: dict[str, Any] = field(default_factory=dict)
-    """Sizes of Megatron's process groups."""
-    plan: dict[str, Any] = field(default_factory=dict)
-    """Changes of the plan's graphs."""
     fused_layer: bool = False
     """Whether the first layer's MLP is one of Transformer Engine's fused operations, which is in no graph."""
     deterministic: bool = True
     """Whether there are kernels that add in the same order each time."""
     padding_rounds: bool = False
     """Whether padding itself moves the last bits, so that the run without thdprof is no twin."""
-    steps: int = 5
 
 
 CASES = {
-    "qwen3_vl": Case(),
-    "qwen3_vl_layers": Case(plan={"impl": "transformer_engine"}),
-    "qwen3_vl_experts": Case(config=EXPERTS, experts=4, plan=UP_TO_ROUTER),
-    "qwen3_vl_one_layer_a_graph": Case(plan={"layers_per_graph": 1}),
-    "qwen3_vl_recompute": Case(config=FULL),
-    "qwen3_vl_fp8": Case(config=FP8),
-    "qwen3_vl_fp8_experts": Case(config={**EXPERTS, **FP8}, experts=4, plan=UP_TO_ROUTER),
-    "qwen3_vl_without_features": Case(config=EXPERTS, experts=4, features=(), plan=UP_TO_ROUTER),
-    "qwen3_vl_stages": Case(
+    "qwen3_vl": Vision(),
+    "qwen3_vl_layers": Vision(graphs={"impl": "transformer_engine"}),
+    "qwen3_vl_experts": Vision(config=EXPERTS, experts="dropless", graphs=UP_TO_ROUTER),
+    "qwen3_vl_one_layer_a_graph": Vision(graphs={"layers_per_graph": 1}),
+    "qwen3_vl_recompute": Vision(config=FULL),
+    "qwen3_vl_fp8": Vision(config=FP8),
+    "qwen3_vl_fp8_experts": Vision(config={**EXPERTS, **FP8}, experts="dropless", graphs=UP_TO_ROUTER),
+    "qwen3_vl_without_features": Vision(config=EXPERTS, experts="dropless", features=(), graphs=UP_TO_ROUTER),
+    "qwen3_vl_stages": Vision(
         config={"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16, "variable_seq_lengths": False},
         sizes={"pipeline_model_parallel_size": 2},
     ),
-    "qwen3_vl_tensor_parallel": Case(
+    "qwen3_vl_tensor_parallel": Vision(
         config={"tensor_model_parallel_size": 2, "sequence_parallel": True},
         sizes={"tensor_model_parallel_size": 2},
     ),
-    "mrope": Case(with_images=False, positions="mrope", config={"mrope_section": [12, 10, 10]}),
-    "mrope_unfused": Case(
+    "mrope": Vision(with_images=False, positions="mrope", config={"mrope_section": [12, 10, 10]}),
+    "mrope_unfused": Vision(
         with_images=False, positions="mrope", config={"mrope_section": [12, 10, 10], "apply_rope_fusion": False}
     ),
-    "rope_unfused": Case(with_images=False, config={"apply_rope_fusion": False}),
-    "rope_unfused_layers": Case(
-        with_images=False, config={"apply_rope_fusion": False}, plan={"impl": "transformer_engine"}
+    "rope_unfused": Vision(with_images=False, config={"apply_rope_fusion": False}),
+    "rope_unfused_layers": Vision(
+        with_images=False, config={"apply_rope_fusion": False}, graphs={"impl": "transformer_engine"}
     ),
-    "rope_unfused_recompute": Case(with_images=False, config={"apply_rope_fusion": False, **FULL}),
-    "fused_layer_recompute": Case(
-        with_images=False, fused_layer=True, config=FULL, plan={"impl": "transformer_engine"}
+    "rope_unfused_recompute": Vision(with_images=False, config={"apply_rope_fusion": False, **FULL}),
+    "fused_layer_recompute": Vision(
+        with_images=False, fused_layer=True, config=FULL, graphs={"impl": "transformer_engine"}
     ),
-    "yarn_unfused": Case(
+    "yarn_unfused": Vision(
         with_images=False,
         positions="yarn",
         config={
@@ -127,13 +103,13 @@ CASES = {
             "window_attn_skip_freq": 2,
         },
     ),
-    "learnable_softmax": Case(
+    "learnable_softmax": Vision(
         with_images=False,
         config={"softmax_type": "learnable", "add_bias_linear": True, "window_size": (127, 0)},
         deterministic=False,
         padding_rounds=True,
     ),
-    "output_gate": Case(with_images=False, config={"attention_output_gate": True, "qk_layernorm": True}),
+    "output_gate": Vision(with_images=False, config={"attention_output_gate": True, "qk_layernorm": True}),
 }
 
 
@@ -144,44 +120,28 @@ def main(names: list[str]) -> None:
     run_cases(names, CASES, result_of)
 
 
-def result_of(case: Case) -> str:
+def result_of(case: Vision) -> str:
     """How a case's runs differ."""
     with deterministic_kernels(case.deterministic):
         eager, replayed = (trained(case, replay=replay) for replay in (False, True))
         alone = None if case.padding_rounds else trained(case, replay=None)
-    return verdict(eager, replayed, steps=case.steps, documents=documents_of(case), alone=alone)
+    return verdict(eager, replayed, steps=case.steps, documents=MICRO_BATCHES.numbers_of(case), alone=alone)
 
 
-def trained(case: Case, *, replay: bool | None) -> dict[str, Any]:
+def trained(case: Vision, *, replay: bool | None) -> dict[str, Any]:
     """Losses, gradients and counters of a run of a new model; None: without thdprof."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    seed()
     config = pictures.config_of(**case.config) if case.with_images else plain_config(**case.config)
     inner = (
-        pictures.qwen3_vl(config, experts=case.experts, features=case.features)
+        pictures.qwen3_vl(config, experts=config.num_moe_experts, features=case.features)
         if case.with_images
         else gpt(case, config)
     )
     model = wrapped(inner, config)
-    told = nothing_told()
-    if replay is None:
-        _train(case, model, told)
-        return told
-    with install(model, plan_of(case), config, replay=replay, say=print) as installation:
-        _train(case, model, told)
-        told["stats"] = installation.stats()
-    return told
+    return descended(case, model, config, MICRO_BATCHES, replay=replay, batches=partial(batches, case), say=print)
 
 
-def _train(case: Case, model: Any, told: dict[str, Any]) -> None:
-    for step in range(case.steps):
-        passes = partial(run_schedule, model, forward_step, batches(case, step), count=EACH, tokens=TOKENS)
-        descend(model, passes, told)
-
-
-def gpt(case: Case, config: Any) -> Any:
+def gpt(case: Vision, config: Any) -> Any:
     """A GPT with the case's position embedding."""
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt import GPTModel
@@ -205,61 +165,28 @@ def gpt(case: Case, config: Any) -> Any:
     )
 
 
-def plan_of(case: Case) -> Any:
-    """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
-    stages = case.sizes.get("pipeline_model_parallel_size", 1)
-    plan = plan_of_shares(
-        shares_of(documents_of(case)),
-        count=case.steps * EACH,
-        steps=case.steps,
-        pipeline_parallel_size=stages,
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        seq_length=TOKENS,
-        global_batch_size=EACH,
-        experts="none" if case.experts is None else "dropless",
-    )
-    return fitted(plan, case.plan, tokens=TOKENS, stages=stages)
-
-
-def documents_of(case: Case) -> list[int]:
-    """Numbers of documents of all micro-batches."""
-    return [DOCUMENTS[number % len(DOCUMENTS)] for number in range(case.steps * EACH)]
-
-
-def batches(case: Case, step: int) -> Iterator[dict[str, Any]]:
+def batches(case: Vision, step: int) -> Iterator[dict[str, Any]]:
     """Micro-batches of a step; every fourth one has no images."""
-    for number in range(EACH):
-        random = np.random.default_rng([step % DISTINCT_STEPS, number])
-        count = DOCUMENTS[(step * EACH + number) % len(DOCUMENTS)]
-        bounds = bounds_of(random, count, TOKENS)
+    for number, (random, bounds) in enumerate(MICRO_BATCHES.drawn(step)):
         drawn = pictures.documents(random, bounds, images=case.with_images and number != 2)
         labels = torch.from_numpy(random.integers(1, pictures.IMAGE, TOKENS)).unsqueeze(0)
+        images = {}
+        if len(drawn["grids"]):
+            images = {
+                "pixel_values": torch.from_numpy(drawn["pixels"]).cuda().bfloat16(),
+                "image_grid_thw": torch.tensor(drawn["grids"], dtype=torch.int64).reshape(-1, 3).cuda(),
+            }
         yield {
             "bounds": bounds,
             "tokens": torch.from_numpy(drawn["tokens"]).unsqueeze(0).cuda(),
             "labels": labels.cuda(),
-            "grids": torch.tensor(drawn["grids"], dtype=torch.int64).reshape(-1, 3).cuda(),
-            "pixels": torch.from_numpy(drawn["pixels"]).cuda().bfloat16(),
             "positions": _positions(random) if case.positions == "mrope" else None,
+            "more": images,
         }
 
 
 def _positions(random: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy(random.integers(0, TOKENS, (3, 1, TOKENS))).cuda()
-
-
-def forward_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
-    """What Megatron's schedules call for a micro-batch."""
-    batch = next(data)
-    params = packed_seq_params(batch["bounds"])
-    images = {}
-    if len(batch["grids"]):
-        images = {"pixel_values": batch["pixels"], "image_grid_thw": batch["grids"]}
-
-    output = model(
-        batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=params, **images
-    )
-    return output, mean_loss
 
 
 if __name__ == "__main__":

@@ -27,13 +27,18 @@ def process_groups(**sizes: Any) -> Iterator[None]:
     alone = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=3), **alone)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    seed()
     try:
         yield
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def seed() -> None:
+    """Let random numbers begin as in every run."""
+    torch.manual_seed(1234)
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
 
 
 SMALL: dict[str, Any] = {

@@ -23,6 +23,15 @@ def parallel_state(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_compiled():
+    """megatron-core's fused functions run as they are written, because torch.compile takes seconds for each."""
+    from torch._dynamo import config
+
+    with config.patch(disable=True):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _linear_layers_of_no_engine(monkeypatch):
     """megatron-core 0.20 asks whether a linear layer is one of Transformer Engine's, which are no types without it."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from support.own_loop_cases import asked  # noqa: E402
+from support.own_loop_cases import Case, asked  # noqa: E402
 from support.own_loop_steps import counted, decisions_of, nothing_told, shares_of, verdict  # noqa: E402
 
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
@@ -19,12 +18,6 @@ from thdprof.runtime.stats import Stats  # noqa: E402
 
 STEPS, EACH = 100, 4
 DOCUMENTS = [(3, 8, 12, 16, 20)[number % 5] for number in range(STEPS * EACH)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    sizes: dict = field(default_factory=dict)
-    steps: int = 5
 
 
 def stats_of(small=160, large=160, reason=FallbackReason.too_many_seqs, eager=80):

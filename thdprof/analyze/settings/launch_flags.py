@@ -378,7 +378,8 @@ def near_misses(commands: Iterable[list[Word]]) -> Iterator[tuple[Word, str]]:
     Launchers and scripts have flags of their own, so that these are warnings, and no errors.
     """
     for words in commands:
-        missing = [known for known in _READ if known not in {word.flag for word in words}]
+        given = {word.flag for word in words}
+        missing = [known for known in _READ if known not in given]
         for word in words:
             if word.is_flag and word.flag not in FLAGS and word.flag not in _READ and word.flag not in _OF_MEGATRON:
                 yield from [(word, known) for known in missing if _is_near(word.flag, known)][:1]

@@ -209,13 +209,13 @@ def parameter_homes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn
     These are modules' tables, and attributes of plain objects that modules hold, as Megatron's state-space mixer does.
     """
     own = {id(p) for p in module.parameters()}
+    homes: dict[int, dict[str, Any]] = {}  # each once: modules share objects, such as their configuration
     for owner in module.modules():
-        plain = (value for value in vars(owner).values() if not isinstance(value, nn.Module | torch.Tensor))
+        plain = (value for value in vars(owner).values() if not isinstance(value, (nn.Module, torch.Tensor)))
         held = (home for value in plain if isinstance(home := getattr(value, "__dict__", None), dict))
-        for home in (owner._parameters, *held):
-            for name, value in home.items():
-                if id(value) in own:
-                    yield home, name, value
+        homes |= {id(home): home for home in (owner._parameters, *held)}
+    for home in homes.values():
+        yield from ((home, name, value) for name, value in home.items() if id(value) in own)
 
 
 _AT_A_TIME = 100
