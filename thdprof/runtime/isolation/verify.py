@@ -1,36 +1,30 @@
-"""`verify_isolation`: proves by perturbation that the documents of a packed micro-batch do not move each other."""
+"""`verify_isolation`: proves by perturbation that the documents of a packed micro-batch do not move each other.
+
+A pass runs the module over one micro-batch in one mode, with the values of some documents replaced. All passes begin
+from the same random states, buffers and output gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
-from thdprof.dispatch import Bucket
+from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import unchanged
-from thdprof.runtime.isolation.passes import (
-    CallModule,
-    MicroBatch,
-    NotReplayed,
-    Passes,
-    Subject,
-    Watched,
-    mixes_on_purpose,
-    perturb_inputs,
-    plan_runs,
-    token_mask,
-    unequal_shapes,
-)
 from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck, Region
-from thdprof.runtime.padding import Boundaries, PackedSequence
+from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, pad_cu_seqlens, shape_of, to_device
 from thdprof.training import TailPolicy
 
+SPARE_SEQS = 4
+"""Documents without tokens by which boundaries are padded where neither the caller nor a plan names a bucket."""
 SPREADS_ALLOWED = 4.0
 """Of a module that does not repeat itself, what moves by at most so many of its own spreads counts as unmoved: the
 spread is known from few passes."""
@@ -39,8 +33,49 @@ _REPEATS = 4
 that repeats itself and has no leak.
 """
 
+Run = Callable[[Sequence[torch.Tensor]], Any]
+CallModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
+"""Runs what is verified on tensors and metadata, and returns its output."""
+_NO_INPUT = ("", torch.empty(0), 0)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+class NotReplayed(Exception):
+    """A micro-batch that was to be replayed ran eagerly; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A module, its call, and the modules in it that decide whether a micro-batch is replayed."""
+
+    module: nn.Module
+    """The module whose buffers and gradients are kept."""
+    call: CallModule
+    """Runs the module. Metadata is on the host for modules in `dispatched`, else on the device of the tensors."""
+    dispatched: tuple[DispatchedModule, ...] = ()
+    generators: Sequence[torch.Generator] = ()
+    """Generators, besides torch's default ones, that the module draws from."""
+    random_states: Sequence[Callable[[], object]] = ()
+    """Functions that set further random states to what they are now."""
+    extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, call: CallModule | None = None, generators: Sequence[torch.Generator] = ()
+    ) -> Subject:
+        """Any module, graphed or not; the arguments are those of `verify_isolation`, whose TypeError it raises."""
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}: give a torch module; call= may run it in any way")
+        dispatched = tuple(part for part in module.modules() if isinstance(part, DispatchedModule))
+        return cls(
+            module=module,
+            call=call or (lambda given, metadata: module(*given, metadata)),
+            dispatched=dispatched,
+            generators=(*generators, *(g for one in dispatched for g in one.generators())),
+            extra_state=lambda: [tensor for one in dispatched for tensor in one.changed_outside()],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """How a subject is verified: the arguments of `verify_isolation` of the same names."""
 
@@ -124,49 +159,15 @@ def verify_isolation(
             perturbed, values that are infinite or no numbers; or the micro-batch is spread over ranks, or does not fit
             `bucket`.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: give a torch module; call= may run it in any way")
-    dispatched = tuple(part for part in module.modules() if isinstance(part, DispatchedModule))
-    subject = Subject(
-        module=module,
-        call=call or (lambda given, metadata: module(*given, metadata)),
-        dispatched=dispatched,
-        generators=(*generators, *(g for one in dispatched for g in one.generators())),
-        extra_state=lambda: [tensor for one in dispatched for tensor in one.changed_outside()],
-    )
-    settings = Settings(
-        modes=modes,
-        bucket=bucket,
-        tail_policy=tail_policy,
-        token_dim=token_dim,
-        output_token_dim=output_token_dim,
-        shared=shared,
-        gradients=gradients,
-        tolerance=tolerance,
-        seed=seed,
-    )
-    return verify(subject, packed, tensors, settings)
+    settings = Settings(modes, bucket, tail_policy, token_dim, output_token_dim, shared, gradients, tolerance, seed)
+    return verify(Subject.from_module(module, call, generators), packed, tensors, settings)
 
 
 def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Tensor], settings: Settings) -> Isolation:
     """`verify_isolation` of any subject; raises what that raises."""
     _check(subject, packed, tensors, settings)
-    first = subject.dispatched[0] if subject.dispatched else None
-    token_dim = settings.token_dim if settings.token_dim is not None else (first.token_dim if first else 0)
-    if not -tensors[0].dim() <= token_dim < tensors[0].dim():
-        raise ValueError(f"token_dim {token_dim}: the first tensor has shape {tuple(tensors[0].shape)}")
-    policy = settings.tail_policy or (first.tail_policy if first else "none")
-    batch = MicroBatch.describe(packed, tensors[0], token_dim, policy)
-    regions = regions_of(batch.boundaries, batch.shape.n_tokens)
-    documents = tuple(region for region in regions if region.kind == "document")
-    if not documents or len(regions) < 2:
-        raise ValueError(
-            f"the micro-batch has {len(documents)} documents with tokens, and no padding: give at least two documents"
-        )
-    inputs = perturb_inputs(
-        tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed
-    )
-    runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode), policy)
+    batch = MicroBatch.describe(subject, packed, tensors, settings)
+    runs, skipped = plan_runs(subject, batch, settings)
     checks: list[ModeCheck] = []
     leak: Leak | None = None
     with ExitStack() as stack:
@@ -177,19 +178,8 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
         for one in subject.dispatched:
             stack.enter_context(one.rehearsal())
         for way in runs:
-            passes = Passes(
-                module=subject.module,
-                way=way,
-                put_back=put_back,
-                inputs=inputs,
-                documents=documents,
-                n_tokens=batch.shape.n_tokens,
-                output_dim=token_dim if settings.output_token_dim is None else settings.output_token_dim,
-                gradients=settings.gradients,
-                seed=settings.seed,
-            )
             try:
-                check, leak = Search(passes, regions, settings.tolerance).check()
+                check, leak = Search(subject.module, batch, way, settings, put_back).check()
             except NotReplayed as error:
                 skipped[way.mode] = str(error)
                 continue
@@ -197,7 +187,7 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
             if leak is not None:
                 break
     return Isolation(
-        documents=len(documents),
+        documents=len(batch.documents),
         checks=tuple(checks),
         leak=leak,
         skipped=skipped,
@@ -261,6 +251,306 @@ def rounds(regions: Sequence[Region]) -> tuple[tuple[Region, ...], ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One packed micro-batch as a subject runs it."""
+
+    packed: PackedSequence
+    """The caller's metadata."""
+    policy: TailPolicy
+    shape: Shape
+    first: torch.Tensor
+    output_dim: int
+    """The preferred dimension of outputs that runs over tokens."""
+    regions: Sequence[Region]
+    documents: Sequence[Region]
+    """The regions that are documents."""
+    inputs: Sequence[Input]
+
+    @classmethod
+    def describe(
+        cls, subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Tensor], settings: Settings
+    ) -> MicroBatch:
+        """The micro-batch of the arguments of `verify`; ValueError where there is nothing to compare."""
+        first = subject.dispatched[0] if subject.dispatched else None
+        dim = settings.token_dim if settings.token_dim is not None else (first.token_dim if first else 0)
+        if not -tensors[0].dim() <= dim < tensors[0].dim():
+            raise ValueError(f"token_dim {dim}: the first tensor has shape {tuple(tensors[0].shape)}")
+        policy = settings.tail_policy or (first.tail_policy if first else "none")
+        n_tokens = tensors[0].shape[dim]
+        boundaries = boundaries_of(packed, n_tokens, policy)
+        regions = regions_of(boundaries, n_tokens)
+        documents = tuple(region for region in regions if region.kind == "document")
+        if not documents or len(regions) < 2:
+            raise ValueError(
+                f"the micro-batch has {len(documents)} documents with tokens, and no padding: give at least two "
+                "documents"
+            )
+        inputs = perturb_inputs(tensors, n_tokens, token_dim=dim, shared=settings.shared, seed=settings.seed)
+        shape = shape_of(packed, boundaries, n_tokens)
+        output_dim = dim if settings.output_token_dim is None else settings.output_token_dim
+        return cls(packed, policy, shape, tensors[0], output_dim, regions, documents, inputs)
+
+    def padded(self, bucket: Bucket) -> PackedSequence:
+        """The metadata with boundaries on the host, padded to `bucket` by repeated end entries."""
+        n_tokens = self.shape.n_tokens
+        boundaries = boundaries_of(self.packed, n_tokens, self.policy)
+        valid, memory = (
+            None if host is None else pad_cu_seqlens(np.asarray(host), max_seqs=bucket.max_seqs, n_tokens=n_tokens)
+            for host in (boundaries.valid, boundaries.padded)
+        )
+        assert valid is not None
+        return replace(
+            self.packed,
+            cu_seqlens=torch.from_numpy(valid),
+            max_seqlen=bucket.max_seqlen,
+            host=valid,
+            cu_seqlens_padded=None if memory is None else torch.from_numpy(memory),
+            host_padded=memory,
+        )
+
+
+class ModeRun(NamedTuple):
+    """How one mode runs a micro-batch."""
+
+    mode: Mode
+    bucket: Bucket | None
+    """The bucket of `padded` and `replayed`."""
+    run: Run
+
+
+def plan_runs(subject: Subject, batch: MicroBatch, settings: Settings) -> tuple[list[ModeRun], dict[Mode, str]]:
+    """How `subject` runs `batch` in the wanted modes, and why it cannot in others; ValueError where it does not fit the
+    bucket. Without that it pads to the subject's plan's choice, or without a plan by `SPARE_SEQS` documents.
+    """
+    runs, skipped = list[ModeRun](), dict[Mode, str]()
+    target = _choose_bucket(subject, batch, settings.bucket)
+    for mode in settings.modes or get_args(Mode):
+        if mode == "eager":
+            runs.append(ModeRun(mode, None, _run_eagerly(subject, batch, batch.packed)))
+        elif not isinstance(target, Bucket):
+            skipped[mode] = target
+        elif mode == "padded":
+            runs.append(ModeRun(mode, target, _run_eagerly(subject, batch, batch.padded(target))))
+        elif reason := _find_obstacle(subject, batch):
+            skipped[mode] = reason
+        else:
+            runs.append(ModeRun(mode, target, _run_replayed(subject, batch)))
+    return runs, skipped
+
+
+def _choose_bucket(subject: Subject, batch: MicroBatch, bucket: Bucket | None) -> Bucket | str:
+    """The bucket to pad to, or why there is none."""
+    shape = batch.shape
+    if bucket is not None:
+        choice = Dispatcher([bucket]).decide(shape)
+        if isinstance(choice, FallbackReason):
+            raise ValueError(f"the micro-batch does not fit {bucket}: {advice(choice, shape, [bucket])}")
+        return choice
+    if not subject.dispatched:
+        return Bucket(shape.n_seqs + SPARE_SEQS, shape.max_seqlen, shape.n_tokens)
+    buckets = subject.dispatched[0].buckets
+    choice = Dispatcher(buckets).decide(shape)
+    return choice if isinstance(choice, Bucket) else advice(choice, shape, buckets)
+
+
+def _find_obstacle(subject: Subject, batch: MicroBatch) -> str:
+    """Why the micro-batch cannot be replayed; "" if it can."""
+    if not subject.dispatched:
+        return "the module has no graphs: give a graphed module, or call verify_isolation of an Installation"
+    if not batch.first.is_cuda:
+        return "the inputs are not on a GPU"
+    return next((one.why_no_rehearsal for one in subject.dispatched if one.why_no_rehearsal), "")
+
+
+def _run_eagerly(subject: Subject, batch: MicroBatch, packed: PackedSequence) -> Run:
+    """Runs the module eagerly with the boundaries of `packed`."""
+    moved, n_tokens = packed, batch.shape.n_tokens
+    if not subject.dispatched:
+        moved = to_device(packed, boundaries_of(packed, n_tokens, batch.policy), n_tokens, batch.first.device)
+
+    def run(tensors: Sequence[torch.Tensor]) -> Any:
+        with ExitStack() as stack:
+            for one in subject.dispatched:
+                stack.enter_context(one.only(None))
+            return subject.call(tensors, moved)
+
+    return run
+
+
+def _run_replayed(subject: Subject, batch: MicroBatch) -> Run:
+    """Runs the module as training does, and makes sure that it was replayed."""
+
+    def run(tensors: Sequence[torch.Tensor]) -> Any:
+        before = [one.stats().replays.total() for one in subject.dispatched]
+        outputs = subject.call(tensors, batch.packed)
+        for one, replays in zip(subject.dispatched, before, strict=True):
+            if one.stats().replays.total() == replays:
+                reasons = list(one.stats().fallbacks)
+                raise NotReplayed(
+                    advice(reasons[-1], batch.shape, one.buckets)
+                    if reasons
+                    else "the module did not run its graphed part"
+                )
+        return outputs
+
+    return run
+
+
+def mixes_on_purpose(module: nn.Module) -> tuple[str, ...]:
+    """Parts of a module that let documents move each other by design, each with what to change for a proof."""
+    notes: dict[str, None] = {}
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    for name, part in module.named_modules():
+        if isinstance(part, batch_norms) and part.training:
+            notes[f"{name or type(part).__name__} takes its statistics from all documents: verify in eval mode"] = None
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "moe_expert_capacity_factor", None) is not None:
+            notes[
+                "which tokens an expert drops depends on all documents: verify with moe_expert_capacity_factor None"
+            ] = None
+        loss: Any = getattr(config, "moe_aux_loss_coeff", None)
+        if getattr(config, "num_moe_experts", None) and any(loss if isinstance(loss, list) else [loss]):
+            notes[
+                "the router's auxiliary loss counts the tokens of all documents, and moves gradients: verify with "
+                "moe_aux_loss_coeff 0"
+            ] = None
+    return tuple(notes)
+
+
+def other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+    """Values of the shape and dtype of `tensor`, none of which should equal the tensor's own at its place.
+
+    Floating-point values are drawn with the mean and standard deviation of the tensor. Integers and booleans are drawn
+    from the values in the tensor, so that tokens stay in their vocabulary and positions in their table. None for
+    integers that are all equal.
+    """
+    if tensor.is_floating_point() or tensor.is_complex():
+        kind = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        values = tensor.detach().real.to(kind) if tensor.is_complex() else tensor.detach().to(kind)
+        drawn = torch.randn(tensor.shape, generator=generator, dtype=kind).to(tensor.device)
+        std, mean = values.std(correction=0), values.mean()
+        usable = bool(torch.isfinite(std)) and bool(std > 0)
+        return ((mean + std * drawn) if usable else drawn + 1).to(tensor.dtype)
+    given = tensor.to(torch.int64)
+    present: torch.Tensor = torch.unique(given)
+    if present.numel() < 2:
+        return None
+    shift = torch.randint(1, present.numel(), tensor.shape, generator=generator).to(tensor.device)
+    return present[(torch.searchsorted(present, given) + shift) % present.numel()].to(tensor.dtype)
+
+
+def token_mask(regions: Iterable[Region], n_tokens: int, device: torch.device) -> torch.Tensor:
+    """Which tokens lie in one of `regions`: bool, shape [n_tokens]."""
+    mask = torch.zeros(n_tokens, dtype=torch.bool)
+    for region in regions:
+        mask[region.begin : region.end] = True
+    return mask.to(device)
+
+
+def broadcast_mask(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """`mask`, shape [n_tokens], as a view that broadcasts over `tensor`, whose dimension `dim` is the tokens."""
+    shape = [1] * tensor.dim()
+    shape[dim] = len(mask)
+    return mask.view(shape)
+
+
+def token_dim_of(tensor: torch.Tensor, n_tokens: int, preferred: int) -> int | None:
+    """The dimension of `tensor` with the number of tokens: `preferred` if it has it, else the first, or None."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == n_tokens]
+    if preferred < 0:
+        preferred += tensor.dim()
+    return preferred if preferred in dims else next(iter(dims), None)
+
+
+class Watched(NamedTuple):
+    """One tensor of a pass that is compared: an output, or the gradient of an input."""
+
+    what: Literal["output", "gradient"]
+    name: str
+    """How a message calls it."""
+    values: torch.Tensor
+    """The values, without a graph."""
+    dim: int
+    """The dimension that runs over tokens."""
+
+
+def unequal_shapes(name: str, one: torch.Tensor, other: torch.Tensor) -> str:
+    """The message where a tensor has another shape, or another tensor stands in its place, in another pass."""
+    return (
+        f"{name} has shape {tuple(one.shape)} in one pass and {tuple(other.shape)} in another, over equal boundaries: "
+        "the shapes of a module's outputs may not depend on the values of its inputs"
+    )
+
+
+class Input(NamedTuple):
+    """One tensor argument, and the values that replace it where a region is perturbed."""
+
+    values: torch.Tensor
+    """The caller's values."""
+    others: torch.Tensor | None
+    """Other values; None where all documents share the tensor, or it holds one integer only."""
+    dim: int
+    """The dimension that runs over tokens; 0 where `others` is None."""
+
+    def with_others(self, mask: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the other values at the tokens in `mask`, the caller's elsewhere."""
+        if self.others is None:
+            return self.values.detach().clone()
+        return torch.where(broadcast_mask(mask, self.values, self.dim), self.others, self.values.detach())
+
+
+def perturb_inputs(
+    tensors: Sequence[torch.Tensor], n_tokens: int, *, token_dim: int, shared: Sequence[int], seed: int
+) -> tuple[Input, ...]:
+    """The tensor arguments with their other values, which `seed` draws; ValueError where none can be perturbed.
+
+    Dimension `token_dim` of the first runs over tokens; of the others it is preferred where several dimensions could.
+    Those at the positions in `shared` belong to no document.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for position, tensor in enumerate(tensors):
+        dim = token_dim_of(tensor, n_tokens, token_dim)
+        others = None if dim is None or position in shared else other_values(tensor, generator)
+        found.append(Input(tensor, others, 0 if dim is None or others is None else dim))
+    if all(one.others is None for one in found):
+        raise ValueError(
+            f"none of the {len(tensors)} tensors can be perturbed: they are shared, do not run over the {n_tokens} "
+            "tokens, or hold one integer only; give tensors as in training"
+        )
+    return tuple(found)
+
+
+@contextmanager
+def find_embeddings(
+    module: nn.Module, integers: Mapping[int, tuple[str, torch.Tensor, int]]
+) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
+    """Find, while the block runs the module, what its embeddings make of integer inputs, which cannot have gradients.
+
+    `integers` are integer inputs by their addresses, each with a name and its dimension over tokens. The yielded list
+    fills in the block: for each of them the name, the differentiable tensor that the first submodule made of it, with
+    the input's dimensions before its own, and the dimension over tokens.
+    """
+    found: list[tuple[str, torch.Tensor, int]] = []
+
+    def hook(owner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return
+        for value in (*args, *kwargs.values()):
+            name, tensor, dim = integers.get(value.data_ptr() if isinstance(value, torch.Tensor) else 0, _NO_INPUT)
+            leads = tensor.shape == value.shape == output.shape[: tensor.dim()] if name else False
+            if leads and all(name != other for other, _, _ in found):
+                found.append((name, output, dim))
+
+    handles = [part.register_forward_hook(hook, with_kwargs=True) for part in module.modules()] if integers else []
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
     """Largest absolute difference at each token: shape [n_tokens]; infinite where one is no number and the other is.
     ValueError: the tensors have different shapes.
@@ -280,18 +570,26 @@ def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
 class Search:
     """Looks for the first leak in one mode: unperturbed passes, what moves beyond them, and what moved it."""
 
-    def __init__(self, passes: Passes, regions: Sequence[Region], tolerance: float) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: MicroBatch,
+        way: ModeRun,
+        settings: Settings,
+        put_back: Callable[[], None],
+    ) -> None:
         """Run the first unperturbed pass; ValueError where a value is infinite or no number, so that no movement shows.
 
-        The `regions` are perturbed, and the documents among them watched. `tolerance` is the largest difference that
-        counts as none, as a share of a tensor's largest absolute value.
+        Gradients of integer inputs are found in the embeddings of `module`. `put_back` is called before every pass.
         """
-        self._passes, self._regions = passes, regions
-        self._tensors = passes.run_perturbed(())
+        self._module, self._batch, self._way, self._settings, self._put_back = module, batch, way, settings, put_back
+        self._count = 0
+        self._output_grads: dict[int, Input] = {}
+        self._tensors = self._run_perturbed(())
         self._spreads = [0.0 for _ in self._tensors]
         self._allowed = []
         for tensor in self._tensors:
-            mask = self._mask(passes.documents, tensor.values)
+            mask = self._mask(batch.documents, tensor.values)
             sizes = moved_by_token(tensor, tensor._replace(values=torch.zeros_like(tensor.values)))
             if not bool(torch.isfinite(sizes[mask]).all()):
                 token = int(torch.nonzero(mask & ~torch.isfinite(sizes))[0])
@@ -299,7 +597,7 @@ class Search:
                     f"{tensor.name} is infinite or not a number at token {token}, before anything was perturbed: what "
                     "moves could not be seen; give inputs and weights as in training"
                 )
-            self._allowed.append(tolerance * float(sizes[mask].max()))
+            self._allowed.append(settings.tolerance * float(sizes[mask].max()))
 
     def check(self) -> tuple[ModeCheck, Leak | None]:
         """What was compared in the mode, and the first leak in it."""
@@ -308,7 +606,7 @@ class Search:
             self._repeat(_REPEATS - 1)
         leak: Leak | None = None
         unseen = set[int]()
-        for together in rounds(self._regions):
+        for together in rounds(self._batch.regions):
             moved, unmoved = self._perturb(together)
             if moved is not None and self._is_deterministic():  # is it the module itself that does not repeat?
                 self._repeat(_REPEATS - 1)
@@ -322,13 +620,13 @@ class Search:
         named = None if leak is None else self._halve(leak)
         kinds = [tensor.what for tensor in self._tensors]
         check = ModeCheck(
-            mode=self._passes.way.mode,
-            bucket=self._passes.way.bucket,
+            mode=self._way.mode,
+            bucket=self._way.bucket,
             outputs=kinds.count("output"),
             gradients=kinds.count("gradient"),
             deterministic=self._is_deterministic(),
             spread=max(self._spreads),
-            passes=self._passes.count,
+            passes=self._count,
             unseen=tuple(sorted(unseen)),
         )
         return check, named
@@ -338,18 +636,18 @@ class Search:
         return not any(self._spreads)
 
     def _mask(self, regions: Sequence[Region], like: torch.Tensor) -> torch.Tensor:
-        return token_mask(regions, self._passes.n_tokens, like.device)
+        return token_mask(regions, self._batch.shape.n_tokens, like.device)
 
     def _run(self, together: Sequence[Region]) -> list[torch.Tensor]:
         """Largest difference at each token, for each tensor, of a pass in which `together` is perturbed."""
-        now = self._passes.run_perturbed(together)
+        now = self._run_perturbed(together)
         return [moved_by_token(tensor, other) for tensor, other in zip(self._tensors, now, strict=True)]
 
     def _repeat(self, times: int) -> None:
         """Widen the spreads by further unperturbed passes."""
         for _ in range(times):
             for position, moved in enumerate(self._run(())):
-                spread = float(moved[self._mask(self._passes.documents, moved)].max())
+                spread = float(moved[self._mask(self._batch.documents, moved)].max())
                 self._spreads[position] = max(self._spreads[position], spread)
 
     def _limit(self, position: int) -> float:
@@ -359,7 +657,7 @@ class Search:
     def _perturb(self, together: Sequence[Region]) -> tuple[Leak | None, set[int]]:
         """The first movement outside `together` when that is perturbed, and the documents inside that did not move."""
         moved = self._run(together)
-        watch = [document for document in self._passes.documents if document not in together]
+        watch = [document for document in self._batch.documents if document not in together]
         return self._find_leak(moved, together, watch), self._find_unmoved(moved, together)
 
     def _find_leak(
@@ -373,7 +671,7 @@ class Search:
             token = int(torch.nonzero(beyond)[0])
             region = next(r for r in watch if r.begin <= token < r.end)
             return Leak(
-                mode=self._passes.way.mode,
+                mode=self._way.mode,
                 what=tensor.what,
                 name=tensor.name,
                 sources=tuple(sources),
@@ -397,7 +695,7 @@ class Search:
 
     def _halve(self, leak: Leak) -> Leak:
         """The leak of the fewest sources that still move its document, by halving."""
-        victims = [document for document in self._passes.documents if document.number == leak.document]
+        victims = [document for document in self._batch.documents if document.number == leak.document]
         smaller: Leak | None = leak
         while smaller is not None:
             leak, middle = smaller, len(smaller.sources) // 2
@@ -405,3 +703,81 @@ class Search:
             found = (self._find_leak(self._run(half), half, victims) for half in halves)
             smaller = next(filter(None, found), None)
         return self._perturb(leak.sources)[0] or leak
+
+    def _run_perturbed(self, regions: Sequence[Region]) -> list[Watched]:
+        """The compared tensors of a pass in which inputs and output gradients of `regions` have other values.
+
+        Raises:
+            ValueError: no output runs over tokens, or one has another shape than in an earlier pass.
+            TypeError: the module returns no tensor.
+            NotReplayed: the pass was to be replayed, and ran eagerly.
+        """
+        self._count += 1
+        self._put_back()
+        replays, tensors = self._way.mode == "replayed", list[torch.Tensor]()
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(self._settings.gradients or replays):
+            for one in self._batch.inputs:
+                tensor = one.with_others(self._mask(regions, one.values))
+                can = one.others is not None and (tensor.is_floating_point() or tensor.is_complex())
+                tensors.append(tensor.requires_grad_(one.values.requires_grad if replays else can))
+            sources, integers = [], {}
+            for position, (tensor, one) in enumerate(zip(tensors, self._batch.inputs, strict=True)):
+                if one.others is not None and tensor.requires_grad:
+                    sources.append((f"tensors[{position}].grad", tensor, one.dim))
+                elif one.others is not None and not replays and self._settings.gradients:  # of integers
+                    integers[tensor.data_ptr()] = f"tensors[{position}] embedded, .grad", tensor, one.dim
+            # in training, inputs are made by other modules: a module may then change them in place
+            given = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
+            with find_embeddings(self._module, integers) as embeddings:
+                leaves = [leaf for leaf in tree_flatten(self._way.run(given))[0] if isinstance(leaf, torch.Tensor)]
+            outputs = self._over_tokens(leaves)
+            watched = [Watched("output", f"outputs[{i}]", leaves[i].detach(), dim) for i, dim in outputs.items()]
+            if not self._settings.gradients:
+                return watched
+            return watched + self._gradients(leaves, outputs, [*sources, *embeddings], regions)
+
+    def _over_tokens(self, leaves: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Position of every output that runs over tokens, and its dimension that does."""
+        if not leaves:
+            raise TypeError("the module returned no tensor: give call=, a function that returns its outputs as tensors")
+        n_tokens, preferred = self._batch.shape.n_tokens, self._batch.output_dim
+        dims = {position: token_dim_of(leaf, n_tokens, preferred) for position, leaf in enumerate(leaves)}
+        found = {position: dim for position, dim in dims.items() if dim is not None}
+        if not found:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            raise ValueError(
+                f"no output has a dimension of the micro-batch's {n_tokens} tokens, but shape {shapes}: give call=, a "
+                "function that returns values of every token, such as losses before they are averaged"
+            )
+        return found
+
+    def _gradients(
+        self,
+        leaves: Sequence[torch.Tensor],
+        outputs: dict[int, int],
+        sources: Sequence[tuple[str, torch.Tensor, int]],
+        regions: Sequence[Region],
+    ) -> list[Watched]:
+        differentiable = {position: dim for position, dim in outputs.items() if leaves[position].requires_grad}
+        if not differentiable or not sources:
+            return []
+        grads = [
+            self._output_grad(position, leaves[position], dim).with_others(self._mask(regions, leaves[position]))
+            for position, dim in differentiable.items()
+        ]
+        heads, inputs = [leaves[position] for position in differentiable], [tensor for _, tensor, _ in sources]
+        found = torch.autograd.grad(heads, inputs, grads, allow_unused=True, materialize_grads=True)
+        return [Watched("gradient", name, grad, dim) for (name, _, dim), grad in zip(sources, found, strict=True)]
+
+    def _output_grad(self, position: int, output: torch.Tensor, dim: int) -> Input:
+        """The gradient of an output, the same in all passes, and its other values: both zero outside documents."""
+        if position not in self._output_grads:
+            generator = torch.Generator().manual_seed(self._settings.seed + 1 + position)
+            real = broadcast_mask(self._mask(self._batch.documents, output), output, dim)
+            drawn = [torch.randn(output.shape, generator=generator, dtype=torch.float32) for _ in range(2)]
+            given, others = (d.to(output.device, output.dtype) * real for d in drawn)
+            self._output_grads[position] = Input(given, others, dim)
+        made = self._output_grads[position]
+        if made.values.shape != output.shape:
+            raise ValueError(unequal_shapes(f"outputs[{position}]", made.values, output))
+        return made

@@ -16,9 +16,8 @@ from torch import nn
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
-from thdprof.runtime.isolation.passes import Subject
 from thdprof.runtime.isolation.result import Isolation, Mode
-from thdprof.runtime.isolation.verify import Settings, verify
+from thdprof.runtime.isolation.verify import Settings, Subject, verify
 from thdprof.runtime.megatron import (
     decoder_surroundings,
     layer_offload,
