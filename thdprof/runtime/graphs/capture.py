@@ -13,7 +13,7 @@ memory pool and read each other's tensors in place: a cut copies nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,68 +226,30 @@ def capture_pass(
         RuntimeError: the module did something that a capture does not allow.
     """
     _refuse_hooks(gradients.parameters)
-    device = stream.device
-    moving_forward, moving_backward = (offload.forward, offload.backward) if offload else (nullcontext, nullcontext)
     with (
         aliased_parameters(module) as aliases,
         unchanged_state(module, generators, extra_state),
         _without_leftovers(inputs),
-        undone_if_failed(device, generators),
+        undone_if_failed(stream.device, generators),
         nullcontext(PassStates(generators)) if repeats is None else repeats.of_pass(generators) as parts,
     ):
         parameters = [aliases[id(p)] for p in gradients.parameters]
         spare_main_grads(parameters)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        moving = (offload.forward, offload.backward) if offload else (nullcontext, nullcontext)
+        passes = _Passes(call, static_output_grads, parts, cuts, pool, stream, *moving)
         try:
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUP_PASSES):
-                    parts.warm_up()
-                    with moving_forward(), cut_before(cuts) as joints:
-                        warm_outputs = _tensors(call())
-                    heads = _heads(warm_outputs)
-                    del warm_outputs
-                    # training runs the backward outside the forward's autocast
-                    with torch.autocast("cuda", enabled=False), moving_backward():
-                        for parts.piece, tensors, grads in joints.backwards(heads, static_output_grads(heads)):
-                            if tensors:
-                                torch.autograd.backward(tensors, grads)
-                            del tensors, grads
-                    del heads
-                    for leaf in (*inputs, *parameters):
-                        leaf.grad = None
-            torch.cuda.synchronize(device)
+            passes.warm_up([*inputs, *parameters])
         except Exception as error:
             raise WarmupError(f"{type(error).__name__}: {error}") from error
         touched = gradients.collect(parameters)
-        before = pool_bytes(device, pool)
-        default = torch.cuda.default_generators[device.index]
+        before = pool_bytes(stream.device, pool)
+        default = torch.cuda.default_generators[stream.device.index]
         forward, backward = (Graphs(len(cuts) + 1, generators, default) for _ in range(2))
         redrawn = parts.capture()
         for piece, again in redrawn:
             backward.each[len(cuts) - piece].register_generator_state(again.state)
-        with (
-            record_graphs(forward.each, pool=pool, stream=stream) as next_piece,
-            moving_forward(),
-            cut_before(cuts, next_piece) as joints,
-        ):
-            result = call()
-        outputs, spec = _tensors(result), tree_flatten(result)[1]
-        heads = _heads(outputs)
-        output_grads = static_output_grads(heads)
-        in_pieces: list[set[int]] = [set() for _ in backward.each]
-        with (
-            record_graphs(backward.each, pool=pool, stream=stream) as next_piece,
-            torch.autocast("cuda", enabled=False),
-            moving_backward(),
-        ):
-            for piece, tensors, grads in joints.backwards(heads, output_grads):
-                if piece < len(cuts):
-                    next_piece()
-                if tensors:
-                    torch.autograd.backward(tensors, grads)
-                in_pieces[piece].update(touched)
-                touched.clear()
-                del tensors, grads
+        outputs, spec, joints = passes.capture_forward(forward)
+        output_grads, in_pieces = passes.capture_backward(backward, outputs, joints, touched)
         touched.update(*in_pieces)
         captured = CapturedPass(
             forward=forward,
@@ -298,7 +260,7 @@ def capture_pass(
             input_grads=tuple(x.grad for x in inputs),
             output_grads=tuple(output_grads),
             touched=tuple(i in touched for i in range(len(parameters))),
-            pool_bytes=pool_bytes(device, pool) - before,
+            pool_bytes=pool_bytes(stream.device, pool) - before,
             offload=offload.plan if offload else None,
             completed=mark_completed(in_pieces, len(parameters)) if cuts else (),
             redrawn=tuple(again for _, again in redrawn),
@@ -306,6 +268,76 @@ def capture_pass(
         for parameter in parameters:
             parameter.grad = None
         return captured
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """The passes of one capture over static inputs: first the warm-up, then those that graphs hold."""
+
+    call: Callable[[], Any]
+    static_output_grads: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    parts: PassStates
+    cuts: Sequence[nn.Module]
+    pool: Any
+    stream: torch.cuda.Stream
+    moving_forward: Callable[[], AbstractContextManager[None]]
+    moving_backward: Callable[[], AbstractContextManager[None]]
+
+    def warm_up(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Run passes on the side stream, and leave no gradient on `leaves`."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARMUP_PASSES):
+                self.parts.warm_up()
+                with self.moving_forward(), cut_before(self.cuts) as joints:
+                    outputs = _tensors(self.call())
+                heads = _heads(outputs)
+                del outputs
+                # training runs the backward outside the forward's autocast
+                with torch.autocast("cuda", enabled=False), self.moving_backward():
+                    for piece, tensors, grads in joints.backwards(heads, self.static_output_grads(heads)):
+                        self.parts.piece = piece
+                        if tensors:
+                            torch.autograd.backward(tensors, grads)
+                        del tensors, grads
+                del heads
+                for leaf in leaves:
+                    leaf.grad = None
+        torch.cuda.synchronize(self.stream.device)
+
+    def capture_forward(self, graphs: Graphs) -> tuple[list[torch.Tensor], Any, Joints]:
+        """The outputs, the structure in which the module returned them, and what lies at the cuts."""
+        with (
+            record_graphs(graphs.each, pool=self.pool, stream=self.stream) as next_piece,
+            self.moving_forward(),
+            cut_before(self.cuts, next_piece) as joints,
+        ):
+            result = self.call()
+        return _tensors(result), tree_flatten(result)[1], joints
+
+    def capture_backward(
+        self, graphs: Graphs, outputs: Sequence[torch.Tensor], joints: Joints, touched: set[int]
+    ) -> tuple[Sequence[torch.Tensor], list[set[int]]]:
+        """The static gradients of the differentiable outputs, and for each piece the positions of parameters that its
+        backward has added to `touched`, which is empty then.
+        """
+        heads = _heads(outputs)
+        output_grads = self.static_output_grads(heads)
+        in_pieces: list[set[int]] = [set() for _ in graphs.each]
+        with (
+            record_graphs(graphs.each, pool=self.pool, stream=self.stream) as next_piece,
+            torch.autocast("cuda", enabled=False),
+            self.moving_backward(),
+        ):
+            for piece, tensors, grads in joints.backwards(heads, output_grads):
+                if piece < len(self.cuts):
+                    next_piece()
+                if tensors:
+                    torch.autograd.backward(tensors, grads)
+                in_pieces[piece].update(touched)
+                touched.clear()
+                del tensors, grads
+        return output_grads, in_pieces
 
 
 def _heads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
