@@ -367,7 +367,7 @@ def test_passes_communicate_over_every_group_of_a_decoders_collectives(changes, 
     made = config()
     for name, value in changes.items():
         setattr(made, name, value)
-    assert decoder_surroundings.communicates(made, data_parallel_size=ranks) is together
+    assert refusals.communicates(made, data_parallel_size=ranks) is together
 
 
 def test_every_argument_of_megatrons_decoders_is_taken_or_told():

@@ -84,11 +84,9 @@ def measure_decoder(
             "what replaced it"
         )
     refusals.check_decoder(config, parts.facts_of([model_chunk], [model]))
-    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shards = refusals.count_token_shards(config)
     cp_size = config.context_parallel_size
-    communicates = decoder_surroundings.communicates(
-        config, data_parallel_size=parallel_state.get_data_parallel_world_size()
-    )
+    communicates = refusals.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size())
     decoder_surroundings.prepare_experts(config, next(model.parameters()).device)
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:

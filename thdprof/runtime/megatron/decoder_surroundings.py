@@ -83,31 +83,6 @@ def surround_decoder(
     return around if quantized is None else quantized.surround(around)
 
 
-COMMUNICATING = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Fields of the configuration that say over how many ranks the passes of a decoder communicate."""
-
-
-def communicates(config: Any, *, data_parallel_size: int) -> bool:
-    """Whether passes of a decoder communicate with other ranks, forward or backward.
-
-    They do over the ranks that share its tensors (tensor parallelism), its tokens (context parallelism), its experts
-    (expert and expert tensor parallelism); and, where routers are balanced over the global batch, over all data-
-    parallel ranks, which then count tokens together in every forward. Balancing by micro-batch or by sequence counts
-    tokens over tensor and context parallel ranks alone.
-    """
-    sizes = [getattr(config, field, None) or 1 for field in COMMUNICATING]
-    balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
-    kinds = [balancing] if isinstance(balancing, str) else balancing
-    if getattr(config, "num_moe_experts", None) and "global_aux_loss" in kinds:
-        sizes.append(data_parallel_size)
-    return max(sizes) > 1
-
-
 def is_deterministic(config: Any) -> bool:
     """Whether two passes over the same numbers give the same numbers bit for bit: torch and Megatron are set so."""
     return torch.are_deterministic_algorithms_enabled() and bool(getattr(config, "deterministic_mode", True))

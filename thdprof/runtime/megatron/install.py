@@ -102,7 +102,8 @@ def install(
     if replay:
         refusals.check(config, plan, facts)
     else:
-        refusals.check(config, _as_chunk(plan), replace(facts, replay=False))
+        as_chunk = plan.graphs.model_copy(update={"impl": "chunk", "modules": []})
+        refusals.check(config, plan.model_copy(update={"graphs": as_chunk}), replace(facts, replay=False))
     verify_every = verified_every(plan, config, say) if replay else 0
     _warn(plan, config, getattr(chunks[0], "ddp_config", None), replay=replay)
     installation = _prepare(
@@ -119,7 +120,7 @@ def install(
     try:  # changes begin only here, after all that can fail; the first failure takes them back
         installation._attach(models, plan, config)
         if replay and capture_now and plan.captured:
-            openings = Openings(plan, config, shards=_token_shards(config), form=form or MetadataForm())
+            openings = Openings(plan, config, shards=refusals.count_token_shards(config), form=form or MetadataForm())
             installation._capture_ahead(openings, [parts.takes_gradient(model) for model in chunks], say)
     except BaseException:
         with suppress(Exception):  # the first error is the one to show
@@ -177,9 +178,9 @@ def _prepare(
         common: dict[str, Any] = {
             "tail_policy": plan.graphs.tail_policy,
             "overflow": plan.graphs.overflow,
-            "token_shards": _token_shards(config),
+            "token_shards": refusals.count_token_shards(config),
             "agree_on": None if peers is None else peers.largest,
-            "say": say if len(models) == 1 else partial(_say_of_chunk, say, number),
+            "say": say if len(models) == 1 else lambda line, number=number: say(f"model chunk {number}: {line}"),
             "agreed": of_replicas if peers is None else peers.all,  # which are all of those ranks, and more
         }
         slots = plan.graphs.slots[rank][number] if replay else 0
@@ -230,7 +231,7 @@ def runner_of(
     of_layers = graphs.impl == "transformer_engine"
     around = decoder_surroundings.surround_decoder(
         decoder.block,
-        communicates=decoder_surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size),
+        communicates=refusals.communicates(config, data_parallel_size=plan.training.data_parallel_size),
         agreed=common.get("agreed"),
         layers=of_layers,
     )
@@ -318,7 +319,11 @@ class Installation:
 
     def _attach(self, models: Sequence[Any], plan: Plan, config: Any) -> None:
         """Lead the micro-batches of this rank's `models` to the graphs of `plan`."""
-        cp_size, shards, tail = config.context_parallel_size, _token_shards(config), plan.graphs.tail_policy
+        cp_size, shards, tail = (
+            config.context_parallel_size,
+            refusals.count_token_shards(config),
+            plan.graphs.tail_policy,
+        )
         groups = [packed_seq_params.groups_of(plan, decoder.block) for decoder in self._decoders]
         for decoder, run, own in zip(self._decoders, self._runs, groups, strict=True):
             decoder.attach(run, cp_size=cp_size, shards=shards, tail=tail, groups=own)
@@ -518,21 +523,8 @@ def _overlaps(config: Any) -> bool:
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
-def _token_shards(config: Any) -> int:
-    """Ranks that share a micro-batch's tokens out among them, besides context parallelism."""
-    return int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
-
-
-def _say_of_chunk(say: Callable[[str], None], chunk: int, line: str) -> None:
-    say(f"model chunk {chunk}: {line}")
-
-
 def _global_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _as_chunk(plan: Plan) -> Plan:
-    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk", "modules": []})})
 
 
 def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device) -> PackedSeqParams:
@@ -558,11 +550,11 @@ def _refuse_for_isolation(config: Any) -> None:
     """Raise ValueError where passes need other ranks, or documents share scaling factors by design."""
     from megatron.core import parallel_state
 
-    sizes = {name: getattr(config, name, 1) or 1 for name in decoder_surroundings.COMMUNICATING}
+    sizes = {name: getattr(config, name, 1) or 1 for name in refusals.COMMUNICATING}
     large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if large:
         raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
-    if decoder_surroundings.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size()):
+    if refusals.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size()):
         raise ValueError(
             "moe_router_load_balancing_type has global_aux_loss, which counts the tokens of all data-parallel ranks: "
             "verify the same layers in a model on one rank"

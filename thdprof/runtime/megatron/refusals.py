@@ -159,6 +159,29 @@ def _refuse_capture(config: Any, plan: Plan) -> Iterator[str]:
 # --- ranks that communicate inside the decoder ------------------------------------------------------------------------
 
 
+COMMUNICATING = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Fields of the configuration that say over how many ranks the passes of a decoder communicate."""
+
+
+def communicates(config: Any, *, data_parallel_size: int) -> bool:
+    """Whether passes of a decoder communicate with other ranks, forward or backward.
+
+    They do over the ranks that share its tensors (tensor parallelism), its tokens (context parallelism), its experts
+    (expert and expert tensor parallelism); and, where routers are balanced over the global batch, over all data-
+    parallel ranks, which then count tokens together in every forward. Balancing by micro-batch or by sequence counts
+    tokens over tensor and context parallel ranks alone.
+    """
+    sizes = [getattr(config, field, None) or 1 for field in COMMUNICATING]
+    if getattr(config, "num_moe_experts", None) and averages_over_all_ranks(config):
+        sizes.append(data_parallel_size)
+    return max(sizes) > 1
+
+
 def shared_by(config: Any, plan: Plan) -> tuple[str, ...]:
     """The settings of a TransformerConfig by which such ranks communicate inside what the plan captures; empty where
     they do not.
@@ -188,6 +211,11 @@ def averages_over_all_ranks(config: Any) -> bool:
     """Whether routers add up their loads over all data-parallel ranks, by Megatron's global_aux_loss."""
     balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
     return "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
+
+
+def count_token_shards(config: Any) -> int:
+    """Number of ranks that share a micro-batch's tokens out among them, besides context parallelism."""
+    return int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
 
 
 def _expert_tensor_size(config: Any) -> int:
@@ -223,7 +251,7 @@ def _refuse_dynamic_cp(config: Any, plan: Plan) -> Iterator[str]:
     for size in sorted({b.cp_size for b in graphs.buckets} - {*sizes}):
         made = ", ".join(map(str, sizes))
         yield f"a bucket's cp_size is {size}: megatron-core makes groups of {made} of {num_ranks} ranks; leave it out"
-    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shards = count_token_shards(config)
     tokens_of_rank = training.max_seqlen_per_dp_cp_rank or 0
     if tokens_of_rank % shards:
         yield (
