@@ -12,7 +12,7 @@ from support.schedules import make_costs
 
 from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profile, profile_dataset
 from thdprof.analyze.buckets.statistics import fallback_rate
-from thdprof.analyze.buckets.step_costs import one_cap_step_ms
+from thdprof.analyze.profile.count import one_cap_step_ms
 from thdprof.analyze.profile.run_profile import COLUMNS, SEGMENTS, merge_profiles
 from thdprof.errors import DataError, UsageError
 
@@ -88,15 +88,7 @@ def test_times_above_the_grid_are_those_of_the_run(tmp_path, fields):
     analysis = analyze_dataset(rows, cost_table=tmp_path / "costs.yaml", **run)
     profile = make_profile(analysis)
     larger = profile.caps()[-1].max_seqs + 50
-    times = one_cap_step_ms(
-        analysis.microbatches,
-        costs,
-        [larger],
-        longest=analysis.longest,
-        n_tokens=analysis.graph_tokens,
-        pipeline_size=2,
-        cp_size=1,
-    )
+    times = one_cap_step_ms(analysis, costs, [larger])
     assert profile.relative_step_time(larger) * profile.eager_step_ms == pytest.approx(times[0])
     assert fields == {} or float(np.ptp(analysis.microbatches.squared)) > 1000
 

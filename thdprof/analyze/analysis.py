@@ -289,8 +289,7 @@ class Study:
         """What is predicted of the run; `unknown` says how to get times, where `costs` are of another model."""
         from thdprof.analyze.times.answer import document_tokens, predict
 
-        schedule, settings = replayed.schedule, run.settings
-        watched = self.offload is None or not (run.layer_graphs or settings.experts == "dropless")
+        watched = self.offload is None or not (run.layer_graphs or run.settings.experts == "dropless")
         return predict(
             run,
             costs,
@@ -299,13 +298,7 @@ class Study:
             unknown=unknown,
             offload=moved,
             watched=watched and self.impl != "local",
-            tokens=document_tokens(
-                run.table,
-                settings,
-                kind=replayed.kind,
-                row_tokens=schedule.row_tokens or self.dataset.num_tokens() / max(1, self.dataset.num_rows()),
-                packing_efficiency=schedule.packing_efficiency,
-            ),
+            tokens=document_tokens(replayed, row_tokens=self.dataset.num_tokens() / max(1, self.dataset.num_rows())),
             price=self.request.gpu_hour_price,
             gbps=self.request.data_parallel_gbps,
         )

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES
-from thdprof.analyze.buckets.step_costs import one_cap_step_ms
+from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.profile.run_profile import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted, RunProfile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.words import counted, shortened
 
@@ -48,7 +49,7 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     frame = pd.concat([*_whole_run(table), *_segments(table)], ignore_index=True)
     frame.insert(0, "part", name)
     caps = _grid(analysis)
-    times = _step_ms(analysis, analysis.costs, caps)
+    times = one_cap_step_ms(analysis, analysis.costs, caps)
     ranges = _relative_step_times(analysis, caps)
     if (model := analysis.model) is not None:
         experts = f", {counted(model.num_experts, 'expert')}" if model.num_experts else ""
@@ -81,17 +82,19 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     )
 
 
-def _step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[np.float64]:
-    """Mean step time under each of `caps` alone, in milliseconds, shape [caps]."""
-    return one_cap_step_ms(
+def one_cap_step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[np.float64]:
+    """Mean step time under each of `caps`, ascending, alone by `costs`, in milliseconds, shape [caps]."""
+    settings, longest, n_tokens = analysis.settings, analysis.longest, analysis.graph_tokens
+    step_costs = StepCosts(
         analysis.microbatches,
         costs,
         caps,
-        longest=analysis.longest,
-        n_tokens=analysis.graph_tokens,
-        pipeline_size=analysis.settings.pipeline_parallel_size,
-        cp_size=analysis.settings.context_parallel_size,
+        sorted({*longest.values()}),
+        settings.pipeline_parallel_size,
+        n_tokens=n_tokens,
+        cp_size=settings.context_parallel_size,
     )
+    return step_costs.step_ms([tuple(Bucket(n, longest[size], n_tokens, size) for size in longest) for n in caps])
 
 
 def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | None]:
@@ -103,7 +106,7 @@ def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | No
         return [None] * len(caps)
     ends = []
     for costs in analysis.costs.ends():
-        step_ms = _step_ms(analysis, costs, [0, *caps])  # under a cap of 0 all micro-batches run eagerly
+        step_ms = one_cap_step_ms(analysis, costs, [0, *caps])  # under a cap of 0 all micro-batches run eagerly
         ends.append(step_ms[1:] / step_ms[0])
     return [(float(min(found)), float(max(found))) for found in zip(*ends, strict=True)]
 
