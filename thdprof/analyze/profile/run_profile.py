@@ -238,24 +238,11 @@ class RunProfile:
         """Mean time of a step of all parts under each cap for which every part has a time, ascending."""
         return combine_caps(self.parts, self.costs, self.training)
 
-    def relative_step_time(self, cap: int) -> float:
-        """Mean time of a step under `cap`, divided by that of an eager step; linear between the caps of `caps`."""
-        known = self.caps()
-        if cap < known[0].max_seqs:
-            return 1.0
-        top = known[-1]
-        if cap > top.max_seqs:
-            longest = self.training.seq_length
-            replays = replays_per_step(self.training, self.microbatches, self.steps)
-            return larger_cap_step_ms(self.costs, top, cap, longest, replays) / self.eager_step_ms
-        step_ms = np.interp(cap, [c.max_seqs for c in known], [c.step_ms for c in known])
-        return float(step_ms) / self.eager_step_ms
-
     def relative_step_times(self, caps: Sequence[int]) -> list[Range] | None:
         """The range of the mean step time under each of `caps`, divided by that of an eager step.
 
-        Between the caps of the profile's grid it is linear, as `relative_step_time` is. None where times are not of the
-        user's own model, or where they were modelled for several runs that were joined: ranges of runs do not add up.
+        Between the caps of the profile's grid it is linear. None where times are not of the user's own model, or where
+        they were modelled for several runs that were joined: ranges of runs do not add up.
         """
         if self.num_runs == 1 and all(c.relative_step_time is not None for c in self.parts[0].caps):
             grid = self.parts[0].caps
@@ -344,30 +331,6 @@ def share_over(histogram: Histogram, value: int) -> float:
     return float(histogram.counts[max(0, value + 1) :].sum() / histogram.total)
 
 
-def replays_per_step(training: TrainingSettings, microbatches: int, steps: int) -> float | None:
-    """Mean number of replays that a step lasts: a rank's micro-batches and those of the pipeline's bubble.
-
-    None under dynamic context parallelism, where groups of ranks wait for each other between their micro-batches.
-    """
-    if training.packer in DYNAMIC_CP:
-        return None
-    return microbatches / (steps * training.data_parallel_size) + training.pipeline_parallel_size - 1
-
-
-def larger_cap_step_ms(costs: CostTable, top: CapTime, cap: int, max_seqlen: int, replays: float | None) -> float:
-    """Mean time of a step under `cap`, in milliseconds, from that under a smaller cap that fits all micro-batches.
-
-    Every replay takes longer by as much. Where their number is not known, or nothing but replays takes time, the time
-    of replays and of what lies outside of the decoder grows in proportion.
-    `max_seqlen` are tokens of the longest document that both are captured for, `replays` the replays that a step lasts.
-    """
-    before, after = costs.replay_ms(top.max_seqs, max_seqlen), costs.replay_ms(cap, max_seqlen)
-    outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
-    if replays is not None and (outside_ms or optimizer_ms or costs.ms_per_squared_token):
-        return top.step_ms + replays * (after - before)
-    return (top.step_ms - optimizer_ms) * ((after + outside_ms) / (before + outside_ms)) + optimizer_ms
-
-
 def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSettings) -> list[CapTime]:
     """Mean time of a step under each cap for which every part has a time; parts are weighted by their steps.
 
@@ -391,10 +354,16 @@ def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSett
         return known[cap]
     if cap < part.caps[0].max_seqs:
         return part.eager_step_ms
-    if cap > part.caps[-1].max_seqs and not costs.needs_max_seqlen:
-        replays = replays_per_step(training, part.microbatches, part.steps)
-        return larger_cap_step_ms(costs, part.caps[-1], cap, 1, replays)
-    return None
+    top = part.caps[-1]
+    if cap < top.max_seqs or costs.needs_max_seqlen:
+        return None
+    before, after = costs.replay_ms(top.max_seqs, 1), costs.replay_ms(cap, 1)
+    outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
+    # under dynamic context parallelism the number of replays is not known: groups wait for each other between them
+    if training.packer not in DYNAMIC_CP and (outside_ms or optimizer_ms or costs.ms_per_squared_token):
+        of_a_rank = part.microbatches / (part.steps * training.data_parallel_size)
+        return top.step_ms + (of_a_rank + training.pipeline_parallel_size - 1) * (after - before)
+    return (top.step_ms - optimizer_ms) * ((after + outside_ms) / (before + outside_ms)) + optimizer_ms
 
 
 def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:

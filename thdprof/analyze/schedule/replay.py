@@ -57,12 +57,9 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         lengths = lengths[dataset_shuffle(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
     packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings))
-    schedule = schedule_rows(packing.rows, settings)
-    return Schedule(
-        table=schedule.table,
+    return replace(
+        schedule_rows(packing.rows, settings),
         notes=packing.notes,
-        warnings=schedule.warnings,
-        independent=schedule.independent,
         packing_efficiency=packing.efficiency,
         packing_efficiency_without_cap=packing.efficiency_without_cap,
     )
@@ -147,7 +144,9 @@ def replay(
     """
     kind = _kind(dataset)
     packed_by_step = kind == "documents" and given.get("packer") in STEP_PACKERS
-    fullest = _fullest_row(dataset)
+    fullest = None  # tokens of the fullest of packed rows whose files do not tell the pack size
+    if dataset.pack_tokens is None and isinstance(dataset.content, PackedRows):
+        fullest = max(1, int(dataset.content.num_tokens().max()))
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
@@ -191,13 +190,6 @@ def _kind(dataset: Dataset) -> Kind:
             return "conversations"
         case _:
             return "streams"
-
-
-def _fullest_row(dataset: Dataset) -> int | None:
-    """Tokens of the fullest row of packed rows whose files do not tell the pack size; else None."""
-    if dataset.pack_tokens is not None or not isinstance(dataset.content, PackedRows):
-        return None
-    return max(1, int(dataset.content.num_tokens().max()))
 
 
 def _with_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:
