@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import DataError, UsageError
+from thdprof.files import json_text
 from thdprof.words import counted
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def discard_output() -> None:
 
 
 def print_gate[Result](
-    result: Result, *, json: bool, to_json: Callable[[Result], str], print_text: Callable[[Result, Console], None]
+    result: Result, *, json: bool, to_dict: Callable[[Result], Any], print_text: Callable[[Result, Console], None]
 ) -> None:
     """Print a gate's result as JSON or text.
 
@@ -71,7 +72,7 @@ def print_gate[Result](
     """
     try:
         if json:
-            write(to_json(result) + "\n")
+            write(json_text(to_dict(result)) + "\n")
         else:
             print_text(result, console(stderr=False))
         sys.stdout.flush()

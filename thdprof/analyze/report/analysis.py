@@ -24,7 +24,6 @@ from thdprof.analyze.report.shared import (
     print_parts,
     times_sentences,
 )
-from thdprof.files import json_text
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.plan import CostsPart
 from thdprof.training import shown
@@ -304,11 +303,6 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     }
     plain: dict[str, Any] = to_jsonable_python(value)
     return plain
-
-
-def to_json(analysis: Analysis) -> str:
-    """The analysis as JSON text, indented."""
-    return json_text(to_dict(analysis))
 
 
 def _model(analysis: Analysis) -> dict[str, Any] | None:

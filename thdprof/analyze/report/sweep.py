@@ -13,7 +13,6 @@ from rich.text import Text
 from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
 from thdprof.analyze.sweep import Combination, Sweep
 from thdprof.analyze.times.ranking import Ranking, Rate
-from thdprof.files import json_text
 from thdprof.plan import Plan
 from thdprof.words import memory_size, percent, ratio, spanned
 
@@ -208,8 +207,3 @@ def _combination(c: Combination, place: int | None) -> dict[str, Any]:
 
 def _rate(rate: Rate | None) -> dict[str, float] | None:
     return None if rate is None else {"low": rate.low, "middle": rate.middle, "high": rate.high}
-
-
-def to_json(sweep: Sweep) -> str:
-    """The sweep as JSON text, indented."""
-    return json_text(to_dict(sweep))
