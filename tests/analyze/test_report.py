@@ -417,8 +417,10 @@ def test_the_notebook_runs_and_follows_its_cap(made):
     from thdprof.analyze.report.notebook import execute
     from thdprof.analyze.report.write import write_report
 
+    plan = load_plan(made / "plan.yaml")
     options = {"profile": None, "stats": made / "stats.jsonl", "cap": None, "force": True}
-    written = write_report(made / "plan.yaml", output=made / "r.ipynb", **options)
+    options |= {"path": made / "plan.yaml", "name": "plan.yaml", "output": made / "r.ipynb"}
+    written = write_report(plan, **options)
     first = (made / "r.ipynb").read_bytes()
     assert len(first) < 1_000_000
     shown = outputs(json.loads(first))
@@ -426,7 +428,7 @@ def test_the_notebook_runs_and_follows_its_cap(made):
     for sentence in written.findings:
         assert sentence.text.replace("'", "&#x27;") in shown[f"f-{sentence.id}"]
     assert "<caption>Plan: graphs to capture (module)</caption>" in shown["open"]
-    write_report(made / "plan.yaml", output=made / "r.ipynb", **options)
+    write_report(plan, **options)
     assert (made / "r.ipynb").read_bytes() == first
 
     notebook = nbformat.reads(first.decode(), as_version=4)
@@ -643,7 +645,14 @@ def test_figures_that_cannot_all_be_written_leave_nothing(made, tmp_path, monkey
     monkeypatch.setattr(write, "write_text", fail)
     with pytest.raises(KeyboardInterrupt):
         write.write_report(
-            made / "plan.yaml", profile=None, stats=None, cap=None, output=tmp_path / "new" / "figures", force=False
+            load_plan(made / "plan.yaml"),
+            path=made / "plan.yaml",
+            name="plan.yaml",
+            profile=None,
+            stats=None,
+            cap=None,
+            output=tmp_path / "new" / "figures",
+            force=False,
         )
     assert list(tmp_path.iterdir()) == []
 

@@ -20,6 +20,7 @@ from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.html import to_page
 from thdprof.analyze.report.write import write_report
+from thdprof.plan import load_plan
 
 SCREENSHOTS = Path(os.environ.get("THDPROF_SCREENSHOTS") or ROOT / "build" / "screenshots")
 """Where screenshots are kept, for a person to look at."""
@@ -54,7 +55,14 @@ def made(tmp_path_factory):
 def page(made):
     """The demo's report as a page."""
     write_report(
-        made / "plan.yaml", profile=None, stats=made / "stats.jsonl", cap=None, output=made / "r.html", force=False
+        load_plan(made / "plan.yaml"),
+        path=made / "plan.yaml",
+        name="plan.yaml",
+        profile=None,
+        stats=made / "stats.jsonl",
+        cap=None,
+        output=made / "r.html",
+        force=False,
     )
     return made / "r.html"
 

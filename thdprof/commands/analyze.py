@@ -131,10 +131,10 @@ def _check_outputs(
 
 def _warn_of_training(plan: Plan, request: Request, *, gpu: str | None) -> None:
     """Say where the plan's times were measured elsewhere, and what training by the plan would refuse."""
-    from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.settings.training_command import find_refusals
+    from thdprof.training.stamp import compare_with_installed
 
-    if (other := note_on_stamp(plan.costs.stamp, gpu=gpu)) is not None:
+    if (other := compare_with_installed(plan.costs.stamp, gpu=gpu)) is not None:
         streams.say(other)
     refused, reason = find_refusals(plan, script=request.script, model_file=request.model_file)
     for line in refused:

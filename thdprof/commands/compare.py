@@ -9,7 +9,7 @@ import typer
 
 from thdprof.commands import streams
 from thdprof.commands.options import JsonOutput, PlanFile
-from thdprof.errors import GateError
+from thdprof.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -41,7 +41,8 @@ def compare(
     from thdprof.compare.plans import kind_of
 
     allowed = share_of("--tolerance", tolerance)
-    streams.check_one_stdin(plan, other)
+    if streams.is_stdin(plan) and streams.is_stdin(other):
+        raise UsageError("- is given twice, but stdin can be read only once; name a file for one of them")
     first = streams.read_plan(plan)
     if streams.is_stdin(other) or kind_of(other) == "plan":
         where = f"{streams.shown_plan(plan)} and {streams.shown_plan(other)}"

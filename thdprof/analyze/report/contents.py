@@ -13,8 +13,7 @@ from thdprof.analyze.predictions import Range, Times
 from thdprof.analyze.profile.run_profile import RunProfile, load_profile, same_settings
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
-from thdprof.files import read_yaml
-from thdprof.plan import Plan, parse_plan
+from thdprof.plan import Plan, load_plan
 from thdprof.words import counted
 
 HOW_TO_GET_TIMES = (
@@ -123,7 +122,6 @@ def open_report(
     *,
     profile: str | Path | None = None,
     stats: str | Path | None = None,
-    plan_name: str | None = None,
 ) -> Report:
     """Read the files that a report is made of.
 
@@ -132,25 +130,24 @@ def open_report(
         profile: path of a profile that `analyze --profile` or `merge` wrote; None: plan.profile.parquet beside
             plan.yaml.
         stats: path of a run's statistics, JSON lines of which the last is read; None: no statistics.
-        plan_name: name of the plan in messages; None: its path.
 
     Raises:
         DataError: a file is missing or wrong, or the profile was not counted from the plan's data and settings.
     """
-    plan = Path(plan)
-    name = str(plan) if plan_name is None else plan_name
-    loaded = parse_plan(read_yaml(plan, where=name), where=name)
-    profile_path = default_profile(plan) if profile is None else Path(profile)
-    if not profile_path.exists():
-        raise DataError(
-            f"{profile_path}: there is no such profile; analyse again as for {name}, with --profile {profile_path}"
-        )
-    counts = load_profile(profile_path)
-    check_belongs(loaded, counts, plan_name=name, profile_name=str(profile_path))
+    path = default_profile(Path(plan)) if profile is None else Path(profile)
+    return make_report(load_plan(plan), name=str(plan), profile=path, stats=None if stats is None else Path(stats))
+
+
+def make_report(plan: Plan, *, name: str, profile: Path, stats: Path | None) -> Report:
+    """The report of a plan, which messages call `name`, with its profile and a run's statistics, as `open_report`."""
+    if not profile.exists():
+        raise DataError(f"{profile}: there is no such profile; analyse again as for {name}, with --profile {profile}")
+    counts = load_profile(profile)
+    check_belongs(plan, counts, plan_name=name, profile_name=str(profile))
     comparison = None
     if stats is not None:
-        comparison = compare(loaded, read_stats(Path(stats)), tolerance=TOLERANCE, where=str(stats))
-    return Report(plan=loaded, profile=counts, comparison=comparison)
+        comparison = compare(plan, read_stats(stats), tolerance=TOLERANCE, where=str(stats))
+    return Report(plan=plan, profile=counts, comparison=comparison)
 
 
 def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", profile_name: str = "profile") -> None:

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
-from thdprof.analyze.sweep import Combination, Sweep
-from thdprof.analyze.times.ranking import Ranking, Rate
+from thdprof.analyze.sweep import Combination, Ranking, Rate, Sweep
 from thdprof.plan import Plan
 from thdprof.words import memory_size, percent, ratio, spanned
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Dataset, Format
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.columns import open_columns, schema_of
+from thdprof.analyze.sources.readers.parquet import open_columns, schema_of
 
 COLUMN = "seq_lengths"
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from thdprof.analyze.sources.base import Format
 from thdprof.analyze.sources.readers import json_lines, npy
-from thdprof.analyze.sources.readers.columns import holds_columns, schema_of
-from thdprof.analyze.sources.readers.parquet import is_parquet
+from thdprof.analyze.sources.readers.parquet import holds_columns, is_parquet, schema_of
 from thdprof.errors import DataError
 
 _MOST_NAMES = 12
