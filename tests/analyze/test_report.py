@@ -29,7 +29,7 @@ from thdprof.analyze.report import figures, open_report
 from thdprof.analyze.report.analysis import reasons
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import make_figures
-from thdprof.analyze.report.figures.microbatches import joint_text
+from thdprof.analyze.report.figures.microbatches import compare_lengths
 from thdprof.analyze.report.write import Written
 from thdprof.errors import DataError
 from thdprof.files import json_text
@@ -686,7 +686,6 @@ def test_help_names_every_option(thdprof):
 
 
 def test_many_micro_batches_with_the_most_documents_are_told_as_many_as_they_are():
-    n_seqs, longest, count = np.array([1, 2, 40]), np.array([9, 9, 9]), np.array([50, 14, 36])
-    documents = Histogram(np.bincount(n_seqs, count).astype(np.int64))
-    told = joint_text(n_seqs, longest, count, documents)
+    documents = Histogram(np.bincount([1, 2, 40], [50, 14, 36]).astype(np.int64))
+    told = compare_lengths(40, None, 9, documents)
     assert told == "36.0% of micro-batches hold the most documents there are, 40."

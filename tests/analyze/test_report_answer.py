@@ -336,7 +336,7 @@ def test_a_larger_cap_that_is_cheaper_is_explained_beside_the_curve(demo):
     assert told.startswith(
         "A larger graph can be cheaper: one of 64 documents replays in 12.3 ms, one of 16 in 13.3 ms"
     )
-    assert page.index('id="figure-caps"') < page.index(told) < page.index("<table")
+    assert page.index('id="figure-caps"') < page.index(told) < page.index('id="figure-shapes"')
     rising = report.profile.costs.model_copy(update={"replay": [p for p in demo.costs.replay if p.max_seqs != 16]})
     assert cheaper_graph(report_on(replace(with_times(demo, "measured"), costs=rising))) == ""
     assert "cheaper" not in to_page(report_on(demo), 113, title="t", version="0")

@@ -213,7 +213,7 @@ class Study:
         notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
         profiles = {settings.context_parallel_size: run.profile}
         if table.groups is not None:
-            profiles = Profile.by_cp_size(table, settings.context_parallel_size)
+            profiles = Profile.by_cp_size(table, table.groups)
         warnings = caveats(
             run, costs, chosen, predicted, kind=replayed.kind, gpu=gpu, full_size=full_size, limits=request.limits
         )

@@ -26,11 +26,13 @@ HostEnd = Literal["low", "high"]
 HOSTS: tuple[HostEnd, HostEnd] = ("low", "high")
 
 
-class _Part(BaseModel):
+class StoredPart(BaseModel):
+    """A part of a file that thdprof writes; unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EagerPoint(_Part):
+class EagerPoint(StoredPart):
     """One measured eager forward and backward pass."""
 
     n_seqs: Count
@@ -41,7 +43,7 @@ class EagerPoint(_Part):
     """The lowest and the highest time that is expected, where it was modelled; null where it was measured."""
 
 
-class ReplayPoint(_Part):
+class ReplayPoint(StoredPart):
     """One measured replay of a captured forward and backward pass."""
 
     max_seqs: Count
@@ -55,7 +57,7 @@ class ReplayPoint(_Part):
     time was modelled; null for all other graphs."""
 
 
-class MeasuredModel(_Part):
+class MeasuredModel(StoredPart):
     """Sizes of the model that a table was measured on, on which the size of its activations depends."""
 
     layers: Count
@@ -72,7 +74,7 @@ class MeasuredModel(_Part):
     """Width of one attention head."""
 
 
-class CostTable(_Part):
+class CostTable(StoredPart):
     """Times of one model on one kind of GPU, measured or modelled."""
 
     schema_: Literal["thdprof.costs/1"] = Field(default=SCHEMA, alias="schema")

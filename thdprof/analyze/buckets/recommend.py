@@ -304,7 +304,7 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     if costs.max_seqs_steps:  # the curve shows the percentiles, too, that candidates were rounded up from
         caps = sorted(rounded | {max(1, part.n_seqs.percentile(p)) for part in both for p in PERCENTILES.values()})
     run_cp_size = min(run.longest_possible)
-    profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
+    profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, table.groups)
     shapes = {}
     for cp_size, part in profiles.items():
         tokens = _candidate_lengths(part, costs, run.longest_possible[cp_size])

@@ -25,14 +25,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from thdprof import __version__
-from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.cost_table import CostTable, Count, Milliseconds, StoredPart
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
 from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
 from thdprof.errors import DataError, UsageError
@@ -73,19 +73,13 @@ COLUMNS = {
 }
 _KEY = b"thdprof.profile"
 
-Count = Annotated[int, Field(ge=1)]
-Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _OF_THE_DATA = ("train_samples", "weights")
 """Training settings that may differ between parts: they say how much data a run takes, not how its steps are formed."""
 _IN_METADATA = ("training", "costs", "parts", "analysed_on", "predicted")
 """Attributes of a profile that its file has in the metadata."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class CapTime(_Part):
+class CapTime(StoredPart):
     """The expected step time under one cap."""
 
     max_seqs: Count
@@ -97,7 +91,7 @@ class CapTime(_Part):
     eagerly; null where the times are not of the user's own model."""
 
 
-class PartOfRun(_Part):
+class PartOfRun(StoredPart):
     """One dataset or shard, or several that were given the same name."""
 
     name: str
@@ -123,7 +117,7 @@ class PartOfRun(_Part):
     """Warnings of `analyze` about the part."""
 
 
-class Predicted(_Part):
+class Predicted(StoredPart):
     """What the analysis predicted for the user's own model, under the plan that it recommends."""
 
     model: str | None = None
@@ -142,7 +136,7 @@ class Predicted(_Part):
     """What capturing takes; null without times or graphs."""
 
 
-class Metadata(_Part):
+class Metadata(StoredPart):
     """Everything in a profile but the counts, stored as JSON in the metadata of the parquet file."""
 
     schema_: Literal["thdprof.profile/1"] = Field(default=SCHEMA, alias="schema")

@@ -1,4 +1,4 @@
-"""The report as one HTML page that loads nothing else: the answer first, then a slider of caps, figures and tables.
+"""The report as one HTML page that loads nothing else: the answer first, then a slider of caps and figures.
 
 Without scripts the page is complete for its cap; with them the slider moves the marks and rewrites the words, which the
 page holds for every cap.
@@ -22,7 +22,6 @@ from thdprof.analyze.report import figures
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import STYLE, Figure
 from thdprof.analyze.report.figures.graphs import (
-    alternatives,
     bucket_names,
     cap_sentences,
     cheaper_graph,
@@ -63,13 +62,12 @@ _THINNED = 500
 _DIGITS = 6
 """Significant digits of a share that the page's script places marks by."""
 _LABELS = {
-    "replayed": "micro-batches that replay",
     "microbatch": "eager micro-batches",
     "rank_step": "(rank, step) pairs with one",
     "step": "steps with one",
     "time": "step time, eager = 1",
 }
-"""Columns of the table of caps, by the names that the page's script knows them by, and their labels."""
+"""What the slider's cap does, by the names that the page's script knows it by, and the labels."""
 _HOVER = "of steps over the cap"
 """The end of the words that hovering over a segment of the run shows."""
 
@@ -264,7 +262,7 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
 
     The shares follow exactly from the profile's counts for any cap. Step times are those of the profile's grid of caps,
     and linear between them. `caps` are ascending documents, and the page opens with the one at index `start`. `series`
-    are the curves' values, `texts` the words for each cap: cells of the table by `_LABELS`, the cap itself, what it
+    are the curves' values, `texts` the words for each cap: numbers by `_LABELS`, the cap itself, what it
     does, and the ends of the sentences of two figures. `segments` and `parts` hold the share of steps over each cap in
     each segment of the run and each part that is shown, as indices into `levels`.
     """
@@ -273,8 +271,7 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
     rates = [profile.fallback_rate(n) for n in caps]
     times = report.relative_step_times(caps)
     largest = cut_run(report, "segment_step_max")
-    series = {"replayed": [1 - rate.microbatch for rate in rates]}
-    series.update({level: [getattr(rate, level) for rate in rates] for level in ("microbatch", "rank_step", "step")})
+    series = {level: [getattr(rate, level) for rate in rates] for level in ("microbatch", "rank_step", "step")}
     texts = {name: [percent(v) for v in values] for name, values in series.items()}
     texts["cap"] = [f"{n:,}" for n in caps]
     texts["sentence"] = cap_sentences(report, caps)
@@ -341,9 +338,9 @@ def _head(answer: Answer) -> str:
 
 
 def _caps(report: Report, cap: int, every: dict[str, Any]) -> str:
-    """The slider with what its cap does, the curves over all caps, and the table."""
+    """The slider with what its cap does, and the curves over all caps."""
     names = [name for name in _LABELS if name in every["texts"]]
-    rates = "".join(f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in names[1:])
+    rates = "".join(f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in names)
     panel = (
         '<div class="panel">\n<form hidden><label for="cap">Cap '
         f"{_cell(every, 'cap', tag='span')} documents</label>"
@@ -358,37 +355,15 @@ def _caps(report: Report, cap: int, every: dict[str, Any]) -> str:
     note = f'<p class="note">{escape(cheaper)}</p>' if cheaper else ""
     inner = (
         f'<p id="sentence" aria-live="polite">{_cell(every, "sentence", tag="span")}</p>\n{panel}'
-        f"{_figure(figures.caps(report, cap), caption)}{note}{_table(report, cap, every, names)}"
+        f"{_figure(figures.caps(report, cap), caption)}{note}"
     )
     lead = "A micro-batch over the cap runs eagerly, and holds back all ranks of its step. A larger cap pads more."
     return _section("What does each cap cost?", lead, inner, look=' class="open"')
 
 
-def _cell(every: dict[str, Any], name: str, *, tag: str, label: str = "") -> str:
+def _cell(every: dict[str, Any], name: str, *, tag: str) -> str:
     """An element whose text follows the slider."""
-    head = f' data-label="{label}"' if label else ""
-    return f'<{tag} data-text="{name}"{head}>{escape(every["texts"][name][every["start"]])}</{tag}>'
-
-
-def _table(report: Report, cap: int, every: dict[str, Any], names: list[str]) -> str:
-    """The cap of the slider, the caps that have names, and the plan; `names` are those of the columns."""
-    head = "".join(f'<th scope="col">{_LABELS[name]}</th>' for name in names)
-    here = "".join(_cell(every, name, tag="td", label=_LABELS[name]) for name in names)
-    rows = [
-        f'<tr class="here" id="row"><th scope="row"><span>this cap: {_cell(every, "cap", tag="span")}</span></th>'
-        f"{here}</tr>"
-    ]
-    for one in sorted(alternatives(report, cap), key=lambda a: (a.role == "plan", a.cap or 0)):
-        values = {"replayed": percent(1 - one.rate.microbatch)}
-        values.update({level: percent(share) for level, share in one.rate})
-        values["time"] = "" if one.relative_step_time is None else ratio(one.relative_step_time)
-        cells = "".join(f'<td data-label="{_LABELS[name]}">{escape(values[name])}</td>' for name in names)
-        look = ' class="plan"' if one.role == "plan" else ""
-        rows.append(f'<tr{look}><th scope="row">{escape(one.name)}</th>{cells}</tr>')
-    return (
-        '<table class="caps"><caption>Caps beside the plan</caption><thead><tr><th scope="col">cap, documents</th>'
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    )
+    return f'<{tag} data-text="{name}">{escape(every["texts"][name][every["start"]])}</{tag}>'
 
 
 def _section(question: str, lead: str, inner: str, *, look: str = "") -> str:

@@ -203,7 +203,7 @@ def joint(report: Report, cap: int) -> Figure:
 
     return Figure(
         id="joint",
-        text=joint_text(n_seqs, max_seqlen, count, documents),
+        text=compare_lengths(border, long_many, long_few, documents),
         alt="A map of how many micro-batches have so many documents and so long a longest document, the plan's graphs "
         "as dotted borders and the cap as a dashed line.",
         paint=paint,
@@ -267,17 +267,13 @@ def _split_at_p90(
     return border, medians[1] if len(medians) > 1 else None, medians[0]
 
 
-def joint_text(
-    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
-) -> str:
+def compare_lengths(border: int, long_many: int | None, long_few: int, documents: Histogram) -> str:
     """A sentence that says whether micro-batches of many documents have longer or shorter documents than the others.
 
-    The arrays have shape [shapes]: documents, tokens of the longest one and number of the micro-batches of each shape.
-    The P90 of `documents` parts the many from the others.
+    The many have more documents than `border`; `long_many` and `long_few` are median tokens of the longest document.
     """
-    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
     if long_many is None:
-        most = percent(float(count[n_seqs == border].sum() / count.sum()))
+        most = percent(float(documents.counts[border] / documents.total))
         return f"{most} of micro-batches hold the most documents there are, {border:,}."
     share = percent(share_over(documents, border))
     relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
