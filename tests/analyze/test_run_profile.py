@@ -12,8 +12,14 @@ from support.schedules import make_costs
 
 from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profile, profile_dataset
 from thdprof.analyze.buckets.statistics import fallback_rate
-from thdprof.analyze.profile.count import one_cap_step_ms
-from thdprof.analyze.profile.run_profile import COLUMNS, SEGMENTS, CapTime, combine_caps, merge_profiles
+from thdprof.analyze.profile.run_profile import (
+    COLUMNS,
+    SEGMENTS,
+    CapTime,
+    combine_caps,
+    merge_profiles,
+    one_cap_step_ms,
+)
 from thdprof.errors import DataError, UsageError
 
 RUN = {"seq_length": 64, "loader": "single", "data_parallel_size": 2, "global_batch_size": 8}

@@ -13,13 +13,13 @@ from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
 from thdprof.analyze.caveats import caveats, note_order
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import DatasetSummary, Replay, replay
+from thdprof.analyze.schedule.replay import Replay, replay, summarize_dataset
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.plan import Percentiles
+from thdprof.plan import DatasetPart, Percentiles
 from thdprof.training import Model, TrainingSettings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class CpSize:
 class Analysis(Predictions):
     """Everything that `thdprof analyze` reports and writes."""
 
-    dataset: DatasetSummary
+    dataset: DatasetPart
     """The dataset that was read."""
     settings: TrainingSettings
     """The run's settings, complete."""
@@ -219,7 +219,7 @@ class Study:
         )
         return Analysis(
             **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
-            dataset=DatasetSummary.summarize(dataset),
+            dataset=summarize_dataset(dataset),
             settings=settings,
             assumptions=replayed.assumptions,
             microbatches=table,

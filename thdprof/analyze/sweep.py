@@ -15,14 +15,14 @@ from thdprof.analyze.analysis import Progress, Study, check_gpu
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
-from thdprof.analyze.schedule.replay import DatasetSummary
+from thdprof.analyze.schedule.replay import summarize_dataset
 from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Axis, Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
-from thdprof.plan import Plan
+from thdprof.plan import DatasetPart, Plan
 from thdprof.training import model_definitions
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Combination:
 class Sweep:
     """Everything that `thdprof sweep` reports."""
 
-    dataset: DatasetSummary
+    dataset: DatasetPart
     """The dataset that was read."""
     names: tuple[str, ...]
     """Names of the swept options, with underscores."""
@@ -195,11 +195,6 @@ class Sweep:
     """Combinations of all values; the values of the last name vary fastest."""
     notes: tuple[str, ...]
     """Notes from reading the requests, each once."""
-
-    @property
-    def any_works(self) -> bool:
-        """Whether any combination has a plan."""
-        return any(c.plan is not None for c in self.combinations)
 
     def ranking(self) -> Ranking:
         """The order of the combinations by tokens per second."""
@@ -264,7 +259,7 @@ def sweep(
             study = Study(chosen, dataset, measured, impl=impl, progress=show, memo=memo)
             done[index] = _analyze(value_sets[index], study, varied)
     return Sweep(
-        dataset=DatasetSummary.summarize(dataset),
+        dataset=summarize_dataset(dataset),
         names=tuple(axis.name for axis in axes),
         combinations=tuple(done[index] for index in range(len(value_sets))),
         notes=tuple(dict.fromkeys(note for r in good for note in r.notes)),

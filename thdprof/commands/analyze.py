@@ -89,7 +89,7 @@ def analyze(
             progress("writing the table", 1.0, 0)
             analysis.microbatches.write_parquet(microbatches)
         if profile is not None:
-            from thdprof.analyze.profile.count import make_profile
+            from thdprof.analyze.profile.run_profile import make_profile
 
             progress("writing the profile", 1.0, 0)
             make_profile(analysis, part=part).save(profile, force=force)
@@ -121,7 +121,7 @@ def _check_outputs(
         if str(file) == "-":
             raise UsageError(f"{option} -: a parquet table cannot go to stdout; name a file")
     if tables["--profile"] is not None:
-        from thdprof.analyze.profile.count import check_part
+        from thdprof.analyze.profile.run_profile import check_part
 
         check_part(part)
     outputs = [path for path in (output, *tables.values()) if path is not None]

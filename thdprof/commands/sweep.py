@@ -85,5 +85,5 @@ def sweep(
         print_sweep(result, streams.console(stderr=False))
     for path in written:
         streams.say(f"plan written to {path}")
-    if not result.any_works:
+    if all(combination.plan is None for combination in result.combinations):
         raise UsageError(f"sweep: no combination can be; the first: {result.combinations[0].problem}")

@@ -16,6 +16,7 @@ from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.report.shared import (
     capture_sentence,
+    dataset_to_dict,
     memory_sentence,
     model_sentence,
     name_dataset,
@@ -267,7 +268,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     chosen, timed, overlap = analysis.recommendation, analysis.timed, analysis.overlap
     value: dict[str, Any] = {
         "schema": SCHEMA,
-        "dataset": analysis.dataset,
+        "dataset": dataset_to_dict(analysis.dataset),
         "training": analysis.settings,
         "assumptions": analysis.assumptions,
         "model": _model(analysis),

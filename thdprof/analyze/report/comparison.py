@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.check import Check
-from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
+from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
 from thdprof.compare.plans import PlanComparison
 from thdprof.compare.statistics import Comparison
 from thdprof.words import apart, percentile_name
@@ -129,7 +129,7 @@ def check_to_dict(check: Check) -> dict[str, Any]:
             },
             "fallback_rate_unpadded": check.fallback_rate_unpadded,
             "dataset_changed": not check.same_data,
-            "dataset": _pair(plan.dataset, check.dataset),
+            "dataset": _pair(plan.dataset, dataset_to_dict(check.dataset)),
             "exact": check.table.exact,
             "microbatches": _pair(before.count, len(check.table)),
             "steps": _pair(before.steps, check.table.num_steps),

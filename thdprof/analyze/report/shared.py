@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.predictions import Capture, Memory, Overlap, Times, Worth
-from thdprof.analyze.schedule.replay import DatasetSummary
+from thdprof.plan import DatasetPart
 from thdprof.training import Model
 from thdprof.words import counted, listed, memory_size, saved, spanned
 
@@ -28,10 +29,15 @@ def plain_table(left: Sequence[str], right: Sequence[str]) -> Table:
     return table
 
 
-def name_dataset(data: DatasetSummary) -> str:
+def name_dataset(data: DatasetPart) -> str:
     """The first file, how many there are besides, and the format."""
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     return f"{source} ({data.format})"
+
+
+def dataset_to_dict(data: DatasetPart) -> dict[str, Any]:
+    """The dataset as an object of JSON, whose first key is the format."""
+    return {"format": data.format, **data.model_dump()}
 
 
 def model_sentence(model: Model, *, gpu: str | None, source: str | None) -> str:

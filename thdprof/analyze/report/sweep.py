@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
+from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
 from thdprof.analyze.sweep import Combination, Ranking, Rate, Sweep
 from thdprof.plan import Plan
 from thdprof.words import memory_size, percent, ratio, spanned
@@ -176,7 +176,7 @@ def to_dict(sweep: Sweep) -> dict[str, Any]:
     value: dict[str, Any] = to_jsonable_python(
         {
             "schema": SCHEMA,
-            "dataset": sweep.dataset,
+            "dataset": dataset_to_dict(sweep.dataset),
             "swept": sweep.names,
             "ranked_by": ranking.measure,
             "combinations": [

@@ -10,6 +10,7 @@ from thdprof.analyze.schedule.rows import dataset_shuffle, schedule_rows
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, filled_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
+from thdprof.plan import DatasetPart
 from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings
 
 
@@ -77,34 +78,16 @@ _DEFAULT_LOADERS: dict[str, Loader] = {
 """Format -> the sampler that its own training code uses by default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSummary:
-    """The dataset that was read."""
-
-    format: str
-    """Name of the format."""
-    uris: tuple[str, ...]
-    """Files that were read, in order."""
-    fingerprint: str
-    """Digest of the data; a changed dataset has another."""
-    rows: int
-    """Stored rows (sequences, where the format stores no rows)."""
-    documents: int
-    """Stored documents."""
-    tokens: int
-    """Stored tokens, as training counts them."""
-
-    @classmethod
-    def summarize(cls, dataset: Dataset) -> DatasetSummary:
-        """The summary of `dataset`."""
-        return cls(
-            format=dataset.format,
-            uris=dataset.uris,
-            fingerprint=dataset.fingerprint,
-            rows=dataset.num_rows(),
-            documents=dataset.num_documents(),
-            tokens=dataset.num_tokens(),
-        )
+def summarize_dataset(dataset: Dataset) -> DatasetPart:
+    """What plans and reports say of the dataset that was read."""
+    return DatasetPart(
+        uris=list(dataset.uris),
+        format=dataset.format,
+        fingerprint=dataset.fingerprint,
+        rows=dataset.num_rows(),
+        documents=dataset.num_documents(),
+        tokens=dataset.num_tokens(),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
