@@ -17,7 +17,15 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.settings.limits import analysis_options
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import Training, parse_plan
-from thdprof.training import TrainingSettings, definitions, definitions_of, find_unread_fields, shown, to_give
+from thdprof.training import (
+    Model,
+    TrainingSettings,
+    definitions,
+    definitions_of,
+    find_unread_fields,
+    shown,
+    to_give,
+)
 
 DEFINED = definitions_of(TrainingSettings)
 ADDED_LATER = {"microbatch_group_size", "experts", "max_seqlen_per_dp_cp_rank"}
@@ -35,9 +43,13 @@ def test_every_field_is_defined_and_described():
     assert list(DEFINED) == [field.name for field in dataclasses.fields(TrainingSettings)]
     assert set(definitions()) == {*DEFINED, "train_iters", "gradient_accumulation"}
     for definition in (*definitions().values(), *analysis_options().values()):
-        assert definition.setting.help.endswith("."), definition.name
+        if definition.setting.everyday:
+            assert definition.setting.help.endswith("."), definition.name
         if definition.type is int:
             assert definition.least is not None, definition.name
+    for settings in (TrainingSettings, Model):
+        for name, field in TypeAdapter(settings).json_schema()["properties"].items():
+            assert field["description"].rstrip().endswith("."), name
 
 
 def outside():

@@ -64,6 +64,12 @@ def listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
+def list_some(names: Iterable[str], most: int) -> str:
+    """The first `most` names with commas between them, and how many more there are."""
+    every = [*names]
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
 def ratio(values: tuple[float, float]) -> str:
     """A range of relative times: "0.252" where both ends are alike, else "0.26 to 0.41"."""
     low, high = values

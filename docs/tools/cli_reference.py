@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import typer
+from pydantic import TypeAdapter
 
 from thdprof.cli import app
 from thdprof.commands.help import option_row
 from thdprof.commands.options import removed_options
-from thdprof.training import Definition, model_definitions
+from thdprof.training import Definition, Model, TrainingSettings, model_definitions
 
 
 def commands() -> dict[str, Any]:
@@ -42,13 +43,21 @@ def _without_options() -> str:
     return "\n".join([*lines, *_table(model_definitions().values())])
 
 
-def _table(settings: Iterable[Definition]) -> Iterator[str]:
+def _table(rows: Iterable[Definition]) -> Iterator[str]:
+    meanings = {name: text for settings in (TrainingSettings, Model) for name, text in _docstrings(settings).items()}
     yield "| setting | meaning | default |"
     yield "|---|---|---|"
-    for definition in settings:
+    for definition in rows:
+        meaning = definition.setting.help or meanings[definition.name]
         default = definition.setting.assumed or _default(definition)
         star = " *" if definition.setting.panel == "Model" and definition.setting.swept else ""
-        yield f"| `{definition.name}`{star} | {definition.setting.help} | {default} |"
+        yield f"| `{definition.name}`{star} | {meaning} | {default} |"
+
+
+def _docstrings(settings: type) -> dict[str, str]:
+    """What the docstring under each field says, in one line."""
+    fields = TypeAdapter(settings).json_schema()["properties"]
+    return {name: " ".join(field["description"].split()) for name, field in fields.items()}
 
 
 def _default(definition: Definition) -> str:

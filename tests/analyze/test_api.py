@@ -92,7 +92,7 @@ def test_a_list_of_lengths_is_as_a_file_of_them(tmp_path, made):
     by_file = analyze_dataset(write_lines(tmp_path / "documents.jsonl", DOCUMENTS), **settings)
     by_list = analyze_dataset(made(DOCUMENTS), **settings)
     assert alike(by_list, by_file)
-    assert (by_list.dataset.format, by_list.dataset.uris) == ("lengths", ("<lengths>",))
+    assert (by_list.dataset.format, by_list.dataset.uris) == ("lengths", ["<lengths>"])
     assert analyze_dataset(made(DOCUMENTS[:-1]), **settings).dataset.fingerprint != by_list.dataset.fingerprint
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
-from thdprof.analyze.report.contents import profile_command
-from thdprof.analyze.times.gpus import GPUS
+from thdprof.analyze.times.gpus import GPUS, known_gpu
 from thdprof.errors import UsageError
 from thdprof.training import Model
 
@@ -106,6 +105,6 @@ def test_graphs_that_do_not_pay_in_another_model_are_not_said_to_break_limits(ta
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
-def test_a_plan_of_modelled_times_is_analysed_again_with_its_model_and_gpu(gpu):
+def test_the_gpu_of_modelled_times_is_known_by_the_hardware_of_the_plan(gpu):
     plan = make_plan(analyze_dataset([[30, 40]] * 8, loader="single", seq_length=128, model=MODEL, gpu=gpu))
-    assert f"--model FILE --gpu {gpu} --profile" in profile_command(plan, Path("plan.profile.parquet"))
+    assert known_gpu(plan.costs.hardware) is GPUS[gpu]

@@ -26,7 +26,7 @@ from thdprof.analyze.buckets.saved_tensors import (
     pass_bytes,
     saved_bytes,
 )
-from thdprof.analyze.report.analysis import print_report, to_json
+from thdprof.analyze.report.analysis import print_report, to_dict
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.answer import OVERHEAD_SECONDS, predict_capture
@@ -763,12 +763,12 @@ def analysis(tmp_path):
 
 
 def test_json_has_the_parts_of_the_peak_in_bytes_and_the_captures(analysis):
-    told = json.loads(to_json(analysis))
+    told = to_dict(analysis)
     memory, capture = told["memory"], told["capture"]
     assert memory["peak_bytes"] == sum(memory[name] for name in PARTS)
     assert capture["passes"] == 3 * capture["graphs"] == 3 * len(analysis.recommendation.buckets)
     assert 0 < capture["seconds"][0] < capture["seconds"][1]
-    assert json.loads(to_json(replace(analysis, memory=None)))["memory"] is None
+    assert to_dict(replace(analysis, memory=None))["memory"] is None
 
 
 def test_the_plan_has_the_peak_and_the_time_of_the_captures_and_loads_without_them(analysis, tmp_path):

@@ -17,12 +17,11 @@ from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.predictions import Times
 from thdprof.analyze.profile.run_profile import load_profile, merge_profiles
 from thdprof.analyze.report import figures, open_report
-from thdprof.analyze.report.answer import amounts, make_answer
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, TIMES_OF_ONE_RUN, Report
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.figures.graphs import cheaper_graph
-from thdprof.analyze.report.figures.microbatches import bin_edges, distribution
-from thdprof.analyze.report.html import to_page
+from thdprof.analyze.report.figures.microbatches import bin_edges, count_bars
+from thdprof.analyze.report.html import make_answer, to_page
 from thdprof.plan import FallbackRate
 from thdprof.words import amount, ratio, spanned
 
@@ -115,7 +114,7 @@ def test_without_times_no_time_and_no_verdict_stand_anywhere(demo):
     assert page.count(told.basis) == 1
     assert OF_TIME.findall(words_of(page)) == []
     assert [OF_TIME.findall(s.text) for s in make_figures(report, 64)] == [[]] * 9
-    assert amounts(report) == {}
+    assert facts_of(report) == []
     timed = to_page(report_on(with_times(demo, "measured")), 113, title="t", version="0")
     assert len(OF_TIME.findall(words_of(timed))) > 20  # the words would be found
 
@@ -129,27 +128,26 @@ def test_a_measured_table_alone_gives_times(made, tmp_path):
     assert make_answer(report).verdict == "A step takes 0.252 of its eager time, measured."
 
 
+def facts_of(report) -> list[str]:
+    page = to_page(report, 113, title="t", version="0")
+    return re.findall(r"<li>(.*?)</li>", "".join(re.findall(r'<ul class="facts">(.*?)</ul>', page)))
+
+
 def test_facts_tell_times_worth_memory_and_capture(demo):
-    told = {title: dict(rows) for title, rows in amounts(report_on(with_times(demo, "modelled"))).items()}
-    assert list(told) == [
-        "Times, modelled, of 32 layers of hidden size 4,096",
-        "Worth over the run",
-        "Peak memory of the pipeline rank that needs most, in training",
-        "Capture, once in a run",
-    ]
-    times, worth, memory, capture = told.values()
-    assert times["the same, eagerly"] == "62.0 to 88.0 ms"
-    assert worth["tokens per second, all eager"] == "410,000 to 660,000"
-    assert worth["saved at 2.5 a GPU-hour"] == "577 to 1,107"
-    assert memory["1 eager micro-batch in flight"] == "4.0 GiB"
-    assert memory["experts behind graphs"] == "1.0 GiB"
-    assert capture == {"graphs": "96", "forward and backward passes for them": "288", "time": "21.0 to 34.0 s"}
+    model, times, basis, worth, memory, capture = facts_of(report_on(with_times(demo, "modelled")))
+    assert model == "model: 32 layers of hidden size 4,096"
+    assert ", eagerly 62.0 to 88.0 ms; outside the decoder 3.4 ms" in times
+    assert basis == f"of {BASIS}"
+    assert "(410,000 to 660,000 eagerly)" in worth
+    assert worth.endswith(", worth 577 to 1,107 at 2.5 each")
+    assert "4.0 GiB 1 eager micro-batch in flight, 1.0 GiB experts behind graphs" in memory
+    assert capture == "capture: 96 graphs in 21.0 to 34.0 s, 288 forward and backward passes, once in the run"
 
 
 def test_a_missing_time_is_left_out(demo):
     timed = with_times(demo, "measured")
     short = replace(timed, times=Times(origin="measured", basis="b", relative_step_time=(0.3, 0.3)), capture=None)
-    assert amounts(report_on(replace(short, worth=None, memory=None))) == {}
+    assert facts_of(report_on(replace(short, worth=None, memory=None))) == ["model: 32 layers of hidden size 4,096"]
     assert make_answer(report_on(short)).numbers[0].note == ""
 
 
@@ -252,14 +250,13 @@ def test_bars_of_unequal_width_show_equal_counts_alike(largest):
     counts = np.full(largest + 1, 3)
     counts[0] = 0
     counts[1] = 9 * largest  # so skewed that the axis is logarithmic
-    found = distribution(Histogram(counts))
-    assert found.logarithmic
-    widths = np.diff(found.edges)
+    edges, shares = count_bars(Histogram(counts))
+    widths = np.diff(edges)
     assert len(set(widths)) > 3
     assert (np.diff(widths) >= 0).all()
-    inner = found.densities[1:-1]  # the last bar reaches past the largest value
+    inner = (shares / widths)[1:-1]  # the last bar reaches past the largest value
     assert inner == pytest.approx(np.full(len(inner), 3 / counts.sum()))
-    assert found.shares.sum() == pytest.approx(1)
+    assert shares.sum() == pytest.approx(1)
 
 
 def test_bars_reach_over_all_values():
@@ -339,7 +336,7 @@ def test_a_larger_cap_that_is_cheaper_is_explained_beside_the_curve(demo):
     assert told.startswith(
         "A larger graph can be cheaper: one of 64 documents replays in 12.3 ms, one of 16 in 13.3 ms"
     )
-    assert page.index('id="figure-caps"') < page.index(told) < page.index("<table")
+    assert page.index('id="figure-caps"') < page.index(told) < page.index('id="figure-shapes"')
     rising = report.profile.costs.model_copy(update={"replay": [p for p in demo.costs.replay if p.max_seqs != 16]})
     assert cheaper_graph(report_on(replace(with_times(demo, "measured"), costs=rising))) == ""
     assert "cheaper" not in to_page(report_on(demo), 113, title="t", version="0")

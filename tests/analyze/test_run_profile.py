@@ -12,11 +12,23 @@ from support.schedules import make_costs
 
 from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profile, profile_dataset
 from thdprof.analyze.buckets.statistics import fallback_rate
-from thdprof.analyze.buckets.step_costs import one_cap_step_ms
-from thdprof.analyze.profile.run_profile import COLUMNS, SEGMENTS, merge_profiles
+from thdprof.analyze.profile.run_profile import (
+    COLUMNS,
+    SEGMENTS,
+    CapTime,
+    combine_caps,
+    merge_profiles,
+    one_cap_step_ms,
+)
 from thdprof.errors import DataError, UsageError
 
 RUN = {"seq_length": 64, "loader": "single", "data_parallel_size": 2, "global_batch_size": 8}
+
+
+def relative_step_time(profile, cap):
+    """The step time under a cap of the grid, divided by that of an eager step; 1 where the cap holds nothing."""
+    known = {c.max_seqs: c.step_ms for c in profile.caps()}
+    return 1 if cap < min(known) else known[cap] / profile.eager_step_ms
 
 
 def write_rows(path, seed, rows=200, most=30):
@@ -71,8 +83,8 @@ def test_the_curve_is_the_analysis_own_at_its_candidates(analysis):
         assert stored[candidate.max_seqs] / profile.eager_step_ms == pytest.approx(
             candidate.relative_step_time, abs=1e-12
         )
-        assert profile.relative_step_time(candidate.max_seqs) == pytest.approx(candidate.relative_step_time, abs=1e-12)
-    assert profile.relative_step_time(0) == 1
+        assert relative_step_time(profile, candidate.max_seqs) == pytest.approx(candidate.relative_step_time, abs=1e-12)
+    assert relative_step_time(profile, 0) == 1
     frame = profile.curve()
     assert frame["coverage"].is_monotonic_increasing
     assert frame["coverage"].iloc[-1] == 1
@@ -88,16 +100,10 @@ def test_times_above_the_grid_are_those_of_the_run(tmp_path, fields):
     analysis = analyze_dataset(rows, cost_table=tmp_path / "costs.yaml", **run)
     profile = make_profile(analysis)
     larger = profile.caps()[-1].max_seqs + 50
-    times = one_cap_step_ms(
-        analysis.microbatches,
-        costs,
-        [larger],
-        longest=analysis.longest,
-        n_tokens=analysis.graph_tokens,
-        pipeline_size=2,
-        cp_size=1,
-    )
-    assert profile.relative_step_time(larger) * profile.eager_step_ms == pytest.approx(times[0])
+    times = one_cap_step_ms(analysis, costs, [larger])
+    wider = profile.parts[0].model_copy(update={"caps": [*profile.parts[0].caps, CapTime(max_seqs=larger, step_ms=1)]})
+    [mean] = [c for c in combine_caps([profile.parts[0], wider], costs, profile.training) if c.max_seqs == larger]
+    assert 2 * mean.step_ms - 1 == pytest.approx(times[0])
     assert fields == {} or float(np.ptp(analysis.microbatches.squared)) > 1000
 
 
@@ -114,7 +120,7 @@ def test_dynamic_context_parallelism_counts_each_rank_of_a_group(tmp_path):
     for cap in range(int(table.n_seqs.max()) + 1):
         assert profile.fallback_rate(cap) == fallback_rate(table, table.n_seqs > cap)
     for candidate in analysis.recommendation.candidates:
-        assert profile.relative_step_time(candidate.max_seqs) == pytest.approx(candidate.relative_step_time, abs=1e-12)
+        assert relative_step_time(profile, candidate.max_seqs) == pytest.approx(candidate.relative_step_time, abs=1e-12)
 
 
 def test_a_file_read_back_is_the_same_and_the_same_bytes(analysis, tmp_path):
@@ -157,8 +163,8 @@ def test_merged_shards_are_both_shards(tmp_path):
             assert getattr(both, name) == pytest.approx(sum(getattr(rate, name) for rate in parts) / 2)
         assert merged.fallback_rate(cap, part="a.jsonl") == parts[0]
     for cap in (1, 2, 3, 4, 6, 8, 12, 16, 24):  # the ladder that all grids share
-        mean = sum(p.relative_step_time(cap) * p.eager_step_ms for p in (one, other)) / 2
-        assert merged.relative_step_time(cap) * merged.eager_step_ms == pytest.approx(mean)
+        mean = sum(relative_step_time(p, cap) * p.eager_step_ms for p in (one, other)) / 2
+        assert relative_step_time(merged, cap) * merged.eager_step_ms == pytest.approx(mean)
 
 
 def test_parts_of_one_name_are_added_up(tmp_path):

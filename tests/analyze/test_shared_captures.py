@@ -9,7 +9,7 @@ import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import dispatch
-from thdprof.analyze.profile.count import make_profile
+from thdprof.analyze.profile.run_profile import make_profile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.shell import read_script

@@ -9,9 +9,8 @@ import pytest
 import yaml
 from support.command import run_in_process
 
-from thdprof.analyze.buckets.cost_table import installed_here, note_on_stamp
 from thdprof.plan import load_plan
-from thdprof.training.stamp import Stamp, warning
+from thdprof.training.stamp import Stamp, compare_stamp, compare_with_installed
 
 STAMP = Stamp(
     torch="2.11.0+cu130",
@@ -25,14 +24,14 @@ SAME = STAMP.model_dump()
 
 
 def test_the_same_surroundings_are_no_reason_to_warn():
-    assert warning(STAMP, SAME) is None
-    assert warning(STAMP, {**SAME, "torch": "2.11.0"}) is None
-    assert warning(STAMP, {}) is None
+    assert compare_stamp(STAMP, SAME) is None
+    assert compare_stamp(STAMP, {**SAME, "torch": "2.11.0"}) is None
+    assert compare_stamp(STAMP, {}) is None
 
 
 def test_every_difference_is_named_with_both_values():
     here = {**SAME, "transformer_engine": "2.17.1", "gpu": "NVIDIA H100 80GB HBM3", "cudnn": None}
-    told = warning(STAMP, here)
+    told = compare_stamp(STAMP, here)
     assert "Transformer Engine 2.17.1, measured with 2.20.2" in told
     assert "GPU NVIDIA H100 80GB HBM3, measured with NVIDIA H200" in told
     assert "cuDNN not installed, measured with 9.19.0" in told
@@ -40,22 +39,22 @@ def test_every_difference_is_named_with_both_values():
     assert "thdprof calibrate" in told
 
 
-def test_analyze_compares_what_is_installed_and_the_gpu_that_is_named():
+def test_analyze_compares_what_is_installed_and_the_gpu_that_is_named(monkeypatch):
+    installed = {"transformer-engine": "2.14.1"}
+
     def version_of(package: str) -> str:
-        if package == "transformer-engine":
-            return "2.14.1"
-        raise importlib.metadata.PackageNotFoundError(package)
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
 
-    assert installed_here(version_of) == {"transformer_engine": "2.14.1"}
-    assert "2.14.1" in note_on_stamp(STAMP, version_of=version_of)
-
-    def nothing(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    assert note_on_stamp(STAMP, version_of=nothing) is None
-    assert note_on_stamp(STAMP, gpu="h200", version_of=nothing) is None
-    assert "GPU h100" in note_on_stamp(STAMP, gpu="h100", version_of=nothing)
-    assert note_on_stamp(None, gpu="h100", version_of=nothing) is None
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    told = compare_with_installed(STAMP)
+    assert ": Transformer Engine 2.14.1, measured with 2.20.2. They" in told
+    installed.clear()
+    assert compare_with_installed(STAMP) is None
+    assert compare_with_installed(STAMP, gpu="h200") is None
+    assert "GPU h100" in compare_with_installed(STAMP, gpu="h100")
+    assert compare_with_installed(None, gpu="h100") is None
 
 
 TABLE = {
@@ -98,7 +97,7 @@ def test_a_plan_carries_the_stamp_of_its_table_and_analyze_warns_of_another_vers
     assert stamp.transformer_engine == "2.20.2"
     assert stamp.megatron_core == "0.1.0"
     warned = [line for line in ran.stderr.splitlines() if "measured elsewhere" in line]
-    assert len(warned) == (1 if installed_here() else 0)
+    assert len(warned) == (1 if compare_with_installed(stamp) else 0)
 
 
 def test_a_plan_without_a_stamp_loads_and_warns_of_nothing(analyzed):

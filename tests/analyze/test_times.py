@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.schedules import analyzed_run, make_table
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
 from thdprof.analyze.predictions import Times
 from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.times import answer
-from thdprof.analyze.times.answer import worth_of
+from thdprof.analyze.times.answer import find_worth
 from thdprof.analyze.times.decoder import Decoder, rounded_documents
 from thdprof.analyze.times.gpus import GPUS, find_gpu
-from thdprof.analyze.times.modelled_costs import LAUNCHES, STATED, HostRate, ModelledTimes, Shapes
+from thdprof.analyze.times.modelled_costs import LAUNCHES, STATED, HostRate, ModelledTimes
 from thdprof.errors import UsageError
 from thdprof.training import Model, TrainingSettings
 
@@ -150,9 +151,13 @@ def times_outside(model: Model, **settings: Any) -> tuple[float, float]:
 
 def modelled(model: Model, **settings: Any) -> ModelledTimes:
     """The times of micro-batches of 12 documents in 4096 tokens."""
-    shapes = Shapes(tokens=4096, squared=2e6, typical=12, most=40)
-    run = TrainingSettings(seq_length=4096, global_batch_size=8, **settings)
-    return ModelledTimes(model, GPUS["h200"], STATED, run, shapes)
+    run = analyzed_run(
+        make_table([12, 12, 40], ranks=1, num_microbatches=1, squared=[2e6] * 3),
+        TrainingSettings(seq_length=4096, global_batch_size=8, **settings),
+        n_tokens=4096,
+        model=model,
+    )
+    return ModelledTimes(run, GPUS["h200"], STATED)
 
 
 def test_launches_outside_the_decoder_count_without_a_vocabulary():
@@ -349,12 +354,13 @@ def test_gpus_go_by_their_own_and_their_drivers_names():
 def test_worth_is_tokens_hours_and_money():
     analysis = analyze_dataset(LENGTHS, global_batch_size=8, data_parallel_size=4, pipeline_parallel_size=2)
     times = Times(origin="measured", basis="", step_ms=(500.0, 500.0), eager_step_ms=(1000.0, 2000.0))
-    settings: TrainingSettings = analysis.settings
     table = analysis.microbatches
-    worth = worth_of(times, settings, replace(QWEN, tensor_model_parallel_size=2), table, price=2.0)
+    run = analyzed_run(table, analysis.settings, model=replace(QWEN, tensor_model_parallel_size=2))
+    total = float(table.n_tokens.sum())
+    worth = find_worth(times, run, price=2.0, tokens=total)
     assert worth is not None
     assert worth.gpus == 16
-    tokens = float(table.n_tokens.sum()) / table.num_steps
+    tokens = total / table.num_steps
     assert worth.tokens_per_second == (tokens * 2, tokens * 2)
     assert worth.eager_tokens_per_second == (tokens / 2, tokens)
     hours = 16 * table.num_steps / 3600

@@ -300,10 +300,12 @@ def test_analysis_needs_no_torch():
 
 def test_python_and_command_give_the_same(thdprof, packs):
     from thdprof.analyze import analyze_dataset
-    from thdprof.analyze.report.analysis import to_json
+    from thdprof.analyze.report.analysis import to_dict
+    from thdprof.files import json_text
 
     done = analyze(thdprof, packs, "--json", "--buckets", 1)
-    assert to_json(analyze_dataset(packs, loader="single", seq_length=8, buckets=1)) + "\n" == done.stdout
+    found = to_dict(analyze_dataset(packs, loader="single", seq_length=8, buckets=1))
+    assert json_text(found) + "\n" == done.stdout
 
 
 PANELS = {

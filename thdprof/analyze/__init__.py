@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
     from thdprof.analyze.api import analyze_dataset, profile_dataset
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.profile.count import make_profile
-    from thdprof.analyze.profile.run_profile import RunProfile, load_profile
+    from thdprof.analyze.profile.run_profile import RunProfile, load_profile, make_profile
     from thdprof.analyze.settings.resolved_model import read_model
 
 __all__ = [
@@ -28,7 +27,7 @@ _MODULES = {
     "analyze_dataset": "api",
     "load_profile": "profile.run_profile",
     "make_plan": "planning",
-    "make_profile": "profile.count",
+    "make_profile": "profile.run_profile",
     "profile_dataset": "api",
     "read_model": "settings.resolved_model",
 }

@@ -13,13 +13,13 @@ from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
 from thdprof.analyze.caveats import caveats, note_order
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import DatasetSummary, Replay, replay
+from thdprof.analyze.schedule.replay import Replay, replay, summarize_dataset
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.plan import Percentiles
+from thdprof.plan import DatasetPart, Percentiles
 from thdprof.training import Model, TrainingSettings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class CpSize:
 class Analysis(Predictions):
     """Everything that `thdprof analyze` reports and writes."""
 
-    dataset: DatasetSummary
+    dataset: DatasetPart
     """The dataset that was read."""
     settings: TrainingSettings
     """The run's settings, complete."""
@@ -213,13 +213,13 @@ class Study:
         notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
         profiles = {settings.context_parallel_size: run.profile}
         if table.groups is not None:
-            profiles = Profile.by_cp_size(table, settings.context_parallel_size)
+            profiles = Profile.by_cp_size(table, table.groups)
         warnings = caveats(
             run, costs, chosen, predicted, kind=replayed.kind, gpu=gpu, full_size=full_size, limits=request.limits
         )
         return Analysis(
             **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
-            dataset=DatasetSummary.summarize(dataset),
+            dataset=summarize_dataset(dataset),
             settings=settings,
             assumptions=replayed.assumptions,
             microbatches=table,
@@ -289,8 +289,7 @@ class Study:
         """What is predicted of the run; `unknown` says how to get times, where `costs` are of another model."""
         from thdprof.analyze.times.answer import document_tokens, predict
 
-        schedule, settings = replayed.schedule, run.settings
-        watched = self.offload is None or not (run.layer_graphs or settings.experts == "dropless")
+        watched = self.offload is None or not (run.layer_graphs or run.settings.experts == "dropless")
         return predict(
             run,
             costs,
@@ -299,13 +298,7 @@ class Study:
             unknown=unknown,
             offload=moved,
             watched=watched and self.impl != "local",
-            tokens=document_tokens(
-                run.table,
-                settings,
-                kind=replayed.kind,
-                row_tokens=schedule.row_tokens or self.dataset.num_tokens() / max(1, self.dataset.num_rows()),
-                packing_efficiency=schedule.packing_efficiency,
-            ),
+            tokens=document_tokens(replayed, row_tokens=self.dataset.num_tokens() / max(1, self.dataset.num_rows())),
             price=self.request.gpu_hour_price,
             gbps=self.request.data_parallel_gbps,
         )

@@ -12,8 +12,7 @@ import numpy as np
 
 from thdprof.analyze.analysis import Analysis, Study, check_gpu
 from thdprof.analyze.buckets.cost_table import load_costs
-from thdprof.analyze.profile.count import make_profile
-from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.profile.run_profile import RunProfile, make_profile
 from thdprof.analyze.settings.captures import shared_captures
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, number_of
 from thdprof.analyze.settings.request import Request

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from thdprof.analyze.analysis import Progress
 from thdprof.analyze.buckets.statistics import Profile, fallback_rate
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import DatasetSummary, replay
+from thdprof.analyze.schedule.replay import replay, summarize_dataset
 from thdprof.analyze.sources import format_of, read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import FallbackRate, Plan
+from thdprof.plan import DatasetPart, FallbackRate, Plan
 from thdprof.training.pipeline_slots import slots
 
 _READ_SHARE = 0.15
@@ -60,7 +60,7 @@ class Check:
 
     plan: Plan
     """The plan that is checked."""
-    dataset: DatasetSummary
+    dataset: DatasetPart
     """The dataset that was read."""
     table: MicrobatchTable
     """The micro-batches now, over all ranks and steps."""
@@ -148,7 +148,7 @@ def check(
     allowed = getattr(plan.predictions.fallback_rate, level) if max_fallback_rate is None else max_fallback_rate
     return Check(
         plan=plan,
-        dataset=DatasetSummary.summarize(dataset),
+        dataset=summarize_dataset(dataset),
         table=table,
         profile=Profile.count(table),
         fallback_rate=fallback_rate(table, decisions.choice < 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thdprof import __version__
@@ -12,7 +11,6 @@ from thdprof.plan import (
     SCHEMA,
     BucketPart,
     CostsPart,
-    DatasetPart,
     GraphsPart,
     MicrobatchesPart,
     OffloadPart,
@@ -67,7 +65,7 @@ def make_plan(
     return Plan(
         schema=SCHEMA,
         written_by=__version__,
-        dataset=DatasetPart(**{**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)}),
+        dataset=analysis.dataset,
         training=settings,
         microbatches=MicrobatchesPart(
             exact=analysis.microbatches.exact,

@@ -25,6 +25,7 @@ from thdprof.errors import UsageError
 if TYPE_CHECKING:
     from thdprof.analyze.settings.request import Request
     from thdprof.offload.plan import Choice
+    from thdprof.plan import Plan
     from thdprof.training import GraphKind
 
 
@@ -58,13 +59,12 @@ def analyze(
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.analysis import check_gpu
-    from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.report.analysis import print_report, to_dict
     from thdprof.analyze.settings.captures import read_choice
-    from thdprof.analyze.settings.launch_flags import find_refusals
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.request import read_request
-    from thdprof.files import check_not_inputs
+    from thdprof.files import check_not_inputs, json_text
 
     to_stdout = str(output) == "-"
     if json and to_stdout:
@@ -89,33 +89,22 @@ def analyze(
             progress("writing the table", 1.0, 0)
             analysis.microbatches.write_parquet(microbatches)
         if profile is not None:
-            from thdprof.analyze.profile.count import make_profile
+            from thdprof.analyze.profile.run_profile import make_profile
 
             progress("writing the profile", 1.0, 0)
             make_profile(analysis, part=part).save(profile, force=force)
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
-    if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
-        streams.say(other)
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-    refused, reason = find_refusals(plan, script=request.script, recipe=request.recipe)
-    for line in refused:
-        streams.say(f"training by this plan would be refused: {line}")
-    if reason is not None:
-        streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
+    _warn_of_training(plan, request, gpu=analysis.gpu)
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
         plan.save(output, force=force)
     if json:
-        from thdprof.analyze.report.analysis import to_json
-
-        streams.write(to_json(analysis) + "\n")
+        streams.write(json_text(to_dict(analysis)) + "\n")
         return
-    from thdprof.analyze.report.analysis import print_report
-
-    console = streams.console(stderr=to_stdout)
-    print_report(analysis, console)
+    print_report(analysis, streams.console(stderr=to_stdout))
     if output is not None and not to_stdout:
         streams.say(f"plan written to {output}")
     if profile is not None:
@@ -132,12 +121,26 @@ def _check_outputs(
         if str(file) == "-":
             raise UsageError(f"{option} -: a parquet table cannot go to stdout; name a file")
     if tables["--profile"] is not None:
-        from thdprof.analyze.profile.count import check_part
+        from thdprof.analyze.profile.run_profile import check_part
 
         check_part(part)
     outputs = [path for path in (output, *tables.values()) if path is not None]
     check_targets(outputs, force=force)
     return outputs
+
+
+def _warn_of_training(plan: Plan, request: Request, *, gpu: str | None) -> None:
+    """Say where the plan's times were measured elsewhere, and what training by the plan would refuse."""
+    from thdprof.analyze.settings.launch_flags import find_refusals
+    from thdprof.training.stamp import compare_with_installed
+
+    if (other := compare_with_installed(plan.costs.stamp, gpu=gpu)) is not None:
+        streams.say(other)
+    refused, reason = find_refusals(plan, script=request.script, recipe=request.recipe)
+    for line in refused:
+        streams.say(f"training by this plan would be refused: {line}")
+    if reason is not None:
+        streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
 
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:

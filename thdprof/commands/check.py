@@ -42,7 +42,7 @@ def check(
     as training does it.
     """
     from thdprof.analyze.check import check as check_dataset
-    from thdprof.analyze.report.comparison import check_to_json, print_check, verdict
+    from thdprof.analyze.report.comparison import check_to_dict, print_check, verdict
     from thdprof.analyze.settings.limits import share_of
 
     allowed = None if max_fallback_rate is None else share_of("--max-fallback-rate", max_fallback_rate)
@@ -56,6 +56,6 @@ def check(
             where=streams.shown_plan(plan),
             progress=progress,
         )
-    streams.print_gate(result, json=json, to_json=check_to_json, print_text=print_check)
+    streams.print_gate(result, json=json, to_dict=check_to_dict, print_text=print_check)
     if not result.holds:
         raise GateError(f"{streams.shown_plan(plan)}: {verdict(result)} Analyse the dataset again")

@@ -9,7 +9,7 @@ import typer
 
 from thdprof.commands import streams
 from thdprof.commands.options import JsonOutput, PlanFile
-from thdprof.errors import GateError
+from thdprof.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -41,7 +41,8 @@ def compare(
     from thdprof.compare.plans import kind_of
 
     allowed = share_of("--tolerance", tolerance)
-    streams.check_one_stdin(plan, other)
+    if streams.is_stdin(plan) and streams.is_stdin(other):
+        raise UsageError("- is given twice, but stdin can be read only once; name a file for one of them")
     first = streams.read_plan(plan)
     if streams.is_stdin(other) or kind_of(other) == "plan":
         where = f"{streams.shown_plan(plan)} and {streams.shown_plan(other)}"
@@ -51,12 +52,12 @@ def compare(
 
 
 def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> None:
-    from thdprof.analyze.report.comparison import comparison_to_json, print_comparison
+    from thdprof.analyze.report.comparison import comparison_to_dict, print_comparison
     from thdprof.compare.statistics import compare as compare_shares
     from thdprof.compare.statistics import read_stats
 
     result = compare_shares(plan, read_stats(stats), tolerance=allowed, where=str(stats))
-    streams.print_gate(result, json=json, to_json=comparison_to_json, print_text=print_comparison)
+    streams.print_gate(result, json=json, to_dict=comparison_to_dict, print_text=print_comparison)
     if result.wrong_numbers is not None:
         raise GateError(
             f"{stats}: {result.wrong_numbers}; go back to the checkpoint that the run's log names, train on from it "
@@ -75,11 +76,11 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
 
 
 def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
-    from thdprof.analyze.report.comparison import plan_comparison_to_json, print_plan_comparison
+    from thdprof.analyze.report.comparison import plan_comparison_to_dict, print_plan_comparison
     from thdprof.compare.plans import compare_plans
 
     result = compare_plans(first, second, tolerance=allowed)
-    streams.print_gate(result, json=json, to_json=plan_comparison_to_json, print_text=print_plan_comparison)
+    streams.print_gate(result, json=json, to_dict=plan_comparison_to_dict, print_text=print_plan_comparison)
     if not result.holds:
         fields = ", ".join(d.field for d in result.past_tolerance)
         raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")

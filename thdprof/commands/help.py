@@ -7,7 +7,6 @@ import difflib
 import io
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,9 +40,7 @@ class PanelCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the panels, in the order in which the options are declared."""
-        formatter.write_paragraph()
-        for title, rows in _panels(self.get_params(ctx), ctx).items():
-            formatter.write(_draw_panel(title, rows))
+        _write_panels(self.get_params(ctx), ctx, formatter)
 
 
 class LaunchCommand(PanelCommand):
@@ -88,9 +85,7 @@ class PanelGroup(TyperGroup):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a panel of options and one of commands."""
-        formatter.write_paragraph()
-        for title, rows in _panels(self.get_params(ctx), ctx).items():
-            formatter.write(_draw_panel(title, rows))
+        _write_panels(self.get_params(ctx), ctx, formatter)
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         shown = [(n, c.get_short_help_str(200)) for n, c in commands.items() if c and not c.hidden]
         formatter.write(_draw_panel("Commands", shown))
@@ -107,14 +102,19 @@ def _errors_of(ctx: Any) -> Iterator[None]:
         raise
 
 
-def _panels(params: Sequence[Any], ctx: Any) -> dict[str, Rows]:
-    """The options' names and meanings by heading; an option that names none, such as --help, goes to the last."""
+def _write_panels(params: Sequence[Any], ctx: Any, formatter: Any) -> None:
+    """Write a panel for every heading; an option that names none, such as --help, goes to the last."""
     panels: dict[str, Rows] = {}
     for param in params:
         row = option_row(param, ctx)
         if row is not None:
-            panels.setdefault(_heading(param, panels), []).append(row)
-    return panels
+            heading = (
+                "Arguments" if param.param_type_name == "argument" else "Output" if "Output" in panels else "Options"
+            )
+            panels.setdefault(param.rich_help_panel or heading, []).append(row)
+    formatter.write_paragraph()
+    for title, rows in panels.items():
+        formatter.write(_draw_panel(title, rows))
 
 
 def option_row(param: Any, ctx: Any) -> tuple[str, str] | None:
@@ -125,14 +125,6 @@ def option_row(param: Any, ctx: Any) -> tuple[str, str] | None:
     name, meaning = (" ".join(text.split()) for text in record)
     name = re.sub(r" <list\[.*\]>", "...", name)
     return name, re.sub(r"\[default: \((.*?)\)(?=; |\])", r"[default: \1", meaning)
-
-
-def _heading(param: Any, panels: dict[str, Rows]) -> str:
-    if param.rich_help_panel:
-        return str(param.rich_help_panel)
-    if param.param_type_name == "argument":
-        return "Arguments"
-    return "Output" if "Output" in panels else "Options"
 
 
 def _draw_panel(title: str, rows: Rows) -> str:
@@ -158,7 +150,7 @@ def _draw_panel(title: str, rows: Rows) -> str:
         no_color=plain.no_color,
         legacy_windows=False,
     )
-    edges = box.ROUNDED if _takes_lines(sys.stdout) else box.ASCII
+    edges = box.ROUNDED if plain.encoding.startswith("utf") else box.ASCII  # has the letters that it is drawn with
     console.print(Panel(table, title=title, title_align="left", border_style="dim", box=edges))
     return stream.getvalue()
 
@@ -173,15 +165,6 @@ def _break_name(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _takes_lines(stream: Any) -> bool:
-    """Whether the stream's encoding has the letters that a box is drawn with."""
-    try:
-        "╭─│".encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
 # --- the parser's own errors as one line in thdprof's style -----------------------------------------------------------
 
 
@@ -192,7 +175,8 @@ _SWEEP = "--sweep: has become a command: thdprof sweep DATASET... seq-length=409
 
 def usage_message(error: Exception) -> str:
     """The line that tells of `error`, which typer's parser raised; empty where the help was shown instead."""
-    kind, param, command = type(error).__name__, getattr(error, "param", None), _command_of(error)
+    kind, param, context = type(error).__name__, getattr(error, "param", None), getattr(error, "ctx", None)
+    command = "thdprof" if context is None else str(context.command_path)
     if kind == "NoArgsIsHelpError":
         return ""
     if kind == "NoSuchOption":
@@ -204,7 +188,7 @@ def usage_message(error: Exception) -> str:
         return _bad_value(error, param) or f"{_name_param(param)}: {_lower_first(text)}"
     unknown = re.match(r"No such command '(.*?)'(\.|$)", text)
     if unknown is not None:
-        known = error.ctx.command.list_commands(error.ctx)  # type: ignore[attr-defined]
+        known = context.command.list_commands(context)  # type: ignore[union-attr]
         return f"{unknown[1]}: no such command; {_advice(unknown[1], known, command)}"
     return f"{_describe_usage(error, text)}; see {command} --help"
 
@@ -258,11 +242,6 @@ def _advice(name: str, known: Sequence[str], command: str) -> str:
     """The known name that is most like `name`; where none is, the command whose help has them."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
     return f"did you mean {near[0]}?" if near else f"see {command} --help"
-
-
-def _command_of(error: Any) -> str:
-    context = getattr(error, "ctx", None)
-    return "thdprof" if context is None else str(context.command_path)
 
 
 def _name_param(param: Any) -> str:

@@ -42,10 +42,17 @@ def report(
             raise UsageError("-: a plan from stdin has no profile beside it; give --profile")
         if output is not None and output.suffix.lower() == ".ipynb":
             raise UsageError(f"-o {output}: a notebook reads its plan from a file; save the plan and name the file")
-    with streams.plan_as_file(plan) as path:
-        written = write_report(
-            path, plan_name=streams.shown_plan(plan), profile=profile, stats=stats, cap=cap, output=output, force=force
-        )
+    loaded = streams.read_plan(plan)
+    written = write_report(
+        loaded,
+        path=plan,
+        name=streams.shown_plan(plan),
+        profile=profile,
+        stats=stats,
+        cap=cap,
+        output=output,
+        force=force,
+    )
     if json:
         streams.write(written.to_json() + "\n")
         return

@@ -6,14 +6,14 @@ import contextlib
 import io
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from thdprof.errors import DataError, UsageError
+from thdprof.errors import DataError
+from thdprof.files import json_text
 from thdprof.words import counted
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def discard_output() -> None:
 
 
 def print_gate[Result](
-    result: Result, *, json: bool, to_json: Callable[[Result], str], print_text: Callable[[Result, Console], None]
+    result: Result, *, json: bool, to_dict: Callable[[Result], Any], print_text: Callable[[Result, Console], None]
 ) -> None:
     """Print a gate's result as JSON or text.
 
@@ -71,7 +71,7 @@ def print_gate[Result](
     """
     try:
         if json:
-            write(to_json(result) + "\n")
+            write(json_text(to_dict(result)) + "\n")
         else:
             print_text(result, console(stderr=False))
         sys.stdout.flush()
@@ -208,16 +208,6 @@ def shown_plan(argument: Path) -> str:
     return _STDIN if is_stdin(argument) else str(argument)
 
 
-def check_one_stdin(*arguments: Path | None) -> None:
-    """Refuse to read two things from stdin.
-
-    Raises:
-        UsageError: `-` is given more than once.
-    """
-    if sum(is_stdin(argument) for argument in arguments) > 1:
-        raise UsageError("- is given twice, but stdin can be read only once; name a file for one of them")
-
-
 def read_plan(argument: Path) -> Plan:
     """The plan that `argument` names.
 
@@ -229,30 +219,10 @@ def read_plan(argument: Path) -> Plan:
 
     if not is_stdin(argument):
         return load_plan(argument)
-    return parse_plan(parse_yaml(_stdin_text(), where=_STDIN), where=_STDIN)
-
-
-@contextlib.contextmanager
-def plan_as_file(argument: Path) -> Iterator[Path]:
-    """A file that holds the plan, for readers that need one; of stdin a copy that lasts as long as the block.
-
-    Raises:
-        DataError: stdin cannot be read, or is empty.
-    """
-    if not is_stdin(argument):
-        yield argument
-        return
-    with tempfile.TemporaryDirectory(prefix="thdprof-") as directory:
-        path = Path(directory) / "stdin.yaml"
-        path.write_text(_stdin_text(), encoding="utf-8")
-        yield path
-
-
-def _stdin_text() -> str:
     try:
         text = "" if sys.stdin is None else sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{_STDIN}: cannot be read: {error}") from error
     if not text.strip():
         raise DataError(f"{_STDIN}: is empty; pipe a plan into it, as in: thdprof analyze DATASET -o - | thdprof ...")
-    return text
+    return parse_plan(parse_yaml(text, where=_STDIN), where=_STDIN)

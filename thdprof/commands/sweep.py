@@ -55,10 +55,11 @@ def sweep(
 
     thdprof sweep dataset/ seq-length=4096,8192 buckets=1,3
     """
-    from thdprof.analyze.report.sweep import print_sweep, to_json
+    from thdprof.analyze.report.sweep import print_sweep, to_dict
     from thdprof.analyze.settings.request import read_axes, read_request, split_arguments
     from thdprof.analyze.sweep import check_plan_files, write_plans
     from thdprof.analyze.sweep import sweep as analyze_combinations
+    from thdprof.files import json_text
 
     locations, texts = split_arguments(arguments or [])
     axes = read_axes([*(vary or []), *texts], given)
@@ -79,10 +80,10 @@ def sweep(
         streams.say(note)
     written = write_plans(result, output, force=force) if output is not None else []
     if json:
-        streams.write(to_json(result) + "\n")
+        streams.write(json_text(to_dict(result)) + "\n")
     else:
         print_sweep(result, streams.console(stderr=False))
     for path in written:
         streams.say(f"plan written to {path}")
-    if not result.any_works:
+    if all(combination.plan is None for combination in result.combinations):
         raise UsageError(f"sweep: no combination can be; the first: {result.combinations[0].problem}")

@@ -51,7 +51,10 @@ class Moved:
     def __str__(self) -> str:
         """The numbers as a part of a sentence."""
         what = "ran eagerly by shape" if self.bucket is None else f"replayed {bucket_name(self.bucket)}"
-        how = "the whole plan has fewer" if self.chance is None else f"by chance {_power_of_ten(self.chance)}"
+        how = "the whole plan has fewer"
+        if self.chance is not None:
+            power = min(_LARGEST_POWER, floor(-log10(self.chance))) if self.chance > 0 else _LARGEST_POWER
+            how = f"by chance less than once in 10^{power}"
         return (
             f"of the last {self.microbatches:,} micro-batches {self.observed_share:.2%} {what}, the plan says "
             f"{self.predicted_share:.2%} ({how})"
@@ -183,7 +186,3 @@ def _spans(looks: int) -> Iterator[int]:
         yield span
         span *= 2
     yield looks
-
-
-def _power_of_ten(chance: float) -> str:
-    return f"less than once in 10^{min(_LARGEST_POWER, floor(-log10(chance))) if chance > 0 else _LARGEST_POWER}"

@@ -12,6 +12,7 @@ from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.training import DYNAMIC_CP, Kind, definitions
 from thdprof.training.pipeline_slots import slots
+from thdprof.words import list_some
 
 Changes = Literal["graphs", "prediction"]
 
@@ -267,7 +268,9 @@ def _contents(plan: Plan, settings: Mapping[str, Any], data_paths: Sequence[str]
     if data_paths is None or plan.dataset.format == "lengths":
         return
     if not _same([_stem(uri) for uri in uris], [_stem(path) for path in data_paths]):
-        yield Misfit("dataset", _listed(uris), _listed(data_paths), "prediction", _OTHER_ROWS)
+        yield Misfit(
+            "dataset", list_some(uris, 3) or "none", list_some(data_paths, 3) or "none", "prediction", _OTHER_ROWS
+        )
 
 
 def _same(planned: Sequence[Path], run: Sequence[Path]) -> bool:
@@ -281,11 +284,6 @@ def _stem(path: str) -> Path:
     """The prefix of a Megatron dataset; other paths as they stand."""
     found = Path(path.strip())
     return found.with_suffix("") if found.suffix in (".idx", ".bin") else found
-
-
-def _listed(paths: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(paths[:most]) + more if paths else "none"
 
 
 def _shares(split: str) -> tuple[float, ...] | str:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import DataError
 from thdprof.files import read_yaml
+from thdprof.megatron_limits import limits_of
 from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES, TAKEN_ALL_THE_SAME
 from thdprof.megatron_limits.run import SHARDED, Run, find_experts, find_kind
-from thdprof.megatron_limits.table import limits_of
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan

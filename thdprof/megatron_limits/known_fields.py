@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from thdprof.megatron_limits.table import LIMITS
+from thdprof.megatron_limits import LIMITS
 from thdprof.training import find_unread_fields
 
 

@@ -146,10 +146,6 @@ DROPLESS_EXPERTS_RUN_EAGERLY = (
 """For readers of an analysis: what is captured of a layer with dropless experts, and why no more."""
 
 
-def _captured_whole(run: Run) -> bool:
-    return run.modules is not None and tuple(sorted({*run.modules} - {PREPROCESS})) != UP_TO_ROUTER
-
-
 def _with_experts(run: Run) -> bool:
     return run.captures and run.modules is not None and bool(run.field("num_moe_experts"))
 
@@ -183,7 +179,11 @@ def _why_no_preprocess(run: Run) -> str:
 EXPERT_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="whole layers of dropless experts",
-        holds=lambda run: run.experts == "dropless" and _captured_whole(run),
+        holds=lambda run: (
+            run.experts == "dropless"
+            and run.modules is not None
+            and tuple(sorted({*run.modules} - {PREPROCESS})) != UP_TO_ROUTER
+        ),
         reason=f"with dropless experts no layer is captured whole, because {_COUNTS_ON_HOST}",
         options=Words(
             "--impl {impl}",
@@ -329,11 +329,6 @@ def _spans_ranks(run: Run) -> bool:
     return _dynamic(run) and any(size > 1 for size in run.bucket_cp_sizes or ())
 
 
-def _is_dev_run(run: Run) -> bool:
-    """Whether the run is one of the dev branch, which install does not serve."""
-    return run.packer == "dynamic_cp" and run.impl in (None, "none", "module")
-
-
 _off_if_dynamic = partial(must_be_off, applies=_dynamic, graphs="dynamic context parallelism")
 _ONE_SIZE = "analyse a run with one size"
 
@@ -351,7 +346,11 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         1,
         "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
         remedy="set it to 1, or analyse with another packer",
-        is_on=lambda run: (run.pipeline_parallel_size or 1) > 1 and not _is_dev_run(run),
+        is_on=lambda run: (
+            (run.pipeline_parallel_size or 1) > 1
+            # a run of the dev branch may have it, which install does not serve
+            and not (run.packer == "dynamic_cp" and run.impl in (None, "none", "module"))
+        ),
         options=Words("--pipeline-parallel-size {pipeline_parallel_size} with --packer {packer}", "use 1"),
     ),
     _off_if_dynamic(

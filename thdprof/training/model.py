@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval
@@ -28,13 +28,9 @@ _COUNT = Interval(ge=0, le=2**31 - 1)
 _PART = Interval(ge=0, lt=1)
 
 
-def _setting(help: str, assumed: str | None = None, *, swept: bool = False) -> Setting:
-    return Setting(help=help, panel="Model", everyday=False, assumed=assumed, in_every_plan=False, swept=swept)
-
-
-def _choice(help: str, assumed: str | None = None) -> Setting:
-    """A setting that runs of one architecture choose alike or not, so that a sweep can vary it."""
-    return _setting(help, assumed, swept=True)
+_FIXED = Setting(panel="Model", everyday=False, in_every_plan=False, swept=False)
+_CHOICE = replace(_FIXED, swept=True)
+"""A field that runs of one architecture choose differently, so that a sweep can vary it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,160 +39,146 @@ class Model:
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
-    num_layers: Annotated[int, _SIZE, _setting("Layers of the whole model.")]
+    num_layers: Annotated[int, _SIZE, _FIXED]
     """Layers of the whole model, over all pipeline stages; of a hybrid, letters of its pattern."""
-    hidden_size: Annotated[int, _SIZE, _setting("Width of hidden states.")]
+    hidden_size: Annotated[int, _SIZE, _FIXED]
     """Width of hidden states."""
-    num_attention_heads: Annotated[int, _SIZE, _setting("Attention heads.")]
+    num_attention_heads: Annotated[int, _SIZE, _FIXED]
     """Attention heads."""
-    ffn_hidden_size: Annotated[int | None, _SIZE, _setting("Width inside the MLP.", "4 x hidden size")] = None
+    ffn_hidden_size: Annotated[int | None, _SIZE, _FIXED] = None
     """Width inside the MLP; null: 4 times hidden_size, for a gated MLP 8/3 of it in multiples of 64, as in Megatron."""
-    num_query_groups: Annotated[int | None, _SIZE, _setting("Heads of keys and values.", "all heads")] = None
+    num_query_groups: Annotated[int | None, _SIZE, _FIXED] = None
     """Heads of keys and values; null: as many as attention heads."""
-    kv_channels: Annotated[int | None, _SIZE, _setting("Width of a head.", "hidden size / heads")] = None
+    kv_channels: Annotated[int | None, _SIZE, _FIXED] = None
     """Width of one attention head; null: hidden_size / num_attention_heads."""
-    gated_linear_unit: Annotated[bool, _setting("Whether the MLP is gated, as with --swiglu.")] = False
+    gated_linear_unit: Annotated[bool, _FIXED] = False
     """Whether the MLP is gated (SwiGLU): its first product is twice as wide."""
-    normalization: Annotated[Norm, _setting("Kind of normalization.")] = "LayerNorm"
+    normalization: Annotated[Norm, _FIXED] = "LayerNorm"
     """Kind of normalization."""
-    qk_layernorm: Annotated[bool, _setting("Whether queries and keys are normalized.")] = False
+    qk_layernorm: Annotated[bool, _FIXED] = False
     """Whether queries and keys are normalized."""
-    add_bias_linear: Annotated[bool, _setting("Whether linear layers have biases.")] = True
+    add_bias_linear: Annotated[bool, _FIXED] = True
     """Whether linear layers have biases."""
-    rotary: Annotated[bool, _setting("Whether positions are rotary embeddings.")] = False
+    rotary: Annotated[bool, _FIXED] = False
     """Whether positions are rotary embeddings."""
-    hidden_dropout: Annotated[float, _PART, _setting("Dropout of hidden states.")] = 0.1
+    hidden_dropout: Annotated[float, _PART, _FIXED] = 0.1
     """Dropout of hidden states; 0: no dropout kernel keeps a mask."""
-    attention_dropout: Annotated[float, _PART, _setting("Dropout of attention.")] = 0.1
+    attention_dropout: Annotated[float, _PART, _FIXED] = 0.1
     """Dropout of attention probabilities."""
-    vocab_size: Annotated[int | None, _SIZE, _setting("Tokens of the vocabulary.")] = None
+    vocab_size: Annotated[int | None, _SIZE, _FIXED] = None
     """Rows of the embedding, padded as training pads them; null: not known, so time outside the decoder is not
     either."""
-    untie_embeddings_and_output_weights: Annotated[bool, _setting("Whether the output layer has own weights.")] = False
+    untie_embeddings_and_output_weights: Annotated[bool, _FIXED] = False
     """Whether the output layer has weights of its own."""
-    mtp_num_layers: Annotated[int, _COUNT, _setting("Layers of multi-token prediction.")] = 0
+    mtp_num_layers: Annotated[int, _COUNT, _FIXED] = 0
     """Layers of multi-token prediction after the decoder."""
 
-    multi_latent_attention: Annotated[bool, _setting("Whether attention is latent (MLA).")] = False
+    multi_latent_attention: Annotated[bool, _FIXED] = False
     """Whether attention is multi-head latent attention."""
-    q_lora_rank: Annotated[int | None, _SIZE, _setting("Rank of MLA's queries.", "not compressed")] = None
+    q_lora_rank: Annotated[int | None, _SIZE, _FIXED] = None
     """Rank of MLA's queries; null: queries are not compressed."""
-    kv_lora_rank: Annotated[int, _SIZE, _setting("Rank of MLA's keys and values.")] = 512
+    kv_lora_rank: Annotated[int, _SIZE, _FIXED] = 512
     """Rank of MLA's keys and values."""
-    qk_head_dim: Annotated[int, _SIZE, _setting("Width of a head's part without positions (MLA).")] = 128
+    qk_head_dim: Annotated[int, _SIZE, _FIXED] = 128
     """Width of the part of an MLA head's query and key that has no positions."""
-    qk_pos_emb_head_dim: Annotated[int, _SIZE, _setting("Width of a head's part with positions (MLA).")] = 64
+    qk_pos_emb_head_dim: Annotated[int, _SIZE, _FIXED] = 64
     """Width of the part of an MLA head's query and key that has positions."""
-    v_head_dim: Annotated[int, _SIZE, _setting("Width of a head's values (MLA).")] = 128
+    v_head_dim: Annotated[int, _SIZE, _FIXED] = 128
     """Width of an MLA head's values."""
 
-    num_experts: Annotated[int | None, _SIZE, _setting("Experts of a layer.", "none")] = None
+    num_experts: Annotated[int | None, _SIZE, _FIXED] = None
     """Experts of a layer that has experts; null: none."""
-    moe_router_topk: Annotated[int, _SIZE, _setting("Experts of a token.")] = 2
+    moe_router_topk: Annotated[int, _SIZE, _FIXED] = 2
     """Experts that a token goes to."""
-    moe_ffn_hidden_size: Annotated[int | None, _SIZE, _setting("Width inside an expert.", "ffn_hidden_size")] = None
+    moe_ffn_hidden_size: Annotated[int | None, _SIZE, _FIXED] = None
     """Width inside one expert; null: ffn_hidden_size."""
-    moe_shared_expert_intermediate_size: Annotated[
-        int | None, _SIZE, _setting("Width inside the shared experts.", "none")
-    ] = None
+    moe_shared_expert_intermediate_size: Annotated[int | None, _SIZE, _FIXED] = None
     """Width inside all shared experts together; null: none."""
-    num_moe_layers: Annotated[int | None, _COUNT, _setting("Layers with experts.", "all, where there are experts")] = (
-        None
-    )
+    num_moe_layers: Annotated[int | None, _COUNT, _FIXED] = None
     """Layers that have experts; null: all of them where num_experts is given."""
-    moe_expert_capacity_factor: Annotated[float | None, _choice("Room of an expert.", "no limit")] = None
+    moe_expert_capacity_factor: Annotated[float | None, _CHOICE] = None
     """Room of an expert as a factor of its share of tokens, to which its input is padded; null: dropless."""
 
-    hybrid_layer_pattern: Annotated[str | None, _setting("Kinds of a hybrid's layers: M, *, -, E.", "none")] = None
+    hybrid_layer_pattern: Annotated[str | None, _FIXED] = None
     """Kinds of a hybrid's layers, a letter each: M Mamba, * attention, - MLP, E experts; null: no hybrid."""
-    mamba_state_dim: Annotated[int, _SIZE, _setting("State of a Mamba layer.")] = 128
+    mamba_state_dim: Annotated[int, _SIZE, _FIXED] = 128
     """Width of the state of a Mamba layer."""
-    mamba_head_dim: Annotated[int, _SIZE, _setting("Width of a Mamba head.")] = 64
+    mamba_head_dim: Annotated[int, _SIZE, _FIXED] = 64
     """Width of a head of a Mamba layer."""
-    mamba_num_groups: Annotated[int, _SIZE, _setting("Groups of a Mamba layer.")] = 8
+    mamba_num_groups: Annotated[int, _SIZE, _FIXED] = 8
     """Groups of a Mamba layer."""
-    mamba_num_heads: Annotated[int | None, _SIZE, _setting("Heads of a Mamba layer.", "by the hidden size")] = None
+    mamba_num_heads: Annotated[int | None, _SIZE, _FIXED] = None
     """Heads of a Mamba layer; null: as many as make it twice as wide as hidden states."""
 
-    tensor_model_parallel_size: Annotated[int, _SIZE, _choice("Ranks that share each layer's weights.")] = 1
+    tensor_model_parallel_size: Annotated[int, _SIZE, _CHOICE] = 1
     """Ranks that share each layer's weights."""
-    sequence_parallel: Annotated[bool, _choice("Whether these ranks share tokens between products.")] = False
+    sequence_parallel: Annotated[bool, _CHOICE] = False
     """Whether these ranks share the tokens out among them between matrix products."""
-    expert_model_parallel_size: Annotated[int, _SIZE, _choice("Ranks that share the experts.")] = 1
+    expert_model_parallel_size: Annotated[int, _SIZE, _CHOICE] = 1
     """Ranks that share the experts."""
-    expert_tensor_parallel_size: Annotated[int | None, _SIZE, _choice("Ranks that share one expert.", "TP")] = None
+    expert_tensor_parallel_size: Annotated[int | None, _SIZE, _CHOICE] = None
     """Ranks that share the weights of one expert; null: tensor_model_parallel_size."""
 
-    precision: Annotated[Precision, _choice("Precision of weights and activations.")] = "bf16"
+    precision: Annotated[Precision, _CHOICE] = "bf16"
     """Precision of weights and activations."""
-    fp8_recipe: Annotated[Fp8Recipe | None, _choice("Scaling of FP8 matrix products.", "no FP8")] = None
+    fp8_recipe: Annotated[Fp8Recipe | None, _CHOICE] = None
     """Scaling recipe of matrix products in FP8; null: they are in `precision`."""
-    recompute_granularity: Annotated[Recompute | None, _choice("How much is recomputed.", "nothing")] = None
+    recompute_granularity: Annotated[Recompute | None, _CHOICE] = None
     """How much of a layer its backward computes again; null: nothing."""
-    recompute_modules: Annotated[tuple[str, ...], _setting("Modules that selective recompute computes again.")] = (
-        "core_attn",
-    )
+    recompute_modules: Annotated[tuple[str, ...], _FIXED] = ("core_attn",)
     """Parts of a layer that selective recompute computes again, by megatron-core's names."""
-    recompute_num_layers: Annotated[int | None, _SIZE, _choice("Layers of a recomputed block.", "all")] = None
+    recompute_num_layers: Annotated[int | None, _SIZE, _CHOICE] = None
     """Layers that full recompute computes again (method block), or that are computed again together (uniform)."""
-    recompute_method: Annotated[Literal["uniform", "block"], _choice("Which layers full recompute takes.")] = "uniform"
+    recompute_method: Annotated[Literal["uniform", "block"], _CHOICE] = "uniform"
     """Which layers full recompute computes again: all, or the first recompute_num_layers of each stage."""
-    lora_dim: Annotated[int | None, _SIZE, _setting("Rank of adapters over frozen weights.", "no adapters")] = None
+    lora_dim: Annotated[int | None, _SIZE, _FIXED] = None
     """Rank of the adapters (LoRA) that alone are trained; null: all weights are."""
-    lora_target_modules: Annotated[tuple[str, ...], _setting("Linear layers that have adapters.")] = (
+    lora_target_modules: Annotated[tuple[str, ...], _FIXED] = (
         "linear_qkv",
         "linear_proj",
         "linear_fc1",
         "linear_fc2",
     )
     """Linear layers that have adapters, by megatron-core's names."""
-    lora_dropout: Annotated[float, _PART, _setting("Dropout of what adapters take.")] = 0.0
+    lora_dropout: Annotated[float, _PART, _FIXED] = 0.0
     """Dropout of what adapters take; 0: no dropout kernel keeps a mask."""
-    use_distributed_optimizer: Annotated[bool, _choice("Whether ranks share the optimizer's state.")] = False
+    use_distributed_optimizer: Annotated[bool, _CHOICE] = False
     """Whether data-parallel ranks share the optimizer's state out among them."""
-    overlap_grad_reduce: Annotated[bool, _choice("Whether gradients are reduced while a backward runs.")] = False
+    overlap_grad_reduce: Annotated[bool, _CHOICE] = False
     """Whether Megatron reduces gradients over data-parallel ranks while the backward of other layers runs."""
-    overlap_param_gather: Annotated[bool, _choice("Whether parameters are gathered while a forward runs.")] = False
+    overlap_param_gather: Annotated[bool, _CHOICE] = False
     """Whether Megatron gathers parameters of data-parallel ranks while the forward of other layers runs."""
-    overlap_param_gather_with_optimizer_step: Annotated[
-        bool, _choice("Whether the first gather starts in the optimizer's step.")
-    ] = False
+    overlap_param_gather_with_optimizer_step: Annotated[bool, _CHOICE] = False
     """Whether Megatron starts the first gather of parameters in the optimizer's step: gradients are one bucket then."""
-    ddp_bucket_size: Annotated[int | None, _SIZE, _choice("Parameters of a bucket.", "by the ranks")] = None
+    ddp_bucket_size: Annotated[int | None, _SIZE, _CHOICE] = None
     """Parameters of a bucket that is reduced and gathered together, at least; null: 40 million, or 1 million for each
     data- and context-parallel rank if that is more.
     """
-    ddp_num_buckets: Annotated[int | None, _SIZE, _choice("Buckets of a rank's parameters.", "by their size")] = None
+    ddp_num_buckets: Annotated[int | None, _SIZE, _CHOICE] = None
     """Buckets into which a rank's parameters are divided, instead of `ddp_bucket_size`."""
-    ddp_pad_buckets_for_high_nccl_busbw: Annotated[bool, _choice("Whether buckets are padded to 65,536.")] = False
+    ddp_pad_buckets_for_high_nccl_busbw: Annotated[bool, _CHOICE] = False
     """Whether buckets are padded to multiples of 65,536 parameters."""
-    ddp_average_in_collective: Annotated[bool, _choice("Whether reductions average gradients themselves.")] = False
+    ddp_average_in_collective: Annotated[bool, _CHOICE] = False
     """Whether reductions average gradients, so that they are not scaled before."""
-    calculate_per_token_loss: Annotated[bool, _choice("Whether the loss is averaged over a step's tokens.")] = False
+    calculate_per_token_loss: Annotated[bool, _CHOICE] = False
     """Whether the loss is averaged over the tokens of a step: gradients are scaled after their reduction then."""
-    grad_reduce_in_fp32: Annotated[
-        bool | None, _choice("Whether gradients are kept and reduced in float32.", "in bf16 and fp32")
-    ] = None
+    grad_reduce_in_fp32: Annotated[bool | None, _CHOICE] = None
     """Whether gradients are kept and reduced in float32; null: with precision bf16, as Megatron-LM does."""
-    fp8_param_gather: Annotated[bool, _choice("Whether parameters are kept and gathered in FP8.")] = False
+    fp8_param_gather: Annotated[bool, _CHOICE] = False
     """Whether the parameters of linear layers are kept and gathered in FP8."""
-    align_param_gather: Annotated[bool, _choice("Whether stages start their gathers at the same time.")] = True
+    align_param_gather: Annotated[bool, _CHOICE] = True
     """Whether pipeline stages start the gathers of all buckets of a chunk at the same time; with a virtual pipeline
     alone.
     """
-    align_grad_reduce: Annotated[bool, _choice("Whether stages start their reductions at the same time.")] = True
+    align_grad_reduce: Annotated[bool, _CHOICE] = True
     """Whether pipeline stages start the reductions of all buckets of a chunk at the same time, after its last backward;
     with a virtual pipeline alone.
     """
-    num_distributed_optimizer_instances: Annotated[
-        int, _SIZE, _choice("Groups of ranks that each share the optimizer's state.")
-    ] = 1
+    num_distributed_optimizer_instances: Annotated[int, _SIZE, _CHOICE] = 1
     """Groups of data-parallel ranks, each of which has the optimizer's whole state among its ranks."""
-    check_for_nan_in_grad: Annotated[
-        bool, _choice("Whether gradients are checked for NaN before they are reduced.")
-    ] = True
+    check_for_nan_in_grad: Annotated[bool, _CHOICE] = True
     """Whether Megatron checks every bucket of gradients for NaN before it reduces it, which the host waits for."""
-    gradient_accumulation_fusion: Annotated[bool, _choice("Whether weight gradients add to main_grad at once.")] = True
+    gradient_accumulation_fusion: Annotated[bool, _CHOICE] = True
     """Whether the products that make weight gradients add them to main_grad (fp32) themselves."""
 
     @property

@@ -40,8 +40,8 @@ Panel = Literal[
 class Setting:
     """How a setting is given, and when it matters: the facts that its type does not tell."""
 
-    help: str
-    """Help text of the option."""
+    help: str = ""
+    """Help text of the option; empty where the command has none: the field's docstring describes the setting."""
     _: dataclasses.KW_ONLY
     panel: Panel
     """Heading of the option in `--help`."""
@@ -294,11 +294,7 @@ class TrainingSettings:
         _BATCH("Model chunks of a pipeline rank, for the interleaved schedule.", assumed="no interleaving"),
     ] = None
     """Model chunks of a pipeline rank; null without the interleaved schedule."""
-    microbatch_group_size: Annotated[
-        int | None,
-        _ANY,
-        _BATCH("Micro-batches of a group of the interleaved schedule.", assumed="the pipeline-parallel size", **_RARE),
-    ] = None
+    microbatch_group_size: Annotated[int | None, _ANY, _BATCH(**_RARE)] = None
     """Contiguous micro-batches of a chunk in the interleaved schedule; null: the pipeline-parallel size."""
     loader: Annotated[Loader | None, _LOADER("Sampler of the data loader.", assumed="the usual one of the format")] = (
         None
@@ -311,21 +307,12 @@ class TrainingSettings:
         ),
     ] = "none"
     """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
-    shared_capture_ranks: Annotated[
-        int, _RANKS, _CAPTURE("Data-parallel ranks that share experts inside graphs.", swept=False, **_RARE)
-    ] = 1
+    shared_capture_ranks: Annotated[int, _RANKS, _CAPTURE(swept=False, **_RARE)] = 1
     """Neighbouring data-parallel ranks whose captured passes share collectives, as experts padded to capacity do under
     expert parallelism: they replay one bucket together, which holds all of their micro-batches, or all run eagerly."""
-    data_sharding: Annotated[bool, _LOADER("Whether the cyclic sampler shuffles within ranks.", everyday=False)] = True
+    data_sharding: Annotated[bool, _LOADER(everyday=False)] = True
     """Whether the cyclic sampler shuffles each rank's own share of the rows, as Megatron does by default."""
-    drop_last: Annotated[
-        bool,
-        _LOADER(
-            "Whether the batch sampler drops a partial global batch.",
-            everyday=False,
-            kinds=("bridge", "documents", "packs", "trl"),
-        ),
-    ] = True
+    drop_last: Annotated[bool, _LOADER(everyday=False, kinds=("bridge", "documents", "packs", "trl"))] = True
     """Whether the batch sampler drops the last, partial global batch of an epoch; otherwise it is padded."""
     seed: Annotated[
         int,
@@ -333,16 +320,7 @@ class TrainingSettings:
         _LOADER("Seed of the order of the data.", kinds=("streams", "bridge", "trl", "packs", "documents")),
     ] = 1234
     """Seed of the order of the data."""
-    shuffle_seed: Annotated[
-        int | None,
-        Interval(ge=0, le=2**32 - 1),
-        _LOADER(
-            "Seed of TRL's shuffle_dataset.",
-            assumed="the dataset is not shuffled as a whole",
-            kinds=_OF_TRAINER,
-            **_RARE,
-        ),
-    ] = None
+    shuffle_seed: Annotated[int | None, Interval(ge=0, le=2**32 - 1), _LOADER(kinds=_OF_TRAINER, **_RARE)] = None
     """Seed with which TRL shuffles the dataset before the Trainer reads it, and before it packs; null: it does not."""
     split: Annotated[
         str, _DATASET("Megatron's split of the data.", kinds=("streams", "conversations"), swept=False, as_text=True)
@@ -350,11 +328,7 @@ class TrainingSettings:
     """Megatron's weights of the training, validation and test parts; the training part is analysed."""
     train_samples: Annotated[int | None, _ANY, _BATCH("Rows that the run consumes.", assumed="one epoch")] = None
     """Rows that the run consumes; null: one epoch was analysed."""
-    train_epochs: Annotated[
-        int | None,
-        Interval(ge=1, le=2**20),
-        _BATCH("Epochs of a run of the Trainer.", assumed="one epoch", kinds=_OF_TRAINER, **_RARE),
-    ] = None
+    train_epochs: Annotated[int | None, Interval(ge=1, le=2**20), _BATCH(kinds=_OF_TRAINER, **_RARE)] = None
     """Epochs that a run of Hugging Face's Trainer reads, in place of train_samples; null: one, or train_samples."""
     weights: Annotated[
         tuple[float, ...] | None,
@@ -366,17 +340,9 @@ class TrainingSettings:
         ),
     ] = None
     """Blend weights, one a dataset; null: the datasets' own sizes."""
-    add_extra_token: Annotated[
-        bool, _LOADER("Whether GPTDataset draws a token more than the row holds.", everyday=False, kinds=("streams",))
-    ] = True
+    add_extra_token: Annotated[bool, _LOADER(everyday=False, kinds=("streams",))] = True
     """Whether GPTDataset draws a sample with one token more than seq_length, as it does by default."""
-    max_num_samples: Annotated[
-        int | None,
-        _ANY,
-        _LOADER(
-            "Megatron-Bridge's max_train_samples.", everyday=False, assumed="all rows", kinds=("bridge", "documents")
-        ),
-    ] = None
+    max_num_samples: Annotated[int | None, _ANY, _LOADER(everyday=False, kinds=("bridge", "documents"))] = None
     """Rows drawn through Megatron-Bridge's seeded mapping (its max_train_samples); null: all, unmapped."""
     tail_policy: Annotated[
         TailPolicy, _PACKING("What training does with the unused tail of a row.", kinds=_OF_TRAINER)
@@ -398,17 +364,9 @@ class TrainingSettings:
         "first_fit_decreasing"
     )
     """How unpacked lengths become rows."""
-    packing_processes: Annotated[
-        int,
-        Interval(ge=1, le=4096),
-        _PACKING("Processes that pack a part of the data each, TRL's dataset_num_proc.", kinds=("documents",), **_RARE),
-    ] = 1
+    packing_processes: Annotated[int, Interval(ge=1, le=4096), _PACKING(kinds=("documents",), **_RARE)] = 1
     """Processes that pack a part of the documents each, TRL's dataset_num_proc."""
-    max_docs_per_pack: Annotated[
-        int | None,
-        _ANY,
-        _PACKING("The packer's own cap on documents of a row.", everyday=False, assumed="no cap", kinds=("documents",)),
-    ] = None
+    max_docs_per_pack: Annotated[int | None, _ANY, _PACKING(everyday=False, kinds=("documents",))] = None
     """The packer's own cap on documents of a row, a dummy tail included; null: no cap."""
     max_seqlen_per_dp_cp_rank: Annotated[
         int | None,
@@ -422,32 +380,12 @@ class TrainingSettings:
     ] = None
     """Most tokens of a micro-batch on one rank under dynamic context parallelism, for which every bucket is captured;
     null: one context-parallel size for all micro-batches."""
-    min_dynamic_context_parallel_size: Annotated[
-        int,
-        _RANKS,
-        _PACKING("Fewest ranks of a micro-batch, for the packer dynamic_cp.", kinds=("documents",), **_RARE),
-    ] = 1
+    min_dynamic_context_parallel_size: Annotated[int, _RANKS, _PACKING(kinds=("documents",), **_RARE)] = 1
     """Fewest ranks that share a micro-batch under `dynamic_cp`, the dev branch's option of that name."""
-    tokenizer_model: Annotated[
-        str | None,
-        _DATASET(
-            "Tokenizer of conversations: a directory, or its name in the Hugging Face Hub's cache.",
-            assumed="none: conversations cannot be counted",
-            kinds=("conversations",),
-            swept=False,
-            **_RARE,
-        ),
-    ] = None
+    tokenizer_model: Annotated[str | None, _DATASET(kinds=("conversations",), swept=False, **_RARE)] = None
     """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
     sft_tokenizer_prompt_format: Annotated[
-        PromptFormat | None,
-        _DATASET(
-            "Form in which Megatron's SFT tokenizer writes a conversation out.",
-            assumed=DEFAULT_PROMPT_FORMAT,
-            kinds=("conversations",),
-            swept=False,
-            **_RARE,
-        ),
+        PromptFormat | None, _DATASET(kinds=("conversations",), swept=False, **_RARE)
     ] = None
     """Form in which a conversation is written out, Megatron's --sft-tokenizer-prompt-format; null where the data is no
     text."""

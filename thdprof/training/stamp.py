@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -39,8 +41,8 @@ class Stamp(BaseModel):
     """Name of the processor, which eager times depend on."""
 
 
-def differences(measured: Stamp, here: Mapping[str, str | None]) -> list[str]:
-    """A phrase for every field in which a run differs from what times were measured on.
+def compare_stamp(measured: Stamp, here: Mapping[str, str | None]) -> str | None:
+    """One line that says where a run differs from what times were measured on; None where it does not.
 
     Args:
         measured: what the times were measured on.
@@ -52,12 +54,6 @@ def differences(measured: Stamp, here: Mapping[str, str | None]) -> list[str]:
         if name in here and _plain_version(then) != _plain_version(here[name]):
             now, then = (version or "not installed" for version in (here[name], then))
             phrases.append(f"{words} {now}, measured with {then}")
-    return phrases
-
-
-def warning(measured: Stamp, here: Mapping[str, str | None]) -> str | None:
-    """One line that says where a run differs from what its plan's times were measured on; None where it does not."""
-    phrases = differences(measured, here)
     if not phrases:
         return None
     return (
@@ -69,3 +65,23 @@ def warning(measured: Stamp, here: Mapping[str, str | None]) -> str | None:
 def _plain_version(value: str | None) -> str | None:
     """A version without the label of its local build, or a name in lower case."""
     return None if value is None else value.partition("+")[0].strip().lower()
+
+
+def compare_with_installed(measured: Stamp | None, *, gpu: str | None = None) -> str | None:
+    """`compare_stamp` with the packages that are installed here; None without a stamp.
+
+    Versions come from the packages' metadata, and nothing is imported. Packages that are not installed are left out:
+    the analysis may run elsewhere than training.
+
+    Args:
+        gpu: name of the run's GPU as the user gives it, such as h100; None: not given.
+    """
+    if measured is None:
+        return None
+    here: dict[str, str | None] = {}
+    for field in ("torch", "transformer_engine", "megatron_core"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            here[field] = importlib.metadata.version(field.replace("_", "-"))
+    if gpu is not None:
+        here["gpu"] = measured.gpu if gpu.lower() in measured.gpu.lower() else gpu
+    return compare_stamp(measured, here)

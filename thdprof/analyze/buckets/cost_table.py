@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_yaml
 from thdprof.training import Attention
-from thdprof.training.stamp import Stamp, warning
+from thdprof.training.stamp import Stamp
 
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -27,11 +26,13 @@ HostEnd = Literal["low", "high"]
 HOSTS: tuple[HostEnd, HostEnd] = ("low", "high")
 
 
-class _Part(BaseModel):
+class StoredPart(BaseModel):
+    """A part of a file that thdprof writes; unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EagerPoint(_Part):
+class EagerPoint(StoredPart):
     """One measured eager forward and backward pass."""
 
     n_seqs: Count
@@ -42,7 +43,7 @@ class EagerPoint(_Part):
     """The lowest and the highest time that is expected, where it was modelled; null where it was measured."""
 
 
-class ReplayPoint(_Part):
+class ReplayPoint(StoredPart):
     """One measured replay of a captured forward and backward pass."""
 
     max_seqs: Count
@@ -56,7 +57,7 @@ class ReplayPoint(_Part):
     time was modelled; null for all other graphs."""
 
 
-class MeasuredModel(_Part):
+class MeasuredModel(StoredPart):
     """Sizes of the model that a table was measured on, on which the size of its activations depends."""
 
     layers: Count
@@ -73,7 +74,7 @@ class MeasuredModel(_Part):
     """Width of one attention head."""
 
 
-class CostTable(_Part):
+class CostTable(StoredPart):
     """Times of one model on one kind of GPU, measured or modelled."""
 
     schema_: Literal["thdprof.costs/1"] = Field(default=SCHEMA, alias="schema")
@@ -310,36 +311,3 @@ def built_in_costs(attention: Attention, n_tokens: int) -> CostTable:
     if attention not in get_args(Attention):
         raise UsageError(f"--attention {attention}: choose one of {', '.join(get_args(Attention))}")
     return min(_built_in(attention), key=lambda table: abs(math.log(table.n_tokens / n_tokens)))
-
-
-_PACKAGES = {"torch": "torch", "transformer_engine": "transformer-engine", "megatron_core": "megatron-core"}
-
-
-def installed_here(version_of: Callable[[str], str] = importlib.metadata.version) -> dict[str, str | None]:
-    """Versions of the training stack by a stamp's fields, from the packages' metadata; nothing is imported.
-
-    Packages that are not installed are left out: the analysis may run elsewhere than training.
-    """
-    found: dict[str, str | None] = {}
-    for field, package in _PACKAGES.items():
-        try:
-            found[field] = version_of(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def note_on_stamp(
-    stamp: Stamp | None, *, gpu: str | None = None, version_of: Callable[[str], str] = importlib.metadata.version
-) -> str | None:
-    """One line that says where the run differs from what the table was measured on; None where it does not.
-
-    Args:
-        gpu: name of the run's GPU as the user gives it, such as h100; None: not given.
-    """
-    if stamp is None:
-        return None
-    here = installed_here(version_of)
-    if gpu is not None:
-        here["gpu"] = stamp.gpu if gpu.lower() in stamp.gpu.lower() else gpu
-    return warning(stamp, here)

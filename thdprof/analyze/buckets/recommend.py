@@ -43,13 +43,6 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     return sorted({costs.rounded_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
 
 
-def _percentile_caps(profile: Profile, costs: CostTable) -> set[int]:
-    """The percentiles of `n_seqs` that candidates were rounded up from, which the curve shows as well."""
-    if not costs.max_seqs_steps:
-        return set()
-    return {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
-
-
 def _candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
     """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
     top = max(longest_possible, profile.max_seqlen.percentile(100.0))
@@ -307,9 +300,11 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     asked = _asked(table, profile)
     both = [profile] if asked is profile else [profile, asked]
     rounded = {n for part in both for n in candidate_caps(part, costs)}
-    caps = sorted({*rounded, *(n for part in both for n in _percentile_caps(part, costs))})
+    caps = sorted(rounded)
+    if costs.max_seqs_steps:  # the curve shows the percentiles, too, that candidates were rounded up from
+        caps = sorted(rounded | {max(1, part.n_seqs.percentile(p)) for part in both for p in PERCENTILES.values()})
     run_cp_size = min(run.longest_possible)
-    profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
+    profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, table.groups)
     shapes = {}
     for cp_size, part in profiles.items():
         tokens = _candidate_lengths(part, costs, run.longest_possible[cp_size])

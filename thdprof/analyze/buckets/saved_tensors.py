@@ -154,15 +154,11 @@ class _Layer:
         """A linear layer with the norm before it: the norm's input, its output, its statistics."""
         share = self._outer
         self._add(linear, width * share, self._element)
-        self._norms_output(linear, width, drop=drop)
-        self._add(linear, self._statistics * share, STATISTICS_BYTES, drop=drop)
-
-    def _norms_output(self, linear: str, width: float, *, drop: str = "") -> None:
-        """What a linear layer with a norm before it saves of its input; its adapter takes it gathered."""
         if self._adapted is None:
-            self._add(linear, width * self._outer, self._input_element, drop=drop)
-        else:
+            self._add(linear, width * share, self._input_element, drop=drop)
+        else:  # the adapter takes the norm's output gathered
             self._adapter(linear, width, drop=drop)
+        self._add(linear, self._statistics * share, STATISTICS_BYTES, drop=drop)
 
     def _linear_input(self, module: str, width: float, *, drop: str = "") -> None:
         """A linear layer's input that nothing else saves; a frozen one saves none, its adapter does."""
@@ -279,15 +275,11 @@ class _Layer:
         if not model.gated_linear_unit:  # the unfused activation keeps its output before the probabilities' product
             self._add(_EXPERTS, taken * width, self._element, drop="moe")
         self._linear_input(f"{_EXPERTS}.linear_fc2", taken * width, drop="moe moe_act")
-        self._shared_experts()
-        self._dropout("mlp")
-
-    def _shared_experts(self) -> None:
-        width = (self._model.moe_shared_expert_intermediate_size or 0) * self._inner
-        if width:
-            gated = 2 if self._model.gated_linear_unit else 1
+        if width := (model.moe_shared_expert_intermediate_size or 0) * self._inner:
+            gated = 2 if model.gated_linear_unit else 1
             self._add("mlp.shared_experts", width * gated, self._element, drop="moe shared_experts")
             self._linear_input("mlp.shared_experts.linear_fc2", width, drop="moe shared_experts")
+        self._dropout("mlp")
 
     def mamba(self) -> None:
         """A Mamba-2 mixer: its input product, the scan's output before and after its gate, and the normed output."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.plan import FallbackRate, Percentiles
 from thdprof.training import Model, TrainingSettings
 from thdprof.training.pipeline_slots import slots
@@ -73,14 +73,9 @@ class Profile:
         return cls(n_seqs=Histogram.count(table.n_seqs), max_seqlen=Histogram.count(table.max_seqlen))
 
     @classmethod
-    def by_cp_size(cls, table: MicrobatchTable, run_cp_size: int) -> dict[int, Profile]:
-        """The profile of the micro-batches of each context-parallel size, ascending.
-
-        All have the run's size `run_cp_size` without dynamic context parallelism.
-        """
-        if table.groups is None:
-            return {run_cp_size: cls.count(table)}
-        sizes = table.groups.cp_size
+    def by_cp_size(cls, table: MicrobatchTable, groups: RankGroups) -> dict[int, Profile]:
+        """The profile of the micro-batches of each context-parallel size that `groups` have, ascending."""
+        sizes = groups.cp_size
         return {
             int(size): cls(
                 n_seqs=Histogram.count(table.n_seqs[sizes == size]),

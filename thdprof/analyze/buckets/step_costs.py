@@ -348,27 +348,3 @@ def costs_of_run(run: AnalyzedRun, costs: CostTable, caps: Sequence[int], length
     """The step costs of `run` for buckets made of `caps` and `lengths`, both ascending."""
     pipeline, cp_size = run.settings.pipeline_parallel_size, run.settings.context_parallel_size
     return StepCosts(run.table, costs, caps, lengths, pipeline, n_tokens=run.n_tokens, cp_size=cp_size)
-
-
-def one_cap_step_ms(
-    table: MicrobatchTable,
-    costs: CostTable,
-    caps: Sequence[int],
-    *,
-    longest: Mapping[int, int],
-    n_tokens: int,
-    pipeline_size: int,
-    cp_size: int,
-) -> NDArray[np.float64]:
-    """Mean step time under each of `caps` alone, in milliseconds, shape [caps].
-
-    Args:
-        caps: documents that a graph of every context-parallel size is captured for.
-        longest: tokens of the longest document that a graph is captured for, by context-parallel size.
-        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        cp_size: the run's context-parallel size, which `costs` are of.
-    """
-    lengths = sorted(set(longest.values()))
-    step_costs = StepCosts(table, costs, sorted(caps), lengths, pipeline_size, n_tokens=n_tokens, cp_size=cp_size)
-    options = [tuple(Bucket(n, length, n_tokens, size) for size, length in longest.items()) for n in caps]
-    return step_costs.step_ms(options)

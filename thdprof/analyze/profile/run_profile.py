@@ -24,26 +24,32 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from thdprof import __version__
-from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.cost_table import CostTable, Count, Milliseconds, StoredPart
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
+from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.dispatch import Bucket
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing
 from thdprof.plan import FallbackRate, Training, validate
 from thdprof.training import DYNAMIC_CP, TrainingSettings, definitions_of
-from thdprof.words import counted, html_table, printable
+from thdprof.words import counted, html_table, printable, shortened
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+
+    from thdprof.analyze.analysis import Analysis
 
 SCHEMA: Literal["thdprof.profile/1"] = "thdprof.profile/1"
 KINDS = (
@@ -72,20 +78,20 @@ COLUMNS = {
     "count": "int64",
 }
 _KEY = b"thdprof.profile"
+_LADDER = tuple(sorted({b << k for b in (2, 3) for k in range(24)} | {1}))
+"""Caps 1, 2, 3, 4, 6, 8, ...: every profile has those in its range on its grid, so that merged profiles share caps."""
+LONGEST_PART = 100
+"""Most characters that the name of a part may have."""
+_MOST_CELLS = 1 << 26
+"""Most cells of a joint histogram that is counted by index; the values of a larger one are sorted."""
 
-Count = Annotated[int, Field(ge=1)]
-Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _OF_THE_DATA = ("train_samples", "weights")
 """Training settings that may differ between parts: they say how much data a run takes, not how its steps are formed."""
 _IN_METADATA = ("training", "costs", "parts", "analysed_on", "predicted")
 """Attributes of a profile that its file has in the metadata."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class CapTime(_Part):
+class CapTime(StoredPart):
     """The expected step time under one cap."""
 
     max_seqs: Count
@@ -97,7 +103,7 @@ class CapTime(_Part):
     eagerly; null where the times are not of the user's own model."""
 
 
-class PartOfRun(_Part):
+class PartOfRun(StoredPart):
     """One dataset or shard, or several that were given the same name."""
 
     name: str
@@ -123,7 +129,7 @@ class PartOfRun(_Part):
     """Warnings of `analyze` about the part."""
 
 
-class Predicted(_Part):
+class Predicted(StoredPart):
     """What the analysis predicted for the user's own model, under the plan that it recommends."""
 
     model: str | None = None
@@ -142,7 +148,7 @@ class Predicted(_Part):
     """What capturing takes; null without times or graphs."""
 
 
-class Metadata(_Part):
+class Metadata(StoredPart):
     """Everything in a profile but the counts, stored as JSON in the metadata of the parquet file."""
 
     schema_: Literal["thdprof.profile/1"] = Field(default=SCHEMA, alias="schema")
@@ -238,24 +244,11 @@ class RunProfile:
         """Mean time of a step of all parts under each cap for which every part has a time, ascending."""
         return combine_caps(self.parts, self.costs, self.training)
 
-    def relative_step_time(self, cap: int) -> float:
-        """Mean time of a step under `cap`, divided by that of an eager step; linear between the caps of `caps`."""
-        known = self.caps()
-        if cap < known[0].max_seqs:
-            return 1.0
-        top = known[-1]
-        if cap > top.max_seqs:
-            longest = self.training.seq_length
-            replays = replays_per_step(self.training, self.microbatches, self.steps)
-            return larger_cap_step_ms(self.costs, top, cap, longest, replays) / self.eager_step_ms
-        step_ms = np.interp(cap, [c.max_seqs for c in known], [c.step_ms for c in known])
-        return float(step_ms) / self.eager_step_ms
-
     def relative_step_times(self, caps: Sequence[int]) -> list[Range] | None:
         """The range of the mean step time under each of `caps`, divided by that of an eager step.
 
-        Between the caps of the profile's grid it is linear, as `relative_step_time` is. None where times are not of the
-        user's own model, or where they were modelled for several runs that were joined: ranges of runs do not add up.
+        Between the caps of the profile's grid it is linear. None where times are not of the user's own model, or where
+        they were modelled for several runs that were joined: ranges of runs do not add up.
         """
         if self.num_runs == 1 and all(c.relative_step_time is not None for c in self.parts[0].caps):
             grid = self.parts[0].caps
@@ -323,6 +316,182 @@ class RunProfile:
         write_profile_file(Path(path), self.cells, metadata, force=force)
 
 
+def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
+    """Make the profile of an analysis.
+
+    Args:
+        part: name of the data in the profile; None: the dataset's file, or the directory that its files share.
+
+    Raises:
+        UsageError: `part` cannot be a name, as `check_part` says.
+    """
+    import pandas as pd
+
+    table = analysis.microbatches
+    check_part(part)
+    name = shortened(_name_data(analysis.dataset.uris), LONGEST_PART) if part is None else part
+    frame = pd.concat([*_whole_run(table), *_segments(table)], ignore_index=True)
+    frame.insert(0, "part", name)
+    caps = _grid(analysis)
+    times = one_cap_step_ms(analysis, analysis.costs, caps)
+    ranges = _relative_step_times(analysis, caps)
+    if (model := analysis.model) is not None:
+        experts = f", {counted(model.num_experts, 'expert')}" if model.num_experts else ""
+        described = f"{counted(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
+    part_of_run = PartOfRun(
+        name=name,
+        format=analysis.dataset.format,
+        uris=analysis.dataset.uris,
+        fingerprints=[analysis.dataset.fingerprint],
+        exact=table.exact,
+        microbatches=len(table),
+        steps=table.num_steps,
+        eager_step_ms=analysis.recommendation.eager_step_ms,
+        caps=[
+            CapTime(max_seqs=n, step_ms=float(ms), relative_step_time=relative)
+            for n, ms, relative in zip(caps, times, ranges, strict=True)
+        ],
+        warnings=list(analysis.warnings),
+    )
+    fields = ("gpu", "times", "verdict", "worth", "memory", "capture")
+    return RunProfile(
+        frame.astype(COLUMNS),
+        training=analysis.settings,
+        costs=analysis.costs,
+        parts=[part_of_run],
+        analysed_on=datetime.now(tz=UTC).date().isoformat(),
+        predicted=Predicted(
+            model=None if model is None else described, **{name: getattr(analysis, name) for name in fields}
+        ),
+    )
+
+
+def one_cap_step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[np.float64]:
+    """Mean step time under each of `caps`, ascending, alone by `costs`, in milliseconds, shape [caps]."""
+    settings, longest, n_tokens = analysis.settings, analysis.longest, analysis.graph_tokens
+    step_costs = StepCosts(
+        analysis.microbatches,
+        costs,
+        caps,
+        sorted({*longest.values()}),
+        settings.pipeline_parallel_size,
+        n_tokens=n_tokens,
+        cp_size=settings.context_parallel_size,
+    )
+    return step_costs.step_ms([tuple(Bucket(n, longest[size], n_tokens, size) for size in longest) for n in caps])
+
+
+def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | None]:
+    """The range of the relative step time under each of `caps`: times at all ends of theirs.
+
+    None for each cap where the times are not of the user's own model.
+    """
+    if analysis.times.origin == analysis.costs.origin == "none":
+        return [None] * len(caps)
+    ends = []
+    for costs in analysis.costs.ends():
+        step_ms = one_cap_step_ms(analysis, costs, [0, *caps])  # under a cap of 0 all micro-batches run eagerly
+        ends.append(step_ms[1:] / step_ms[0])
+    return [(float(min(found)), float(max(found))) for found in zip(*ends, strict=True)]
+
+
+def check_part(part: str | None) -> None:
+    """Refuse a part's name that tables and figures cannot show. None is accepted: no name was given.
+
+    Raises:
+        UsageError: the name is no text, is empty or too long, or holds characters that cannot be shown.
+    """
+    if part is None:
+        return
+    if not isinstance(part, str):
+        raise UsageError(f"--part: a name is text, not {type(part).__name__} ({part!r:.40})")
+    if not part.strip():
+        raise UsageError("--part: the name is empty; leave it out for that of the file or directory")
+    if len(part) > LONGEST_PART:
+        raise UsageError(f"--part {part[:20]}…: {len(part)} characters; a name has at most {LONGEST_PART}")
+    if not part.isprintable():
+        raise UsageError(f"--part {part!a}: holds line breaks or characters that cannot be shown; leave them out")
+
+
+def _name_data(uris: list[str]) -> str:
+    if len(uris) == 1:
+        return Path(uris[0]).name
+    try:
+        return Path(os.path.commonpath(uris)).name or "data"
+    except ValueError:  # relative paths beside absolute ones
+        return "data"
+
+
+def _grid(analysis: Analysis) -> list[int]:
+    """Caps for which the expected step time is stored: candidates, percentiles, smallest and largest, and `_LADDER`."""
+    histogram = analysis.profile.n_seqs
+    least, most = max(1, int(np.flatnonzero(histogram.counts)[0])), histogram.percentile(100.0)
+    named = {c.max_seqs for c in analysis.recommendation.candidates}
+    named |= {histogram.percentile(p) for p in PERCENTILES.values()}
+    return sorted(n for n in {least, most, *named, *_LADDER} if n == most or least <= n <= max(most, *named))
+
+
+def _whole_run(table: MicrobatchTable) -> list[pd.DataFrame]:
+    """Counts of micro-batches, of pairs of rank and step, and of steps, by documents and longest document."""
+    n_seqs, max_seqlen = (_largest_by_rank(table, values) for values in (table.n_seqs, table.max_seqlen))
+    if table.groups is None:
+        counts = [_count("microbatch", table.n_seqs, table.max_seqlen)]
+    else:
+        by_size = {int(size): table.groups.cp_size == size for size in np.unique(table.groups.cp_size)}
+        counts = [_count("microbatch", table.n_seqs[at], table.max_seqlen[at], n) for n, at in by_size.items()]
+    counts.append(_count("rank_step_max", n_seqs.reshape(-1), max_seqlen.reshape(-1)))
+    counts.append(_count("step_max", n_seqs.max(axis=1), max_seqlen.max(axis=1)))
+    if table.shared_capture_ranks > 1:
+        of_group = table.joint(table.n_seqs), table.joint(table.max_seqlen)
+        counts.append(_count("joint_microbatch", *of_group))
+        n_seqs, max_seqlen = (_largest_by_rank(table, values).reshape(-1) for values in of_group)
+        counts.append(_count("joint_rank_step_max", n_seqs, max_seqlen))
+    return counts
+
+
+def _count(kind: str, n_seqs: NDArray[np.integer], max_seqlen: NDArray[np.integer], cp_size: int = 0) -> pd.DataFrame:
+    import pandas as pd
+
+    width = int(max_seqlen.max()) + 1
+    keys = n_seqs.astype(np.int64) * width + max_seqlen
+    if (int(n_seqs.max()) + 1) * width <= _MOST_CELLS:
+        every = np.bincount(keys)
+        present = np.flatnonzero(every)
+        counts = every[present]
+    else:
+        present, counts = np.unique(keys, return_counts=True)
+    columns = {"n_seqs": present // width, "max_seqlen": present % width, "cp_size": cp_size, "count": counts}
+    return pd.DataFrame({"kind": kind, "segment": -1, **columns})
+
+
+def _segments(table: MicrobatchTable) -> list[pd.DataFrame]:
+    """Counts of micro-batches and of steps in every segment of the run, by documents."""
+    of_step = np.arange(table.num_steps, dtype=np.int64) * SEGMENTS // table.num_steps
+    if table.groups is not None:
+        of_microbatch = of_step[table.groups.step]
+    else:
+        of_microbatch = np.repeat(of_step, table.num_microbatches.astype(np.int64) * table.data_parallel_size)
+    largest = _largest_by_rank(table, table.n_seqs).max(axis=1)
+    counts = [
+        _count("segment_microbatch", of_microbatch, table.n_seqs),
+        _count("segment_step_max", of_step, largest),
+    ]
+    for frame in counts:
+        frame["segment"], frame["n_seqs"], frame["max_seqlen"] = frame["n_seqs"], frame["max_seqlen"], -1
+    return counts
+
+
+def _largest_by_rank(table: MicrobatchTable, values: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The largest of `values`, shape [micro-batches], that each rank has in a step, shape [steps, ranks]; 0 if none."""
+    if (groups := table.groups) is None:
+        return table.per_rank_step(values, np.maximum).astype(np.int32, copy=False)
+    largest = np.zeros((table.num_steps, table.data_parallel_size), dtype=np.int32)
+    for offset in range(int(groups.cp_size.max())):
+        shared = groups.cp_size > offset
+        np.maximum.at(largest, (groups.step[shared], groups.first_rank[shared] + offset), values[shared])
+    return largest
+
+
 def load_profile(path: Path | str) -> RunProfile:
     """Read a profile file.
 
@@ -342,30 +511,6 @@ def histogram_of(rows: pd.DataFrame, measure: str) -> Histogram:
 def share_over(histogram: Histogram, value: int) -> float:
     """Share of the values in `histogram` that are larger than `value`."""
     return float(histogram.counts[max(0, value + 1) :].sum() / histogram.total)
-
-
-def replays_per_step(training: TrainingSettings, microbatches: int, steps: int) -> float | None:
-    """Mean number of replays that a step lasts: a rank's micro-batches and those of the pipeline's bubble.
-
-    None under dynamic context parallelism, where groups of ranks wait for each other between their micro-batches.
-    """
-    if training.packer in DYNAMIC_CP:
-        return None
-    return microbatches / (steps * training.data_parallel_size) + training.pipeline_parallel_size - 1
-
-
-def larger_cap_step_ms(costs: CostTable, top: CapTime, cap: int, max_seqlen: int, replays: float | None) -> float:
-    """Mean time of a step under `cap`, in milliseconds, from that under a smaller cap that fits all micro-batches.
-
-    Every replay takes longer by as much. Where their number is not known, or nothing but replays takes time, the time
-    of replays and of what lies outside of the decoder grows in proportion.
-    `max_seqlen` are tokens of the longest document that both are captured for, `replays` the replays that a step lasts.
-    """
-    before, after = costs.replay_ms(top.max_seqs, max_seqlen), costs.replay_ms(cap, max_seqlen)
-    outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
-    if replays is not None and (outside_ms or optimizer_ms or costs.ms_per_squared_token):
-        return top.step_ms + replays * (after - before)
-    return (top.step_ms - optimizer_ms) * ((after + outside_ms) / (before + outside_ms)) + optimizer_ms
 
 
 def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSettings) -> list[CapTime]:
@@ -391,10 +536,16 @@ def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSett
         return known[cap]
     if cap < part.caps[0].max_seqs:
         return part.eager_step_ms
-    if cap > part.caps[-1].max_seqs and not costs.needs_max_seqlen:
-        replays = replays_per_step(training, part.microbatches, part.steps)
-        return larger_cap_step_ms(costs, part.caps[-1], cap, 1, replays)
-    return None
+    top = part.caps[-1]
+    if cap < top.max_seqs or costs.needs_max_seqlen:
+        return None
+    before, after = costs.replay_ms(top.max_seqs, 1), costs.replay_ms(cap, 1)
+    outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
+    # under dynamic context parallelism the number of replays is not known: groups wait for each other between them
+    if training.packer not in DYNAMIC_CP and (outside_ms or optimizer_ms or costs.ms_per_squared_token):
+        of_a_rank = part.microbatches / (part.steps * training.data_parallel_size)
+        return top.step_ms + (of_a_rank + training.pipeline_parallel_size - 1) * (after - before)
+    return (top.step_ms - optimizer_ms) * ((after + outside_ms) / (before + outside_ms)) + optimizer_ms
 
 
 def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:

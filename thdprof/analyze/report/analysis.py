@@ -16,18 +16,19 @@ from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.report.shared import (
     capture_sentence,
+    dataset_to_dict,
     memory_sentence,
     model_sentence,
     name_dataset,
     overlap_sentence,
     plain_table,
     print_parts,
+    times_sentences,
 )
-from thdprof.files import json_text
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.plan import CostsPart
 from thdprof.training import shown
-from thdprof.words import counted, listed, percent, percentile_name, saved, spanned
+from thdprof.words import counted, listed, percent, percentile_name
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
@@ -103,7 +104,8 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     yield _caps(analysis, block)
     yield ""
     yield Text(verdict_sentence(analysis), style="bold")
-    for line in times_lines(analysis):
+    worth = analysis.worth if analysis.recommendation.buckets else None
+    for line in times_sentences(analysis.times, worth, slower_kernels=analysis.costs.slower_kernels):
         yield Text(f"  {line}")
     yield Text(sentence(analysis), style="bold")
     for reason in reasons(analysis):
@@ -212,31 +214,6 @@ def verdict_sentence(analysis: Analysis) -> str:
     return f"{verdict.ruling.capitalize()}{saved}. {verdict.reason[0].upper()}{verdict.reason[1:]}."
 
 
-def times_lines(analysis: Analysis) -> list[str]:
-    """The times of the median micro-batch, and what the plan is worth; none without times."""
-    times, worth = analysis.times, analysis.worth
-    if times.decoder_replay_ms is None or times.decoder_eager_ms is None:
-        return []
-    outside = "" if times.outside_decoder_ms is None else f"; outside the decoder {times.outside_decoder_ms:.1f} ms"
-    slower = analysis.costs.slower_kernels
-    replayed = f"{times.decoder_replay_ms:.1f}" + ("" if slower == 1 else f" to {slower * times.decoder_replay_ms:.1f}")
-    lines = [
-        f"median micro-batch, one rank: decoder replayed {replayed} ms, eagerly "
-        f"{spanned(times.decoder_eager_ms, 'ms')}{outside}",
-        f"of {times.basis}",
-    ]
-    if worth is not None and analysis.recommendation.buckets:
-        line = (
-            f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
-            f"({spanned(worth.eager_tokens_per_second)} eagerly); over {counted(worth.steps, 'step')} "
-            f"{spanned(worth.gpu_hours, 'GPU-hours')}, {saved(worth.gpu_hours_saved, 'GPU-hours')}"
-        )
-        if worth.saved is not None:
-            line += f", worth {spanned(worth.saved)} at {worth.gpu_hour_price:g} each"
-        lines.append(line)
-    return lines
-
-
 def reasons(analysis: Analysis) -> list[str]:
     """The reasons for the recommendation, a sentence each; graph memory is counted after offloading."""
     chosen, offload = analysis.recommendation, analysis.offload
@@ -291,7 +268,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     chosen, timed, overlap = analysis.recommendation, analysis.timed, analysis.overlap
     value: dict[str, Any] = {
         "schema": SCHEMA,
-        "dataset": analysis.dataset,
+        "dataset": dataset_to_dict(analysis.dataset),
         "training": analysis.settings,
         "assumptions": analysis.assumptions,
         "model": _model(analysis),
@@ -327,11 +304,6 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     }
     plain: dict[str, Any] = to_jsonable_python(value)
     return plain
-
-
-def to_json(analysis: Analysis) -> str:
-    """The analysis as JSON text, indented."""
-    return json_text(to_dict(analysis))
 
 
 def _model(analysis: Analysis) -> dict[str, Any] | None:

@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.check import Check
-from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
+from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
 from thdprof.compare.plans import PlanComparison
 from thdprof.compare.statistics import Comparison
-from thdprof.files import json_text
 from thdprof.words import apart, percentile_name
 
 CHECK_SCHEMA = "thdprof.check/1"
@@ -116,7 +115,7 @@ def _name_bucket(bucket: Any) -> str:
 
 
 def check_to_dict(check: Check) -> dict[str, Any]:
-    """The JSON object as a dict."""
+    """The JSON object, schema `thdprof.check/1`, as a dict."""
     plan, before, profile = check.plan, check.plan.microbatches, check.profile
     value: dict[str, Any] = to_jsonable_python(
         {
@@ -130,7 +129,7 @@ def check_to_dict(check: Check) -> dict[str, Any]:
             },
             "fallback_rate_unpadded": check.fallback_rate_unpadded,
             "dataset_changed": not check.same_data,
-            "dataset": _pair(plan.dataset, check.dataset),
+            "dataset": _pair(plan.dataset, dataset_to_dict(check.dataset)),
             "exact": check.table.exact,
             "microbatches": _pair(before.count, len(check.table)),
             "steps": _pair(before.steps, check.table.num_steps),
@@ -150,15 +149,10 @@ def _pair(planned: object, now: object) -> dict[str, object]:
     return {"planned": planned, "now": now}
 
 
-def check_to_json(check: Check) -> str:
-    """The check as JSON text, indented, schema `thdprof.check/1`."""
-    return json_text(check_to_dict(check))
-
-
-def comparison_to_json(comparison: Comparison) -> str:
-    """The comparison as JSON text, indented, schema `thdprof.comparison/1`."""
+def comparison_to_dict(comparison: Comparison) -> dict[str, Any]:
+    """The JSON object, schema `thdprof.comparison/1`, as a dict."""
     largest = {"largest_difference": comparison.largest_difference}
-    return json_text({"schema": COMPARISON_SCHEMA, "holds": comparison.holds, **largest, **asdict(comparison)})
+    return {"schema": COMPARISON_SCHEMA, "holds": comparison.holds, **largest, **asdict(comparison)}
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -197,10 +191,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     print_parts(lines, console, markup=False)
 
 
-def plan_comparison_to_json(comparison: PlanComparison) -> str:
-    """The comparison as JSON text, indented, schema `thdprof.plan-comparison/1`."""
+def plan_comparison_to_dict(comparison: PlanComparison) -> dict[str, Any]:
+    """The JSON object, schema `thdprof.plan-comparison/1`, as a dict."""
     largest = {"largest_change": comparison.largest_change}
-    return json_text({"schema": PLAN_COMPARISON_SCHEMA, "holds": comparison.holds, **largest, **asdict(comparison)})
+    return {"schema": PLAN_COMPARISON_SCHEMA, "holds": comparison.holds, **largest, **asdict(comparison)}
 
 
 def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:

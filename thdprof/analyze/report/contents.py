@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from numbers import Integral
 from pathlib import Path
-from typing import get_args
 
-from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range, Times
 from thdprof.analyze.profile.run_profile import RunProfile, load_profile, same_settings
-from thdprof.analyze.times.gpus import known_gpu
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
-from thdprof.files import read_yaml
-from thdprof.plan import Plan, parse_plan
-from thdprof.training import Attention, TrainingSettings, definitions_of
+from thdprof.plan import Plan, load_plan
 from thdprof.words import counted
 
 HOW_TO_GET_TIMES = (
@@ -31,10 +25,6 @@ TIMES_OF_ONE_RUN = (
 )
 TOLERANCE = 0.01
 """Largest difference of a share from its prediction that counts as agreement, as in `thdprof compare`."""
-_MOST_URIS = 5
-"""Most files of a dataset that a suggested command names."""
-_SETTINGS_FILE = "settings.yaml"
-"""The name that a suggested command gives to a settings file."""
 _MOST_EXTRAPOLATION = 2
 """Largest cap of a report, as a multiple of the largest known one: step times beyond are extrapolated."""
 
@@ -132,7 +122,6 @@ def open_report(
     *,
     profile: str | Path | None = None,
     stats: str | Path | None = None,
-    plan_name: str | None = None,
 ) -> Report:
     """Read the files that a report is made of.
 
@@ -141,24 +130,24 @@ def open_report(
         profile: path of a profile that `analyze --profile` or `merge` wrote; None: plan.profile.parquet beside
             plan.yaml.
         stats: path of a run's statistics, JSON lines of which the last is read; None: no statistics.
-        plan_name: name of the plan in messages; None: its path.
 
     Raises:
         DataError: a file is missing or wrong, or the profile was not counted from the plan's data and settings.
     """
-    plan = Path(plan)
-    name = str(plan) if plan_name is None else plan_name
-    loaded = parse_plan(read_yaml(plan, where=name), where=name)
-    profile_path = default_profile(plan) if profile is None else Path(profile)
-    if not profile_path.exists():
-        command = profile_command(loaded, profile_path)
-        raise DataError(f"{profile_path}: there is no such profile; make it with: {command}")
-    counts = load_profile(profile_path)
-    check_belongs(loaded, counts, plan_name=name, profile_name=str(profile_path))
+    path = default_profile(Path(plan)) if profile is None else Path(profile)
+    return make_report(load_plan(plan), name=str(plan), profile=path, stats=None if stats is None else Path(stats))
+
+
+def make_report(plan: Plan, *, name: str, profile: Path, stats: Path | None) -> Report:
+    """The report of a plan, which messages call `name`, with its profile and a run's statistics, as `open_report`."""
+    if not profile.exists():
+        raise DataError(f"{profile}: there is no such profile; analyse again as for {name}, with --profile {profile}")
+    counts = load_profile(profile)
+    check_belongs(plan, counts, plan_name=name, profile_name=str(profile))
     comparison = None
     if stats is not None:
-        comparison = compare(loaded, read_stats(Path(stats)), tolerance=TOLERANCE, where=str(stats))
-    return Report(plan=loaded, profile=counts, comparison=comparison)
+        comparison = compare(plan, read_stats(stats), tolerance=TOLERANCE, where=str(stats))
+    return Report(plan=plan, profile=counts, comparison=comparison)
 
 
 def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", profile_name: str = "profile") -> None:
@@ -182,35 +171,3 @@ def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", p
                 f"{profile_name}: costs are of {profile.costs.name} on {profile.costs.hardware}, those of {plan_name} "
                 f"of {plan.costs.name} on {plan.costs.hardware}: {remedy}"
             )
-
-
-def profile_command(plan: Plan, profile: Path) -> str:
-    """The command line that counts the micro-batches of the plan's data and writes them to `profile`."""
-    uris = plan.dataset.uris if len(plan.dataset.uris) <= _MOST_URIS else ["DATASET"]
-    words, in_a_file = ["thdprof", "analyze", *uris], list[str]()
-    for name, definition in definitions_of(TrainingSettings).items():
-        value = getattr(plan.training, name)
-        if value is None or value == definition.default:
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if not definition.setting.everyday:
-            in_a_file.append(f"{name}: {text.lower()}")
-        elif definition.type is bool:
-            words.append(definition.option if value else definition.off_option)
-        else:
-            words += [definition.option, text]
-    settings = ["--settings", _SETTINGS_FILE] if in_a_file else []
-    command = shlex.join([*words, *settings, *_costs(plan), "--profile", str(profile)])
-    return f"{command} (where {_SETTINGS_FILE} holds {{{', '.join(in_a_file)}}})" if in_a_file else command
-
-
-def _costs(plan: Plan) -> list[str]:
-    """The options of `analyze` that select the cost table of `plan`."""
-    if plan.costs.modelled:
-        gpu = known_gpu(plan.costs.hardware)
-        return ["--model", "FILE", *(["--gpu", gpu.name] if gpu is not None else [])]
-    for attention in get_args(Attention):
-        built_in = built_in_costs(attention, plan.graph_tokens)
-        if all(getattr(built_in, name) == getattr(plan.costs, name) for name in type(plan.costs).model_fields):
-            return [] if attention == "transformer_engine" else ["--attention", attention]
-    return ["--cost-table", "FILE"]

@@ -1,4 +1,4 @@
-"""The report as one HTML page that loads nothing else: the answer first, then a slider of caps, figures and tables.
+"""The report as one HTML page that loads nothing else: the answer first, then a slider of caps and figures.
 
 Without scripts the page is complete for its cap; with them the slider moves the marks and rewrites the words, which the
 page holds for every cap.
@@ -7,18 +7,26 @@ page holds for every cap.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
 from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.predictions import Memory, Worth
 from thdprof.analyze.report import figures
-from thdprof.analyze.report.answer import Answer, amounts, make_answer
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import STYLE, Figure
-from thdprof.analyze.report.figures.graphs import alternatives, cap_sentences, cheaper_graph
+from thdprof.analyze.report.figures.graphs import (
+    bucket_names,
+    cap_sentences,
+    cheaper_graph,
+    has_short_names,
+)
 from thdprof.analyze.report.figures.microbatches import (
     cut_run,
     drift_head,
@@ -27,8 +35,26 @@ from thdprof.analyze.report.figures.microbatches import (
     steps_head,
     steps_over,
 )
-from thdprof.words import counted, percent, ratio
+from thdprof.analyze.report.shared import capture_sentence, memory_sentence, times_sentences
+from thdprof.words import counted, percent, ratio, shortened, spanned
 
+_NUMBERS = 3
+"""Numbers at the head of a report."""
+_LONGEST_NAME = 80
+"""Characters of a run's name."""
+_OF_THESE_DATA = (
+    "All numbers are of the data, the order and the batch sizes that were analysed: thdprof check tells whether "
+    "changed data still fit the plan."
+)
+"""The caveat where the analysis warned of nothing."""
+_OF_A_STAND_IN = (
+    "times are of ",
+    "costs of context parallelism ",
+    "the cost of ",
+    "the limits on memory or fallbacks decided: ",
+    "the recommended graphs are slower ",
+)
+"""Begins of warnings that speak of times; they are left out where times are not of the user's own model."""
 _EVERY = 400
 """Largest number of documents up to which a page answers for every cap."""
 _THINNED = 500
@@ -36,15 +62,163 @@ _THINNED = 500
 _DIGITS = 6
 """Significant digits of a share that the page's script places marks by."""
 _LABELS = {
-    "replayed": "micro-batches that replay",
     "microbatch": "eager micro-batches",
     "rank_step": "(rank, step) pairs with one",
     "step": "steps with one",
     "time": "step time, eager = 1",
 }
-"""Columns of the table of caps, by the names that the page's script knows them by, and their labels."""
+"""What the slider's cap does, by the names that the page's script knows it by, and the labels."""
 _HOVER = "of steps over the cap"
 """The end of the words that hovering over a segment of the run shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """One of the numbers that matter, with its unit; what it counts; and what it rests on or compares with, if any."""
+
+    value: str
+    label: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer that a report gives first."""
+
+    run: str
+    """Names of the data of the run."""
+    size: str
+    """Micro-batches and steps that were counted, and whether they equal training's."""
+    date: str
+    """Day of the analysis; empty where it is not known."""
+    verdict: str
+    """Whether graphs pay, in a sentence with its range and origin; without times, what the plan's graphs hold."""
+    reason: str
+    """The reason of the verdict in a sentence; empty where there is none."""
+    basis: str
+    """What the times are of, in a sentence; without times, how to get them."""
+    numbers: tuple[Number, ...]
+    """The three numbers that matter."""
+    caveat: str
+    """The most important condition of the answer, in a sentence."""
+    warnings: tuple[str, ...]
+    """All other warnings of the analysis."""
+
+
+def make_answer(report: Report) -> Answer:
+    """The verdict, the numbers and the caveat of a report."""
+    times, profile = report.times, report.profile
+    predicted, timed = profile.predicted, times.origin != "none"
+    warnings = tuple(text for text in report.warnings if timed or not text.startswith(_OF_A_STAND_IN))
+    reason = ""
+    if timed and predicted is not None and predicted.verdict.ruling is not None:
+        reason = _sentence(predicted.verdict.reason)
+    how = "replayed in training's order" if profile.exact else "drawn or replayed in part, not exactly training's"
+    micro = counted(profile.microbatches, "micro-batch", "micro-batches")
+    caveat = _sentence(warnings[0]) if warnings else _OF_THESE_DATA
+    parts = profile.parts  # one that is named after a folder of one file has that file's name
+    names = [PurePath(p.uris[0]).name if len(parts) == len(p.uris) == 1 else p.name for p in parts]
+    return Answer(
+        run=shortened(", ".join(dict.fromkeys(names)), _LONGEST_NAME),
+        size=f"{micro} in {counted(profile.steps, 'step')}, {how}",
+        date=profile.analysed_on or "",
+        verdict=_verdict(report),
+        reason=reason,
+        basis=_sentence(times.basis if times.origin == "none" else f"times are {times.origin} for {times.basis}"),
+        numbers=tuple(_numbers(report))[:_NUMBERS],
+        caveat=caveat,
+        warnings=warnings[1:],
+    )
+
+
+def _verdict(report: Report) -> str:
+    times, graphs, predicted = report.times, report.plan.graphs, report.profile.predicted
+    relative = times.relative_step_time
+    if times.origin == "none" or relative is None:
+        if not graphs.buckets or graphs.impl == "none":
+            return "The plan captures no graphs: every micro-batch runs eagerly."
+        rate = report.plan.predictions.fallback_rate
+        short = has_short_names(graphs.buckets)
+        name = f"Graphs for {bucket_names(report)}" if short else f"The plan's {len(graphs.buckets)} graphs"
+        own = " of the data that the plan was made for" if report.profile.num_runs > 1 else ""
+        if rate.microbatch == 0:
+            return f"{name} hold every micro-batch{own}."
+        return (
+            f"{name} hold {percent(1 - rate.microbatch)} of micro-batches{own}; {percent(rate.step)} of steps have an "
+            "eager one."
+        )
+    ruling = None if predicted is None else predicted.verdict.ruling
+    takes = "takes" if graphs.buckets else "would take"
+    own = ", on the data that the plan was made for" if report.profile.num_runs > 1 else ""
+    step = f"step {takes} {ratio(relative)} of its eager time, {times.origin}{own}"
+    return f"A {step}." if ruling is None else f"{ruling.capitalize()}: a {step}."
+
+
+def _numbers(report: Report) -> Iterator[Number]:
+    """All numbers that are known, the most important first."""
+    times, predicted, plan = report.times, report.profile.predicted, report.plan.predictions
+    if times.origin != "none" and times.relative_step_time is not None:
+        note = ""
+        if times.step_ms is not None and times.eager_step_ms is not None:
+            note = f"{spanned(times.step_ms)} instead of {spanned(times.eager_step_ms)} ms, {times.origin}"
+        yield Number(
+            value=f"{ratio(times.relative_step_time)} \N{MULTIPLICATION SIGN}",
+            label="of the eager step time",
+            note=note,
+        )
+        if predicted is not None and predicted.worth is not None:
+            yield _saved(predicted.worth)
+        if predicted is not None and predicted.memory is not None:
+            yield _peak(predicted.memory)
+    rate = plan.fallback_rate
+    held = Number(
+        value=percent(1 - rate.microbatch),
+        label="of micro-batches replay",
+        note=f"{counted(len(report.plan.graphs.buckets), 'graph')} by the plan",
+    )
+    stalled = Number(
+        value=percent(rate.step),
+        label="of steps wait for an eager micro-batch",
+        note=f"{percent(rate.rank_step)} of (rank, step) pairs have one",
+    )
+    yield from (stalled, held) if times.origin != "none" else (held, stalled)
+    if not report.plan.graphs.buckets:
+        documents = report.profile.histogram()
+        median = f"half of the micro-batches hold at most {documents.percentile(50.0):,}"
+        yield Number(
+            value=f"{documents.percentile(100.0):,}", label="documents in the fullest micro-batch", note=median
+        )
+        return
+    yield Number(
+        value=f"under {percent(plan.fallback_rate_upper_bound)}",
+        label="of unseen micro-batches fall back",
+        note="with 95% confidence, if the data stay alike",
+    )
+
+
+def _saved(worth: Worth) -> Number:
+    low, high = worth.gpu_hours_saved
+    note = f"{spanned(worth.gpu_hours)} under the plan: {counted(worth.steps, 'step')} on {counted(worth.gpus, 'GPU')}"
+    if worth.saved is not None and worth.gpu_hour_price is not None:
+        note += f"; at {worth.gpu_hour_price:g} each {spanned(worth.saved)} saved"
+    if high <= 0:
+        return Number(value=spanned((-high, -low)), label="GPU-hours more than eagerly", note=note)
+    label = "GPU-hours saved; below 0, more than eagerly" if low < 0 else "GPU-hours saved"
+    return Number(value=spanned((low, high)), label=label, note=note)
+
+
+def _peak(memory: Memory) -> Number:
+    graphs = memory.graph_bytes + memory.static_bytes
+    return Number(
+        value=f"{memory.peak_bytes / 2**30:.1f} GiB",
+        label=f"peak memory, pipeline rank {memory.pipeline_rank}",
+        note=f"{graphs / 2**30:.1f} GiB of it for graphs" if memory.graph_bytes else "no graphs are captured",
+    )
+
+
+def _sentence(text: str) -> str:
+    """`text` with a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
 
 
 def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
@@ -67,9 +241,7 @@ def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
                 + _figure(figures.drift(report, cap), drift_head(report), every, "drift")
                 + _figure(figures.parts(report, cap)),
             ),
-            _section(
-                "How many slots, and how much memory?", "", _figure(figures.memory(report, cap)) + _amounts(report)
-            ),
+            _section("How many slots, and how much memory?", "", _figure(figures.memory(report, cap)) + _facts(report)),
             _section("Did training do what was predicted?", "", _figure(figures.observed(report, cap))),
             _foot(report, answer, version),
         )
@@ -90,7 +262,7 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
 
     The shares follow exactly from the profile's counts for any cap. Step times are those of the profile's grid of caps,
     and linear between them. `caps` are ascending documents, and the page opens with the one at index `start`. `series`
-    are the curves' values, `texts` the words for each cap: cells of the table by `_LABELS`, the cap itself, what it
+    are the curves' values, `texts` the words for each cap: numbers by `_LABELS`, the cap itself, what it
     does, and the ends of the sentences of two figures. `segments` and `parts` hold the share of steps over each cap in
     each segment of the run and each part that is shown, as indices into `levels`.
     """
@@ -99,8 +271,7 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
     rates = [profile.fallback_rate(n) for n in caps]
     times = report.relative_step_times(caps)
     largest = cut_run(report, "segment_step_max")
-    series = {"replayed": [1 - rate.microbatch for rate in rates]}
-    series.update({level: [getattr(rate, level) for rate in rates] for level in ("microbatch", "rank_step", "step")})
+    series = {level: [getattr(rate, level) for rate in rates] for level in ("microbatch", "rank_step", "step")}
     texts = {name: [percent(v) for v in values] for name, values in series.items()}
     texts["cap"] = [f"{n:,}" for n in caps]
     texts["sentence"] = cap_sentences(report, caps)
@@ -167,9 +338,9 @@ def _head(answer: Answer) -> str:
 
 
 def _caps(report: Report, cap: int, every: dict[str, Any]) -> str:
-    """The slider with what its cap does, the curves over all caps, and the table."""
+    """The slider with what its cap does, and the curves over all caps."""
     names = [name for name in _LABELS if name in every["texts"]]
-    rates = "".join(f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in names[1:])
+    rates = "".join(f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in names)
     panel = (
         '<div class="panel">\n<form hidden><label for="cap">Cap '
         f"{_cell(every, 'cap', tag='span')} documents</label>"
@@ -184,37 +355,15 @@ def _caps(report: Report, cap: int, every: dict[str, Any]) -> str:
     note = f'<p class="note">{escape(cheaper)}</p>' if cheaper else ""
     inner = (
         f'<p id="sentence" aria-live="polite">{_cell(every, "sentence", tag="span")}</p>\n{panel}'
-        f"{_figure(figures.caps(report, cap), caption)}{note}{_table(report, cap, every, names)}"
+        f"{_figure(figures.caps(report, cap), caption)}{note}"
     )
     lead = "A micro-batch over the cap runs eagerly, and holds back all ranks of its step. A larger cap pads more."
     return _section("What does each cap cost?", lead, inner, look=' class="open"')
 
 
-def _cell(every: dict[str, Any], name: str, *, tag: str, label: str = "") -> str:
+def _cell(every: dict[str, Any], name: str, *, tag: str) -> str:
     """An element whose text follows the slider."""
-    head = f' data-label="{label}"' if label else ""
-    return f'<{tag} data-text="{name}"{head}>{escape(every["texts"][name][every["start"]])}</{tag}>'
-
-
-def _table(report: Report, cap: int, every: dict[str, Any], names: list[str]) -> str:
-    """The cap of the slider, the caps that have names, and the plan; `names` are those of the columns."""
-    head = "".join(f'<th scope="col">{_LABELS[name]}</th>' for name in names)
-    here = "".join(_cell(every, name, tag="td", label=_LABELS[name]) for name in names)
-    rows = [
-        f'<tr class="here" id="row"><th scope="row"><span>this cap: {_cell(every, "cap", tag="span")}</span></th>'
-        f"{here}</tr>"
-    ]
-    for one in sorted(alternatives(report, cap), key=lambda a: (a.role == "plan", a.cap or 0)):
-        values = {"replayed": percent(1 - one.rate.microbatch)}
-        values.update({level: percent(share) for level, share in one.rate})
-        values["time"] = "" if one.relative_step_time is None else ratio(one.relative_step_time)
-        cells = "".join(f'<td data-label="{_LABELS[name]}">{escape(values[name])}</td>' for name in names)
-        look = ' class="plan"' if one.role == "plan" else ""
-        rows.append(f'<tr{look}><th scope="row">{escape(one.name)}</th>{cells}</tr>')
-    return (
-        '<table class="caps"><caption>Caps beside the plan</caption><thead><tr><th scope="col">cap, documents</th>'
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    )
+    return f'<{tag} data-text="{name}">{escape(every["texts"][name][every["start"]])}</{tag}>'
 
 
 def _section(question: str, lead: str, inner: str, *, look: str = "") -> str:
@@ -230,12 +379,20 @@ def _figure(figure: Figure, head: str | None = None, every: dict[str, Any] | Non
     return figure.page_html(caption)
 
 
-def _amounts(report: Report) -> str:
-    tables = []
-    for title, rows in amounts(report).items():
-        cells = "".join(f'<tr><th scope="row">{escape(a)}</th><td>{escape(b)}</td></tr>' for a, b in rows)
-        tables.append(f'<table class="facts"><caption>{escape(title)}</caption><tbody>{cells}</tbody></table>')
-    return "".join(tables)
+def _facts(report: Report) -> str:
+    """What is predicted of the user's own model, in the sentences of `analyze`; empty where its times are not known."""
+    times, predicted = report.times, report.profile.predicted
+    if times.origin == "none":
+        return ""
+    worth = None if predicted is None or not report.plan.graphs.buckets else predicted.worth
+    lines = times_sentences(times, worth, slower_kernels=report.profile.costs.slower_kernels)
+    if predicted is not None and predicted.model is not None:
+        lines.insert(0, f"model: {predicted.model}")
+    if predicted is not None and predicted.memory is not None:
+        lines.append(memory_sentence(predicted.memory))
+    if predicted is not None and predicted.capture is not None:
+        lines.append(capture_sentence(predicted.capture))
+    return f'<ul class="facts">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
 
 
 def _foot(report: Report, answer: Answer, version: str) -> str:

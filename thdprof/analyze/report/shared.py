@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.predictions import Capture, Memory, Overlap
-from thdprof.analyze.schedule.replay import DatasetSummary
+from thdprof.analyze.predictions import Capture, Memory, Overlap, Times, Worth
+from thdprof.plan import DatasetPart
 from thdprof.training import Model
-from thdprof.words import counted, listed, memory_size
+from thdprof.words import counted, listed, memory_size, saved, spanned
 
 
 def print_parts(parts: Iterable[str | Table | Text], console: Console, *, markup: bool | None = None) -> None:
@@ -28,10 +29,15 @@ def plain_table(left: Sequence[str], right: Sequence[str]) -> Table:
     return table
 
 
-def name_dataset(data: DatasetSummary) -> str:
+def name_dataset(data: DatasetPart) -> str:
     """The first file, how many there are besides, and the format."""
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     return f"{source} ({data.format})"
+
+
+def dataset_to_dict(data: DatasetPart) -> dict[str, Any]:
+    """The dataset as an object of JSON, whose first key is the format."""
+    return {"format": data.format, **data.model_dump()}
 
 
 def model_sentence(model: Model, *, gpu: str | None, source: str | None) -> str:
@@ -70,13 +76,39 @@ def _shape(model: Model) -> list[str]:
     return parts
 
 
+def times_sentences(times: Times, worth: Worth | None, *, slower_kernels: float) -> list[str]:
+    """The times of the median micro-batch, and what the plan is worth; none without times.
+
+    Replays may take `slower_kernels` times as long.
+    """
+    if times.decoder_replay_ms is None or times.decoder_eager_ms is None:
+        return []
+    outside = "" if times.outside_decoder_ms is None else f"; outside the decoder {times.outside_decoder_ms:.1f} ms"
+    slowest = "" if slower_kernels == 1 else f" to {slower_kernels * times.decoder_replay_ms:.1f}"
+    lines = [
+        f"median micro-batch, one rank: decoder replayed {times.decoder_replay_ms:.1f}{slowest} ms, eagerly "
+        f"{spanned(times.decoder_eager_ms, 'ms')}{outside}",
+        f"of {times.basis}",
+    ]
+    if worth is not None:
+        line = (
+            f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
+            f"({spanned(worth.eager_tokens_per_second)} eagerly); over {counted(worth.steps, 'step')} "
+            f"{spanned(worth.gpu_hours, 'GPU-hours')}, {saved(worth.gpu_hours_saved, 'GPU-hours')}"
+        )
+        if worth.saved is not None:
+            line += f", worth {spanned(worth.saved)} at {worth.gpu_hour_price:g} each"
+        lines.append(line)
+    return lines
+
+
 def memory_sentence(memory: Memory) -> str:
     """The peak, its moment and its parts."""
     parts = {
         "weights, gradients and optimizer": memory.state_bytes,
         "graphs": memory.graph_bytes,
         "static buffers": memory.static_bytes,
-        beside_slots(memory): memory.eager_bytes,
+        _beside_slots(memory): memory.eager_bytes,
         "experts behind graphs": memory.experts_bytes,
         "outside the decoder": memory.outside_bytes,
     }
@@ -92,7 +124,7 @@ def memory_sentence(memory: Memory) -> str:
     )
 
 
-def beside_slots(memory: Memory) -> str:
+def _beside_slots(memory: Memory) -> str:
     """What runs eagerly beside the slots at the moment of the peak."""
     if memory.moment == "capture":
         return "a warm-up pass"
@@ -126,7 +158,7 @@ def overlap_sentence(overlap: Overlap) -> str:
         )
     layers = "1 layer" if overlap.layers_per_graph == 1 else f"{overlap.layers_per_graph} layers"
     least, most = (f"{ms:.1f}" for ms in sorted(overlap.gained_ms))
-    saved = f"{least} to {most} ms a step (modelled; the least with CUDA_DEVICE_MAX_CONNECTIONS=1)"
+    gain = f"{least} to {most} ms a step (modelled; the least with CUDA_DEVICE_MAX_CONNECTIONS=1)"
     if least == most:
-        saved = f"about {most} ms a step (modelled)"
-    return f"overlap: with --impl chunk, graphs of {layers} save {saved}, out of {communication}"
+        gain = f"about {most} ms a step (modelled)"
+    return f"overlap: with --impl chunk, graphs of {layers} save {gain}, out of {communication}"

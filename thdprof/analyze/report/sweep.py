@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
-from thdprof.analyze.sweep import Combination, Sweep
-from thdprof.analyze.times.ranking import Ranking, Rate
-from thdprof.files import json_text
+from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
+from thdprof.analyze.sweep import Combination, Ranking, Rate, Sweep
 from thdprof.plan import Plan
 from thdprof.words import memory_size, percent, ratio, spanned
 
@@ -178,7 +176,7 @@ def to_dict(sweep: Sweep) -> dict[str, Any]:
     value: dict[str, Any] = to_jsonable_python(
         {
             "schema": SCHEMA,
-            "dataset": sweep.dataset,
+            "dataset": dataset_to_dict(sweep.dataset),
             "swept": sweep.names,
             "ranked_by": ranking.measure,
             "combinations": [
@@ -208,8 +206,3 @@ def _combination(c: Combination, place: int | None) -> dict[str, Any]:
 
 def _rate(rate: Rate | None) -> dict[str, float] | None:
     return None if rate is None else {"low": rate.low, "middle": rate.middle, "high": rate.high}
-
-
-def to_json(sweep: Sweep) -> str:
-    """The sweep as JSON text, indented."""
-    return json_text(to_dict(sweep))

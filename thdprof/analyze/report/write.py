@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thdprof import __version__
-from thdprof.analyze.report.contents import default_profile, open_report
+from thdprof.analyze.report.contents import default_profile, make_report
 from thdprof.analyze.report.drawing import Figure
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.html import to_page
 from thdprof.errors import UsageError
 from thdprof.files import check_not_inputs, check_targets, json_text, write_text
+from thdprof.plan import Plan
 from thdprof.words import printable
 
 SCHEMA = "thdprof.report/1"
@@ -58,23 +59,25 @@ def form_of(output: Path) -> Form:
 
 
 def write_report(
-    plan: Path,
+    plan: Plan,
     *,
+    path: Path,
+    name: str,
     profile: Path | None,
     stats: Path | None,
     cap: int | None,
     output: Path | None,
     force: bool,
-    plan_name: str | None = None,
 ) -> Written:
-    """Make the report of the plan file `plan`.
+    """Make the report of a plan.
 
     Args:
+        path: the plan's file.
+        name: the plan's name in messages.
         profile: profile file of the plan's data; None: the file beside the plan.
         stats: file of a run's statistics to compare with; None: no comparison.
         cap: documents of the single cap that the figures are about; None: the recommended cap.
         output: a notebook, an HTML page or a directory; None: make only the sentences.
-        plan_name: the plan's name in messages; None: its path.
 
     Raises:
         DataError: `open_report` refuses a file.
@@ -82,11 +85,11 @@ def write_report(
             nbclient or ipykernel is missing.
     """
     form = None if output is None else form_of(output)
-    profile = default_profile(plan) if profile is None else profile
+    profile = default_profile(path) if profile is None else profile
     if output is not None and form != "figures":
-        check_not_inputs([output], (plan, profile, stats))
+        check_not_inputs([output], (path, profile, stats))
         check_targets([output], force=force)
-    report = open_report(plan, profile=profile, stats=stats, plan_name=plan_name)
+    report = make_report(plan, name=name, profile=profile, stats=stats)
     cap = report.default_cap if cap is None else cap
     try:
         report.check_cap(cap)
@@ -97,7 +100,7 @@ def write_report(
     if output is not None and form == "figures":
         names = [f"{figure.id}.svg" for figure in findings if figure.drawn] + [FINDINGS]
         files = tuple(output / name for name in names)
-        check_not_inputs(files, (plan, profile, stats))
+        check_not_inputs(files, (path, profile, stats))
         texts = [figure.standalone() for figure in findings if figure.drawn]
         texts.append(json_text(_as_dict(cap, findings)) + "\n")
         _write_all(dict(zip(files, texts, strict=True)), output, force=force)
@@ -106,11 +109,11 @@ def write_report(
             from thdprof.analyze.report.notebook import build_notebook, execute, to_text
 
             directory = output.absolute().parent
-            notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
+            notebook = build_notebook(plan=path, profile=profile, stats=stats, cap=cap, beside=directory)
             execute(notebook, directory=directory)
             text = to_text(notebook)
         else:
-            title = printable(f"thdprof report: {(plan_name and Path(plan_name).name) or plan.name}")
+            title = printable(f"thdprof report: {Path(name).name}")
             text = to_page(report, cap, title=title, version=__version__)
         write_text(output, text, force=force)
         files = (output,)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -509,15 +509,8 @@ def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
                 first += group.width
         count += len(rounds)
     document, step, round_, first_rank, cp_size = np.array(rows, dtype=np.int64).T
-    return Placement(
-        document=document,
-        step=step,
-        round=round_,
-        first_rank=first_rank,
-        cp_size=cp_size,
-        stopped_steps=placement.stopped_steps,
-        uncut_steps=np.array(uncut, dtype=np.int64),
-    )
+    moved = {"document": document, "step": step, "round": round_, "first_rank": first_rank, "cp_size": cp_size}
+    return replace(placement, **moved, uncut_steps=np.array(uncut, dtype=np.int64))
 
 
 def _table(

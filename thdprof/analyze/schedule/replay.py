@@ -10,6 +10,7 @@ from thdprof.analyze.schedule.rows import dataset_shuffle, schedule_rows
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, filled_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
+from thdprof.plan import DatasetPart
 from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings
 
 
@@ -57,12 +58,9 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         lengths = lengths[dataset_shuffle(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
     packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings))
-    schedule = schedule_rows(packing.rows, settings)
-    return Schedule(
-        table=schedule.table,
+    return replace(
+        schedule_rows(packing.rows, settings),
         notes=packing.notes,
-        warnings=schedule.warnings,
-        independent=schedule.independent,
         packing_efficiency=packing.efficiency,
         packing_efficiency_without_cap=packing.efficiency_without_cap,
     )
@@ -80,34 +78,16 @@ _DEFAULT_LOADERS: dict[str, Loader] = {
 """Format -> the sampler that its own training code uses by default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSummary:
-    """The dataset that was read."""
-
-    format: str
-    """Name of the format."""
-    uris: tuple[str, ...]
-    """Files that were read, in order."""
-    fingerprint: str
-    """Digest of the data; a changed dataset has another."""
-    rows: int
-    """Stored rows (sequences, where the format stores no rows)."""
-    documents: int
-    """Stored documents."""
-    tokens: int
-    """Stored tokens, as training counts them."""
-
-    @classmethod
-    def summarize(cls, dataset: Dataset) -> DatasetSummary:
-        """The summary of `dataset`."""
-        return cls(
-            format=dataset.format,
-            uris=dataset.uris,
-            fingerprint=dataset.fingerprint,
-            rows=dataset.num_rows(),
-            documents=dataset.num_documents(),
-            tokens=dataset.num_tokens(),
-        )
+def summarize_dataset(dataset: Dataset) -> DatasetPart:
+    """What plans and reports say of the dataset that was read."""
+    return DatasetPart(
+        uris=list(dataset.uris),
+        format=dataset.format,
+        fingerprint=dataset.fingerprint,
+        rows=dataset.num_rows(),
+        documents=dataset.num_documents(),
+        tokens=dataset.num_tokens(),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +127,9 @@ def replay(
     """
     kind = _kind(dataset)
     packed_by_step = kind == "documents" and given.get("packer") in STEP_PACKERS
-    fullest = _fullest_row(dataset)
+    fullest = None  # tokens of the fullest of packed rows whose files do not tell the pack size
+    if dataset.pack_tokens is None and isinstance(dataset.content, PackedRows):
+        fullest = max(1, int(dataset.content.num_tokens().max()))
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
@@ -191,13 +173,6 @@ def _kind(dataset: Dataset) -> Kind:
             return "conversations"
         case _:
             return "streams"
-
-
-def _fullest_row(dataset: Dataset) -> int | None:
-    """Tokens of the fullest row of packed rows whose files do not tell the pack size; else None."""
-    if dataset.pack_tokens is not None or not isinstance(dataset.content, PackedRows):
-        return None
-    return max(1, int(dataset.content.num_tokens().max()))
 
 
 def _with_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:

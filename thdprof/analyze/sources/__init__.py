@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.analyze.sources.base import Dataset, Format, Tokenization
+from thdprof.analyze.sources.base import Dataset, Format
 from thdprof.errors import DataError, UsageError
 
 _PLACES = {
@@ -61,9 +61,7 @@ def read_dataset(
         paths = [path for _, files in found for path in files]
         name = format if format != "auto" else found[0][0] if len(found) == 1 else None
         chosen = _detect(paths) if name is None else get_format(name)
-        dataset = (
-            chosen.read_text(paths, Tokenization.from_settings(settings)) if chosen.read_text else chosen.read(paths)
-        )
+        dataset = chosen.read_text(paths, settings) if chosen.read_text else chosen.read(paths)
     except OSError as error:
         raise DataError(f"{error.filename or locations[0]}: cannot be read: {error.strerror or error}") from error
     if dataset.num_tokens() == 0:

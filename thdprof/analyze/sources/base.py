@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.errors import DataError
-from thdprof.training import DEFAULT_PROMPT_FORMAT, PromptFormat, definitions
 
 RowRule = Literal["bridge", "concatenate", "trl"]
 """How training turns a stored row into documents.
@@ -110,30 +109,6 @@ class Conversations:
         return sum(len(file.line_numbers) for file in self.files)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokenization:
-    """How text becomes tokens in the run that is analysed."""
-
-    tokenizer_model: str | None = None
-    """Directory or name of the tokenizer; None: not known, so that text cannot be counted."""
-    prompt_format: PromptFormat = DEFAULT_PROMPT_FORMAT
-    """The form in which a conversation is written out."""
-
-    @classmethod
-    def from_settings(cls, given: Mapping[str, Any]) -> Tokenization:
-        """The settings among `given`, by their names in `TrainingOptions`; None counts as not given.
-
-        Raises:
-            UsageError: a value that cannot be.
-        """
-        values = {}
-        for name, own in (("tokenizer_model", "tokenizer_model"), ("sft_tokenizer_prompt_format", "prompt_format")):
-            if given.get(name) is not None:
-                definitions()[name].check(given[name])
-                values[own] = given[name]
-        return cls(**values)
-
-
 Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments | Conversations
 
 
@@ -224,9 +199,9 @@ class Format:
     """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
     read: Callable[[Sequence[Path]], Dataset]
     """Reads the files in order; raises a DataError that names file, row and value."""
-    read_text: Callable[[Sequence[Path], Tokenization], Dataset] | None = None
-    """Reads files of text by the run's tokenizer, with the errors of `read`; None where the files hold lengths or
-    tokens."""
+    read_text: Callable[[Sequence[Path], Mapping[str, Any]], Dataset] | None = None
+    """Reads files of text by the tokenizer in the run's settings, with the errors of `read`; None where the files hold
+    lengths or tokens."""
     yields: Callable[[Path], bool] = lambda path: False
     """Whether a file that is recognised may be left out where a directory also holds files of another format."""
 

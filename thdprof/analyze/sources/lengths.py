@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths
 from thdprof.analyze.sources.readers import arrow, json_lines, npy
-from thdprof.analyze.sources.readers.columns import holds_columns, open_columns, schema_of
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, Lengths
+from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
 from thdprof.errors import DataError
 
 

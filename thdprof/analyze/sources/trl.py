@@ -8,7 +8,7 @@ from pathlib import Path
 from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Dataset, Format
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.columns import open_columns, schema_of
+from thdprof.analyze.sources.readers.parquet import open_columns, schema_of
 
 COLUMN = "seq_lengths"
 
@@ -27,13 +27,12 @@ def read(paths: Sequence[Path]) -> Dataset:
     Raises:
         DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
     """
-    return Dataset.from_content(FORMAT.name, paths, base.join_rows([_read_rows(path) for path in paths], "trl"))
-
-
-def _read_rows(path: Path) -> base.Rows:
-    where = f"{path}: column {COLUMN}"
-    with open_columns(path) as file:
-        return base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where)
+    parts = []
+    for path in paths:
+        where = f"{path}: column {COLUMN}"
+        with open_columns(path) as file:
+            parts.append(base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where))
+    return Dataset.from_content(FORMAT.name, paths, base.join_rows(parts, "trl"))
 
 
 FORMAT = Format(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from thdprof.analyze.sources.base import Format
 from thdprof.analyze.sources.readers import json_lines, npy
-from thdprof.analyze.sources.readers.columns import holds_columns, schema_of
-from thdprof.analyze.sources.readers.parquet import is_parquet
+from thdprof.analyze.sources.readers.parquet import holds_columns, is_parquet, schema_of
 from thdprof.errors import DataError
+from thdprof.words import list_some
 
 _MOST_NAMES = 12
 """Columns or files that a message names."""
@@ -30,9 +30,9 @@ def directory_error(directory: Path, formats: Sequence[Format], *, auto: bool) -
     directories = sorted(path.name for path in directory.iterdir() if path.is_dir())
     advice = "name the files, or say --format" if auto else "name the files, or another directory"
     if files:
-        content = f"but the files {_listed(files)}; {advice}"
+        content = f"but the files {_list_names(files)}; {advice}"
     elif directories:
-        content = f"but the directories {_listed(directories)}; give one of them"
+        content = f"but the directories {_list_names(directories)}; give one of them"
     else:
         content = f"and no other file; {advice}"
     which = "a known format" if auto else f"format {formats[0].name}"
@@ -59,7 +59,7 @@ def _describe(path: Path) -> str:
         kind, schema = "parquet" if is_parquet(path) else "Arrow", schema_of(path)
         if schema is None:
             return f"it begins as {kind} files do, and cannot be read"
-        return f"it is {kind} with the columns {_listed(f'{f.name} ({f.type})' for f in schema)}"
+        return f"it is {kind} with the columns {_list_names(f'{f.name} ({f.type})' for f in schema)}"
     if header is not None:
         return f"it is .npy of {header[1]} and shape {header[0]}"
     for magic, name in _PACKED.items():
@@ -70,7 +70,5 @@ def _describe(path: Path) -> str:
     return f"it begins with {head!r}"
 
 
-def _listed(names: Iterable[str]) -> str:
-    every = [name if name.isprintable() else ascii(name) for name in names]
-    more = len(every) - _MOST_NAMES
-    return ", ".join(every[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names: Iterable[str]) -> str:
+    return list_some((name if name.isprintable() else ascii(name) for name in names), _MOST_NAMES)

@@ -11,14 +11,14 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.buckets.step_costs import costs_of_run
-from thdprof.analyze.predictions import Capture, OffloadPrediction, Predictions, Range, Ruling, Times, Verdict, Worth
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.predictions import Capture, OffloadPrediction, Predictions, Ruling, Times, Verdict, Worth
+from thdprof.analyze.schedule.replay import Replay
 from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.overlap import predict_overlap
 from thdprof.dispatch import WARMUP_PASSES, Bucket
-from thdprof.training import STEP_PACKERS, Kind, Model, TrainingSettings
+from thdprof.training import STEP_PACKERS
 from thdprof.words import amount
 
 OVERHEAD_SECONDS = (0.02, 0.2)
@@ -64,7 +64,7 @@ MEASURED_GAIN_BELOW = 0.98
 def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     """The verdict on modelled times, with the reason that launching and computing a layer give."""
     assert times.decoder_replay_ms is not None
-    time = modelled.at(modelled.shapes.typical)
+    time = modelled.at(modelled.typical)
     mtp, replay = modelled.mtp_gpu_ms, times.decoder_replay_ms
     low, high = modelled.replay_range(time) or (replay, replay)
     replay, low, high = replay + mtp, low + mtp, high + mtp
@@ -104,9 +104,9 @@ def rule(slowest: float, middle: float, quickest: float) -> Ruling:
 
 
 def _measured_verdict(times: Times) -> Verdict:
-    assert times.relative_step_time is not None
-    assert times.step_ms is not None
-    assert times.eager_step_ms is not None
+    """The verdict on measured times; without times, none."""
+    if times.relative_step_time is None or times.step_ms is None or times.eager_step_ms is None:
+        return Verdict(ruling=None, reason=times.basis)
     pays = times.relative_step_time[1] <= MEASURED_GAIN_BELOW
     planned, eager = times.step_ms[1], times.eager_step_ms[1]
     reason = (
@@ -124,27 +124,17 @@ def _digits(ms: float) -> str:
     return f"{ms:.{max(0, 1 - math.floor(math.log10(ms)))}f}"
 
 
-def document_tokens(
-    table: MicrobatchTable,
-    settings: TrainingSettings,
-    *,
-    kind: Kind,
-    row_tokens: float,
-    packing_efficiency: float | None,
-) -> float:
+def document_tokens(replayed: Replay, *, row_tokens: float) -> float:
     """Tokens of documents that the run trains on: those of its micro-batches without the padding of rows.
 
     Padding takes time and trains nothing, so that settings which pad more must not count as quicker. Where rows are
-    padded, the documents' tokens are those of the mean row.
-
-    Args:
-        row_tokens: tokens of the mean row of the dataset, for rows that were packed before.
-        packing_efficiency: share of the packed rows' tokens that hold documents; None where thdprof did not pack.
+    padded, the documents' tokens are those of the mean row, which has `row_tokens` in the dataset.
     """
-    total = float(table.n_tokens.sum())
+    settings, schedule = replayed.settings, replayed.schedule
+    total, packed = float(schedule.table.n_tokens.sum()), schedule.packing_efficiency
     tail = settings.tail_policy != "none"
-    if packing_efficiency is not None and settings.packer in STEP_PACKERS:
-        return total * packing_efficiency if tail else total
+    if packed is not None and settings.packer in STEP_PACKERS:
+        return total * packed if tail else total
     padded = {
         "streams": False,
         "conversations": True,
@@ -152,34 +142,27 @@ def document_tokens(
         "trl": settings.pad_seq_to_mult > 1,
         "packs": tail,
         "documents": tail or settings.packer.startswith("first_fit"),
-    }[kind]
+    }[replayed.kind]
     if not padded:
         return total
-    in_row = row_tokens if packing_efficiency is None else packing_efficiency * settings.seq_length
-    return min(total, in_row * settings.global_batch_size * table.num_steps)
+    in_row = (schedule.row_tokens or row_tokens) if packed is None else packed * settings.seq_length
+    return min(total, in_row * settings.global_batch_size * schedule.table.num_steps)
 
 
-def worth_of(
-    times: Times,
-    settings: TrainingSettings,
-    model: Model | None,
-    table: MicrobatchTable,
-    *,
-    price: float | None,
-    tokens: float | None = None,
-) -> Worth | None:
+def find_worth(times: Times, run: AnalyzedRun, *, price: float | None, tokens: float) -> Worth | None:
     """What the plan is worth; None without times.
 
     Args:
         price: price of a GPU-hour; None: not given.
-        tokens: tokens that the run trains on; None: all those of its micro-batches.
+        tokens: tokens that the run trains on.
     """
     if times.step_ms is None or times.eager_step_ms is None:
         return None
-    tensor, steps = 1 if model is None else model.tensor_model_parallel_size, table.num_steps
+    settings, model, steps = run.settings, run.model, run.table.num_steps
+    tensor = 1 if model is None else model.tensor_model_parallel_size
     ranks = settings.data_parallel_size * settings.context_parallel_size
     gpus = ranks * settings.pipeline_parallel_size * tensor
-    in_step = (float(table.n_tokens.sum()) if tokens is None else tokens) / steps
+    in_step = tokens / steps
     hours = gpus * steps / 3.6e6
     saved = (
         (times.eager_step_ms[0] - times.step_ms[0]) * hours,
@@ -192,17 +175,13 @@ def worth_of(
     return Worth(
         gpus=gpus,
         steps=steps,
-        tokens_per_second=_rates(in_step, times.step_ms),
-        eager_tokens_per_second=_rates(in_step, times.eager_step_ms),
+        tokens_per_second=(in_step * 1000 / times.step_ms[1], in_step * 1000 / times.step_ms[0]),
+        eager_tokens_per_second=(in_step * 1000 / times.eager_step_ms[1], in_step * 1000 / times.eager_step_ms[0]),
         gpu_hours=(times.step_ms[0] * hours, times.step_ms[1] * hours),
         gpu_hours_saved=(min(saved), max(saved)),
         gpu_hour_price=price,
         saved=None if price is None else (min(saved) * price, max(saved) * price),
     )
-
-
-def _rates(tokens: float, step_ms: Range) -> Range:
-    return tokens * 1000 / step_ms[1], tokens * 1000 / step_ms[0]
 
 
 def predict(
@@ -212,11 +191,11 @@ def predict(
     *,
     modelled: ModelledTimes | None,
     unknown: str,
-    offload: OffloadPrediction | None = None,
-    watched: bool = False,
-    tokens: float | None = None,
-    price: float | None = None,
-    gbps: float | None = None,
+    offload: OffloadPrediction | None,
+    watched: bool,
+    tokens: float,
+    price: float | None,
+    gbps: float | None,
 ) -> Predictions:
     """What is predicted of `run` under the chosen buckets, or under the quickest single cap where there are none.
 
@@ -226,7 +205,7 @@ def predict(
         modelled: the model of times that `costs` are of; None: they were measured, or are of another model.
         unknown: how to get times, where `costs` are of another model.
         watched: whether some replayed micro-batches are verified (`graphs.verify`).
-        tokens: tokens that the run trains on; None: all those of its micro-batches.
+        tokens: tokens that the run trains on.
         price: price of a GPU-hour; None: not given.
         gbps: GB/s of one GPU in collectives of its data-parallel group; None: assumed.
     """
@@ -237,7 +216,7 @@ def predict(
     times = Times(origin="none", basis=unknown)
     if costs.origin != "none":
         hosts = "" if modelled is None else f", launched by {modelled.host.basis}"
-        times = times_of(run, costs, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
+        times = predict_times(run, costs, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
     overlap = None
     if chosen.buckets and times.origin != "none":
         overlap = predict_overlap(
@@ -253,15 +232,15 @@ def predict(
     planned = times if chosen.buckets else times.model_copy(update={"step_ms": times.eager_step_ms})
     return Predictions(
         times=times,
-        verdict=verdict_of(times, modelled),
-        worth=worth_of(planned, run.settings, run.model, run.table, price=price, tokens=tokens),
+        verdict=_measured_verdict(times) if modelled is None else modelled_verdict(modelled, times),
+        worth=find_worth(planned, run, price=price, tokens=tokens),
         memory=predict_memory(run, costs, chosen.buckets, freed_bytes=freed, watched=watched),
         capture=predict_capture(num_buckets=len(chosen.buckets), slots=run.slots, costs=costs),
         overlap=overlap,
     )
 
 
-def times_of(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, basis: str) -> Times:
+def predict_times(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, basis: str) -> Times:
     """Times of the median micro-batch and of a step by `costs`, which are of the user's model.
 
     Args:
@@ -290,10 +269,3 @@ def times_of(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, b
         step_ms=(steps[0][0], steps[-1][0]),
         eager_step_ms=(steps[0][1], steps[-1][1]),
     )
-
-
-def verdict_of(times: Times, modelled: ModelledTimes | None) -> Verdict:
-    """The verdict on `times`; without times, none."""
-    if times.origin == "none":
-        return Verdict(ruling=None, reason=times.basis)
-    return _measured_verdict(times) if modelled is None else modelled_verdict(modelled, times)

@@ -306,9 +306,10 @@ class Decoder:
             return self._mamba_layer(work)
         layer = Layer()
         if "attention" in kind:
-            layer.add(self._attention_layer(work))
+            layer.add(self._latent_attention(work) if self._model.multi_latent_attention else self._attention(work))
+            layer.add(self._residual(work))
         if "mlp" in kind:
-            layer.add(self._mlp_layer(work))
+            layer.add(self._before_product(work), self._mlp(work.tokens, self._model.ffn_size), self._residual(work))
         if "moe" in kind:
             layer.add(self._expert_layer(work))
         layer.add(self._adapters(work, kind))
@@ -326,18 +327,6 @@ class Decoder:
             kinds = {kind for module in model.recompute_modules for kind in _RECOMPUTED.get(module, ())}
             again = [kernels for kernels in layer.forward if kernels.kind in kinds]
         return [*layer.forward, *again, *layer.backward]
-
-    def _attention_layer(self, work: Work) -> Layer:
-        """Normalization, attention with its projections, and the residual."""
-        layer = self._latent_attention(work) if self._model.multi_latent_attention else self._attention(work)
-        layer.add(self._residual(work))
-        return layer
-
-    def _mlp_layer(self, work: Work) -> Layer:
-        """Normalization, the dense MLP, and the residual."""
-        layer = self._before_product(work)
-        layer.add(self._mlp(work.tokens, self._model.ffn_size), self._residual(work))
-        return layer
 
     def _expert_layer(self, work: Work) -> Layer:
         """Normalization, router, experts with their exchange of tokens, shared experts, and the residual."""

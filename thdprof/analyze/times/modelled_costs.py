@@ -120,39 +120,19 @@ _OWN_LAYERS = 2.0
 """Time of a graph of transformers' own layers, beside one of fused layers, at most; 1.9 in the shape of Qwen3-0.6B."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
-    """The micro-batches that times are modelled for."""
-
-    tokens: int
-    """Tokens of a micro-batch on one context-parallel rank."""
-    squared: float
-    """Mean over micro-batches of the sum of their documents' squared lengths."""
-    typical: int
-    """Documents of the median micro-batch."""
-    most: int
-    """Documents of the micro-batch that has most."""
-
-
 class ModelledTimes:
     """Times of the decoder of one run, as its documents and caps vary."""
 
-    def __init__(
-        self,
-        model: Model,
-        gpu: Gpu,
-        host: HostRate,
-        settings: TrainingSettings,
-        shapes: Shapes,
-        *,
-        layer_graphs: bool = False,
-    ) -> None:
-        """Times of `model`; with `layer_graphs` the memory of a slot is that of layers that recompute nothing."""
-        self.model, self.gpu, self.host, self.settings, self.shapes = model, gpu, host, settings, shapes
-        self._layer_graphs = layer_graphs
-        self.decoder = Decoder(model, gpu, pipeline_size=settings.pipeline_parallel_size)
-        self._mtp_layers = model.mtp_num_layers / self.decoder.num_layers
-        self._typical_gpu_ms = self.at(shapes.typical).gpu_ms
+    def __init__(self, run: AnalyzedRun, gpu: Gpu, host: HostRate) -> None:
+        """Times of `run`, whose model is known, on `gpu`, for which `host` launches."""
+        assert run.model is not None
+        self.model, self.settings, self.gpu, self.host, self._run = run.model, run.settings, gpu, host, run
+        self.decoder = Decoder(self.model, gpu, pipeline_size=self.settings.pipeline_parallel_size)
+        self.typical = run.profile.n_seqs.percentile(50.0)
+        """Documents of the median micro-batch."""
+        self._squared = 0.0 if run.table.squared is None else float(run.table.squared.mean())
+        self._mtp_layers = self.model.mtp_num_layers / self.decoder.num_layers
+        self._typical_gpu_ms = self.at(self.typical).gpu_ms
 
     @property
     def slower_kernels(self) -> float:
@@ -162,11 +142,11 @@ class ModelledTimes:
 
     def at(self, max_seqs: int) -> DecoderTime:
         """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
-        return self._time(max_seqs, self.shapes.squared)
+        return self._time(max_seqs, self._squared)
 
     def _time(self, max_seqs: int, squared: float) -> DecoderTime:
         cp = self.settings.context_parallel_size
-        return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
+        return self.decoder.time(tokens=self._run.n_tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
 
     def outside(self) -> Range:
         """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
@@ -180,7 +160,7 @@ class ModelledTimes:
 
     def _outside_gpu_ms(self) -> float:
         """GPU time of embedding, output layer and loss of a micro-batch; 0 without a vocabulary."""
-        model, tokens, hidden = self.model, self.shapes.tokens, self.model.hidden_size
+        model, tokens, hidden = self.model, self._run.n_tokens, self.model.hidden_size
         if model.vocab_size is None:
             return 0.0
         device, entries = Device(self.gpu), model.vocab_size // model.tensor_model_parallel_size
@@ -216,39 +196,40 @@ class ModelledTimes:
 
     def table(self) -> CostTable:
         """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""
-        outside = self.outside()
-        ends = [n for n in _STEPS if n < self.shapes.most]  # numbers of documents after which eager times differ
-        top = max(1024, rounded_documents(self.shapes.most))
+        outside, tokens = self.outside(), self._run.n_tokens
+        most = self._run.profile.n_seqs.percentile(100.0)
+        ends = [n for n in _STEPS if n < most]  # numbers of documents after which eager times differ
+        top = max(1024, rounded_documents(most))
         per_unit = (self._time(64, 2e9).gpu_ms - self._time(64, 1e9).gpu_ms) / 1e9
         return CostTable(
-            name=f"{describe(self.model)}, {self.decoder.num_layers} layers a rank, {self.shapes.tokens} tokens",
+            name=f"{describe(self.model)}, {self.decoder.num_layers} layers a rank, {tokens} tokens",
             calibrated=False,
             modelled=True,
             hardware=self.gpu.label,
             attention="Transformer Engine's fused attention",
-            n_tokens=self.shapes.tokens,
-            eager=[self._eager_point(n) for n in sorted({1, *ends, *(n + 1 for n in ends), self.shapes.most})],
+            n_tokens=tokens,
+            eager=[self._eager_point(n) for n in sorted({1, *ends, *(n + 1 for n in ends), most})],
             replay=[self._replay_point(n) for n in sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})],
             max_seqs_steps=_STEPS,
             ms_per_squared_token=per_unit * (1 + self._mtp_layers),
-            squared_tokens=self.shapes.squared,
+            squared_tokens=self._squared,
             outside_ms=(outside[0] * outside[1]) ** 0.5,
             outside_range_ms=outside,
             slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
-            slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens, layer_graphs=self._layer_graphs),
+            slot_bytes=slot_bytes(self.model, self.settings, tokens, layer_graphs=self._run.layer_graphs),
         )
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
         time = self.at(max_seqs)
-        if not self._experts_run_eagerly(time):
+        if self.replay_range(time) is None:
             return ReplayPoint(max_seqs=max_seqs, ms=self._with_mtp(time.replay_ms, time.gpu_ms))
         low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return ReplayPoint(max_seqs=max_seqs, ms=middle, range_ms=(low, high))
 
     def replay_range(self, time: DecoderTime) -> Range | None:
         """The range of a replay between whose graphs experts run eagerly; None where layers are captured whole."""
-        if not self._experts_run_eagerly(time):
+        if self.settings.experts != "dropless" or time.expert_launches == 0:
             return None
         low, _, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return low, high
@@ -258,9 +239,6 @@ class ModelledTimes:
         prediction take longer than on the GPU alone."""
         low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.eager_ms(time))
         return low, middle, high
-
-    def _experts_run_eagerly(self, time: DecoderTime) -> bool:
-        return self.settings.experts == "dropless" and time.expert_launches > 0
 
     def _eager_point(self, documents: int) -> EagerPoint:
         low, middle, high = self.eager_ms(self.at(documents))
@@ -309,13 +287,7 @@ def modelled_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
             f"--gpu {gpu.name}: {with_article(gpu.label)} has no FP8, and the model is trained with the FP8 recipe "
             f"{run.model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
         )
-    shapes = Shapes(
-        tokens=run.n_tokens,
-        squared=0.0 if run.table.squared is None else float(run.table.squared.mean()),
-        typical=run.profile.n_seqs.percentile(50.0),
-        most=run.profile.n_seqs.percentile(100.0),
-    )
-    return ModelledTimes(run.model, gpu, host_of(gpu), run.settings, shapes, layer_graphs=run.layer_graphs)
+    return ModelledTimes(run, gpu, host_of(gpu))
 
 
 def host_of(gpu: Gpu) -> HostRate:

@@ -11,7 +11,7 @@ import torch
 
 from thdprof.megatron_limits.known_fields import unread_fields
 from thdprof.runtime.megatron.versions import installed
-from thdprof.training.stamp import warning
+from thdprof.training.stamp import compare_stamp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ def warn_of_other_surroundings(plan: Plan, here: Mapping[str, str | None] | None
     """Log one warning where this run differs from what the plan's times were measured on, if the plan has a stamp."""
     if (measured := plan.costs.stamp) is None:
         return
-    if (text := warning(measured, stamp_here() if here is None else here)) is not None:
+    if (text := compare_stamp(measured, stamp_here() if here is None else here)) is not None:
         logger.warning("%s", text)
 
 

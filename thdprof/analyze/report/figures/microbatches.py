@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -41,41 +40,15 @@ _ENDS = ("p50", "p90", "p99", "max")
 """Percentiles of documents that are shown over the run and of parts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distribution:
-    """How a measure is spread over micro-batches."""
-
-    edges: NDArray[np.float64]
-    """Borders of the bars, half-way between whole numbers, shape [bars + 1]."""
-    shares: NDArray[np.float64]
-    """Share of micro-batches in each bar, shape [bars]."""
-    densities: NDArray[np.float64]
-    """Share of micro-batches for each whole number in a bar: bars of unequal width compare by it, shape [bars]."""
-    values: NDArray[np.int64]
-    """Values that occur, ascending, shape [points]; evenly spaced ones where there are too many for a curve to show."""
-    cumulative: NDArray[np.float64]
-    """Share of micro-batches with at most each value, shape [points]."""
-    percentiles: dict[str, int]
-    """Values at the percentiles, by their names in `PERCENTILES`."""
-    logarithmic: bool
-    """Whether the values are so skewed that the figure has a logarithmic axis."""
+def count_bars(histogram: Histogram) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Borders of the bars that show `histogram`, shape [bars + 1], and the share of micro-batches in each, [bars]."""
+    edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=_is_skewed(histogram))
+    counts = np.histogram(np.arange(len(histogram.counts)), edges, weights=histogram.counts)[0]
+    return edges, counts / histogram.total
 
 
-def distribution(histogram: Histogram) -> Distribution:
-    """The distribution that `histogram` counts."""
-    logarithmic = _is_skewed(histogram)
-    edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=logarithmic)
-    shares = np.histogram(np.arange(len(histogram.counts)), edges, weights=histogram.counts)[0] / histogram.total
-    values = _thin_out(np.flatnonzero(histogram.counts))
-    return Distribution(
-        edges=edges,
-        shares=shares,
-        densities=shares / np.diff(edges),
-        values=values,
-        cumulative=np.cumsum(histogram.counts)[values] / histogram.total,
-        percentiles={name: histogram.percentile(p) for name, p in PERCENTILES.items()},
-        logarithmic=logarithmic,
-    )
+def _find_percentiles(histogram: Histogram) -> dict[str, int]:
+    return {name: histogram.percentile(p) for name, p in PERCENTILES.items()}
 
 
 def _list_percentiles(percentiles: dict[str, int]) -> str:
@@ -116,39 +89,41 @@ def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float
 def shapes(report: Report, cap: int) -> Figure:
     """Histograms and cumulative curves of a micro-batch's documents and of the tokens of its longest document."""
     documents, tokens = report.profile.histogram(), report.profile.histogram(measure="max_seqlen")
-    n_seqs, longest = distribution(documents), distribution(tokens)
-    labels = "documents of a micro-batch", "tokens of its longest document"
-    measures = tuple(zip(labels, ("document", "token"), (n_seqs, longest), strict=True))
+    n_seqs, longest = map(_find_percentiles, (documents, tokens))
+    measures = (
+        ("documents of a micro-batch", "document", documents, n_seqs),
+        ("tokens of its longest document", "token", tokens, longest),
+    )
 
     def paint(canvas: Canvas) -> None:
         columns = 1 if canvas.narrow else 2
         width = (canvas.width - 24 * (columns - 1)) / columns
         top = 0.0
-        for index, (label, unit, spread) in enumerate(measures):
+        for index, (label, unit, histogram, percentiles) in enumerate(measures):
             left = index % columns * (width + 24)
             if columns == 1:
                 top = canvas.bottom + (24 if index else 0)
-            panels = _paint_distribution(canvas, left, top, width, label, unit, spread)
+            panels = _paint_distribution(canvas, left, top, width, label, unit, histogram)
             if index == 0:
                 for panel in panels:
                     panel.cap(cap, named=panel is panels[0])
-            names = [f"{percentile_name(name)} {value:,}" for name, value in spread.percentiles.items()]
+            names = [f"{percentile_name(name)} {value:,}" for name, value in percentiles.items()]
             for row, words in enumerate((names[:3], names[3:])):
                 y = top + 352 + (3 + row) * LINE + 4
                 canvas.text(left + _LEFT, y, "   ".join(words), look="q", extra=' xml:space="preserve"')
             canvas.bottom = max(canvas.bottom, top + 352 + 4 * LINE + 8)
 
     alt = "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
-    alt += "; ".join(f"{label}: {_list_percentiles(spread.percentiles)}" for label, _, spread in measures)
+    alt += "; ".join(f"{label}: {_list_percentiles(percentiles)}" for label, _, _, percentiles in measures)
     return Figure(
         id="shapes",
-        text=f"{_spread(documents, n_seqs.percentiles)}; the longest document has "
-        f"{counted(longest.percentiles['p50'], 'token')} at the median and {longest.percentiles['max']:,} at most.",
+        text=f"{_spread(documents, n_seqs)}; the longest document has "
+        f"{counted(longest['p50'], 'token')} at the median and {longest['max']:,} at most.",
         alt=alt,
         paint=paint,
         values={
-            "n_seqs_documents": {"mean": documents.mean, **n_seqs.percentiles},
-            "max_seqlen_tokens": {"mean": tokens.mean, **longest.percentiles},
+            "n_seqs_documents": {"mean": documents.mean, **n_seqs},
+            "max_seqlen_tokens": {"mean": tokens.mean, **longest},
         },
     )
 
@@ -167,30 +142,31 @@ def _spread(documents: Histogram, p: dict[str, int]) -> str:
 
 
 def _paint_distribution(
-    canvas: Canvas, left: float, top: float, width: float, label: str, unit: str, spread: Distribution
+    canvas: Canvas, left: float, top: float, width: float, label: str, unit: str, histogram: Histogram
 ) -> tuple[Panel, Panel]:
     """The histogram and the cumulative curve of one measure."""
-    low, high = float(spread.edges[0]), float(spread.edges[-1])
-    x = Scale(low, high, left + _LEFT, left + width - 6, spread.logarithmic)
-    most = float(spread.densities.max()) * 1.05
+    edges, shares = count_bars(histogram)
+    densities = shares / np.diff(edges)  # bars of unequal width compare by the share for each whole number
+    low, high = float(edges[0]), float(edges[-1])
+    x = Scale(low, high, left + _LEFT, left + width - 6, _is_skewed(histogram))
+    most = float(densities.max()) * 1.05
     panel = canvas.panel(f"Share of micro-batches, per {unit}", x, (0, most), 132, top=top, left=left)
     panel.axes(x_ticks=False)
-    for at, (density, part) in enumerate(zip(spread.densities, spread.shares, strict=True)):
+    for at, (density, part) in enumerate(zip(densities, shares, strict=True)):
         if part == 0:
             continue
-        begin, end = spread.edges[at : at + 2]
+        begin, end = edges[at : at + 2]
         first, last = int(begin + 0.5), int(end - 0.5)
         numbers = counted(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
         panel.column(begin, end, density, "f0", inset=0.6 if x(end) - x(begin) > 3 else 0)
         panel.strip(begin, end, f"{numbers}: {percent(float(part))} of micro-batches")
     below = canvas.panel("Share with at most so many", x, (0, 1), 130, top=top + 196, gap=26, left=left)
     below.axes(x_label=label)
-    below.stairs([low, *spread.values], [0.0, *spread.cumulative], 0)
-    values = spread.values.tolist()
-    tips = [
-        f"{percent(c)} hold at most {counted(v, unit)}" for v, c in zip(values, spread.cumulative.tolist(), strict=True)
-    ]
-    below.strips(values, tips)
+    values = _thin_out(np.flatnonzero(histogram.counts))
+    cumulative = np.cumsum(histogram.counts)[values] / histogram.total
+    below.stairs([low, *values], [0.0, *cumulative], 0)
+    pairs = list(zip(values.tolist(), cumulative.tolist(), strict=True))
+    below.strips(values.tolist(), [f"{percent(share)} hold at most {counted(value, unit)}" for value, share in pairs])
     return panel, below
 
 
@@ -227,7 +203,7 @@ def joint(report: Report, cap: int) -> Figure:
 
     return Figure(
         id="joint",
-        text=joint_text(n_seqs, max_seqlen, count, documents),
+        text=compare_lengths(border, long_many, long_few, documents),
         alt="A map of how many micro-batches have so many documents and so long a longest document, the plan's graphs "
         "as dotted borders and the cap as a dashed line.",
         paint=paint,
@@ -291,17 +267,13 @@ def _split_at_p90(
     return border, medians[1] if len(medians) > 1 else None, medians[0]
 
 
-def joint_text(
-    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
-) -> str:
+def compare_lengths(border: int, long_many: int | None, long_few: int, documents: Histogram) -> str:
     """A sentence that says whether micro-batches of many documents have longer or shorter documents than the others.
 
-    The arrays have shape [shapes]: documents, tokens of the longest one and number of the micro-batches of each shape.
-    The P90 of `documents` parts the many from the others.
+    The many have more documents than `border`; `long_many` and `long_few` are median tokens of the longest document.
     """
-    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
     if long_many is None:
-        most = percent(float(count[n_seqs == border].sum() / count.sum()))
+        most = percent(float(documents.counts[border] / documents.total))
         return f"{most} of micro-batches hold the most documents there are, {border:,}."
     share = percent(share_over(documents, border))
     relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.arrow import arrow_errors, opened
+from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_errors, arrow_schema, is_arrow, opened
 from thdprof.errors import DataError
 
 _DEEPEST = 12
@@ -524,3 +524,31 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
         footer = raw.read(length)
     with arrow_errors(path), pq.ParquetFile(opened(path)) as arrow:
         yield ParquetFile(path, arrow, footer)
+
+
+# --- files of columns, parquet or Arrow, of which one column is read --------------------------------------------------
+
+
+def holds_columns(path: Path) -> bool:
+    """Whether the file begins as parquet or Arrow files do."""
+    return is_parquet(path) or is_arrow(path)
+
+
+def schema_of(path: Path) -> Any:
+    """The `pyarrow.Schema` of a parquet or Arrow file; None if it is neither, or broken."""
+    return parquet_schema(path) if is_parquet(path) else arrow_schema(path)
+
+
+@contextmanager
+def open_columns(path: Path) -> Iterator[ParquetFile | ArrowFile]:
+    """Open a parquet or Arrow file; pyarrow's exceptions become a DataError.
+
+    Raises:
+        DataError: the file is neither, truncated or corrupt.
+    """
+    if is_parquet(path):
+        with open_parquet(path) as file:
+            yield file
+        return
+    with arrow_errors(path):
+        yield ArrowFile(path)
