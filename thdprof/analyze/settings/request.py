@@ -66,6 +66,8 @@ class Request:
     """The file of --model that was read; None without one."""
     script: Script | None = None
     """The launch; None without one."""
+    trainer_arguments: Mapping[str, Any] | None = None
+    """Fields of the Trainer's arguments; None without --training-args."""
     gpu: str | None = None
     """Name of the GPU that times are of; None: this machine's, else the one that is assumed."""
     gpu_hour_price: float | None = None
@@ -105,7 +107,7 @@ def read_request(
     file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     run: MegatronArgs | None = None
-    usual_format = "auto"
+    usual_format, fields = "auto", None
     if training_args is not None:
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
@@ -152,6 +154,7 @@ def read_request(
         model_source=resolved.source,
         model_file=None if path is None else model_file(path),
         script=script,
+        trainer_arguments=fields,
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=number_of("gpu_hour_price", command),
         layers_per_graph=read_layers_per_graph(command.get("layers_per_graph")),

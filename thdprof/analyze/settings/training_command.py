@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.settings.launch_flags import holds_flags, note_unseen, training_commands, unsettled_error
 from thdprof.analyze.settings.launch_script import read_launch
@@ -18,6 +19,7 @@ from thdprof.errors import UsageError
 from thdprof.files import parse_yaml, read_text
 from thdprof.megatron_limits import Run, limits_of
 from thdprof.megatron_limits.command_line import refused_beforehand
+from thdprof.megatron_limits.trainer import refuse_arguments, refuse_model_type, refuse_plan
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -129,7 +131,9 @@ def _settle_words(
 # --- what `install` would refuse, by the table of limits that `install` reads -----------------------------------------
 
 
-def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None) -> tuple[list[str], str | None]:
+def find_refusals(
+    plan: Plan, *, script: Script | None, model_file: Path | None, trainer_arguments: Mapping[str, Any] | None = None
+) -> tuple[list[str], str | None]:
     """A line for every setting with which training by `plan` would be refused; and why others are not known, or None.
 
     The settings of a script are not known where a word is not settled that the analysis itself did not need.
@@ -137,7 +141,9 @@ def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None)
     Args:
         plan: the plan of the analysis.
         script: the launch; None without one.
-        model_file: the file of --model; one that is no recipe says nothing of the trainer.
+        model_file: the file of --model; one that is neither a recipe nor the config.json of a Trainer's model says
+            nothing of the trainer.
+        trainer_arguments: fields of the Trainer's arguments; None where another trainer trains.
     """
     lines: list[str] = []
     unknown: str | None = None
@@ -148,7 +154,12 @@ def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None)
             lines += refused_beforehand(plan, read_training_command(script, passed_over=_OF_NO_LIMIT).words)
         except UsageError as error:
             unknown = str(error)
-    if model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
+    if trainer_arguments is not None:
+        lines += [*refuse_plan(plan), *refuse_arguments(trainer_arguments, {})]
+        if model_file is not None and model_file.suffix.lower() == ".json":
+            model_type = json.loads(read_text(model_file, where=str(model_file), kind="JSON")).get("model_type")
+            lines += refuse_model_type(model_type) if isinstance(model_type, str) else []
+    elif model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
         content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
         fields = settings_of_recipe(content) if isinstance(content, dict) else None
         if fields is not None:
