@@ -260,6 +260,8 @@ class PredictionsPart(Part):
     graph_memory_bytes: int | None
     """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
     table has no memory, or is of another model."""
+    refused: list[str] = []
+    """Why training by this plan would be refused, as far as the run's settings tell; empty where nothing was found."""
     offload_host_bytes: int | None = None
     """Pinned host memory for the slots of that pipeline rank; null without graphs.offload. Chunk graphs pin as much
     again for each eager micro-batch in flight."""

@@ -95,6 +95,18 @@ def saved(values: tuple[float, float], unit: str) -> str:
     return f"{spanned(values, unit)} saved"
 
 
+def saved_share(relative: tuple[float, float]) -> str:
+    """What graphs do by the lowest and the highest share of its eager time that a step takes: "save 24% to 75% of a
+    step", or a loss.
+    """
+    low, high = (round(100 * (1 - share)) for share in reversed(relative))
+    if low >= 0:
+        return f"save {f'{low}% to {high}%' if low < high else f'{high}%'} of a step"
+    if high > 0:
+        return f"make a step up to {-low}% longer or {high}% shorter"
+    return f"make a step {f'{-high}% to {-low}%' if low < high else f'{-low}%'} longer"
+
+
 def printable(text: str) -> str:
     """`text` on one line that can be written in any encoding of Unicode: unprintable characters become U+FFFD."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)

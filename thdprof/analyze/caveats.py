@@ -33,6 +33,9 @@ _PADDING_REMEDY_BY_PACKER = {
 }
 """The way to do so under dynamic context parallelism, by the packer."""
 
+MODELLED = "times are modelled, not measured"
+"""How the warning begins that stands beside every modelled time."""
+
 
 _OTHER_TOKENS = 0.05
 """Share by which a table's micro-batches may have other tokens than the run's before a warning."""
@@ -113,10 +116,10 @@ def warn_of_model(model: Model, settings: TrainingSettings, gpu: str | None, *, 
 
         unlike = _list_unmeasured(model, settings, find_gpu(gpu))
         if unlike or not settings.is_of_trainer:
-            yield f"times are modelled, not measured: {_describe_accuracy(unlike)}"
+            yield f"{MODELLED}: {_describe_accuracy(unlike)}"
         if settings.is_of_trainer:
             yield (
-                "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes, to "
+                f"{MODELLED}, from fused layers, which PlanCallback(compile=True) makes, to "
                 "layers that take twice as long: transformers' own took 1.9 times as long in a graph, in the one shape "
                 "that was compared. Choose caps by the shares of what falls back, and time some steps"
             )

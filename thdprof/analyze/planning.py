@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
@@ -109,7 +109,7 @@ def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:
 def _predictions(analysis: Analysis) -> PredictionsPart:
     chosen, offload = analysis.recommendation, analysis.offload
     names = ("relative_step_time", "step_ms", "eager_step_ms", "graph_memory_bytes")
-    times = {name: getattr(chosen, name) if analysis.timed else None for name in names}
+    times: dict[str, Any] = {name: getattr(chosen, name) if analysis.timed else None for name in names}
     if offload is not None:
         times["graph_memory_bytes"] = offload.graph_memory_bytes
     return PredictionsPart(

@@ -33,6 +33,8 @@ class Verdict:
     """The verdict; None where no times are known."""
     reason: str
     """Its reason, such as "launching takes 5.1 ms of a 5.3 ms layer"; without times, how to get them."""
+    saves: str = ""
+    """What graphs save with compiled layers and without, under Hugging Face's Trainer; empty elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

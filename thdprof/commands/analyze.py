@@ -20,7 +20,7 @@ from thdprof.commands.options import (
     output_option,
     with_settings,
 )
-from thdprof.errors import UsageError
+from thdprof.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.request import Request
@@ -54,9 +54,13 @@ def analyze(
     ] = None,
     microbatches: Annotated[Path | None, output_option(help="Write the micro-batch table here (parquet).")] = None,
     json: Json = False,
+    details: Annotated[bool, output_option("--details", help="Say all that is known, not the answer alone.")] = False,
     force: Force = False,
 ) -> None:
-    """Predict the micro-batches of a run and recommend which graphs to capture."""
+    """Predict the micro-batches of a run and recommend which graphs to capture.
+
+    Exits with 3, the plan written all the same, where training by the plan would be refused.
+    """
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.planning import make_plan
@@ -96,19 +100,35 @@ def analyze(
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-    _warn_of_training(plan, request, gpu=analysis.gpu)
+    plan = _with_refusals(plan, request, gpu=analysis.gpu)
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
         plan.save(output, force=force)
+    refused = plan.predictions.refused
     if json:
-        streams.write(json_text(to_dict(analysis)) + "\n")
-        return
-    print_report(analysis, streams.console(stderr=to_stdout))
-    if output is not None and not to_stdout:
-        streams.say(f"plan written to {output}")
-    if profile is not None:
-        streams.say(f"profile written to {profile}")
+        streams.write(json_text({**to_dict(analysis), "refused": refused}) + "\n")
+    else:
+        then = next_command(request, None if to_stdout else output)
+        print_report(analysis, streams.console(stderr=to_stdout), plan=plan, then=then, details=details)
+        if output is not None and not to_stdout:
+            streams.say(f"plan written to {output}")
+        if profile is not None:
+            streams.say(f"profile written to {profile}")
+    if refused:
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise GateError(f"training by this plan would be refused: {refused[0]}{more}")
+
+
+def next_command(request: Request, plan: Path | None) -> str:
+    """What the user types next, by the trainer that the request is of."""
+    if plan is None:
+        return "the same with -o plan.yaml, which writes the plan"
+    if request.trainer_arguments is not None or request.given.get("loader") == "trainer":
+        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}")]), from thdprof.transformers'
+    if request.script is not None:
+        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
+    return f"thdprof report {plan}, or training by it (README.md)"
 
 
 def _check_outputs(
@@ -129,18 +149,23 @@ def _check_outputs(
     return outputs
 
 
-def _warn_of_training(plan: Plan, request: Request, *, gpu: str | None) -> None:
-    """Say where the plan's times were measured elsewhere, and what training by the plan would refuse."""
+def _with_refusals(plan: Plan, request: Request, *, gpu: str | None) -> Plan:
+    """The plan with what training by it would refuse; says where its times were measured elsewhere."""
     from thdprof.analyze.settings.launch_flags import find_refusals
     from thdprof.training.stamp import compare_with_installed
 
     if (other := compare_with_installed(plan.costs.stamp, gpu=gpu)) is not None:
         streams.say(other)
-    refused, reason = find_refusals(plan, script=request.script, recipe=request.recipe)
-    for line in refused:
-        streams.say(f"training by this plan would be refused: {line}")
+    refused, reason = find_refusals(
+        plan,
+        script=request.script,
+        recipe=request.recipe,
+        trainer_arguments=request.trainer_arguments,
+        model_file=request.model_file,
+    )
     if reason is not None:
         streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
+    return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})})
 
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:

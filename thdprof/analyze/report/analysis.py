@@ -13,6 +13,7 @@ from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.recommend import Candidate
+from thdprof.analyze.caveats import MODELLED
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.report.shared import (
     capture_sentence,
@@ -26,9 +27,9 @@ from thdprof.analyze.report.shared import (
     times_sentences,
 )
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
-from thdprof.plan import CostsPart
+from thdprof.plan import CostsPart, Plan
 from thdprof.training import shown
-from thdprof.words import counted, listed, percent, percentile_name
+from thdprof.words import counted, listed, memory_size, percent, percentile_name, saved_share
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
@@ -45,10 +46,54 @@ _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
 
-def print_report(analysis: Analysis, console: Console) -> None:
-    """Write the report of `analysis` to `console`."""
+def print_report(analysis: Analysis, console: Console, *, plan: Plan, then: str, details: bool) -> None:
+    """Write the answer and the table of `analysis` to `console`, with `details` all else that is known.
+
+    Args:
+        plan: the plan that was made of the analysis, with what training by it would refuse.
+        then: what the user does next.
+    """
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    print_parts(_parts(analysis, block), console)
+    print_parts(_parts(analysis, block, plan=plan, then=then, details=details), console)
+
+
+def answer(analysis: Analysis, plan: Plan, then: str) -> list[tuple[str, str]]:
+    """The answer in five lines, each with its heading."""
+    chosen, predicted = analysis.recommendation, plan.predictions
+    unseen = ""
+    if chosen.buckets:
+        unseen = f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}%"
+    eager = "no micro-batch seen"
+    if (rate := chosen.fallback_rate).microbatch:
+        eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
+    memory = "not known: it takes the model (--megatron-args or --model)"
+    if analysis.memory is not None:
+        memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
+    if predicted.graph_memory_bytes:
+        graphs = memory_size(predicted.graph_memory_bytes / 2**30)
+        memory = f"{graphs} of graphs" + (f"; {memory}" if analysis.memory is not None else "")
+    ruling, times = analysis.verdict.ruling, analysis.times
+    step = f"no times: {analysis.verdict.reason}"
+    if ruling is not None and times.relative_step_time is not None:
+        would = "they" if chosen.buckets else "they would"
+        saves = analysis.verdict.saves or f"{would} {saved_share(times.relative_step_time)}"
+        step = f"{ruling}: {saves} ({times.origin}, {analysis.costs.hardware})"
+    return [
+        ("capture", _captured(analysis)),
+        ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
+        ("step", step),
+        ("memory", memory),
+        ("next", then if not predicted.refused else "change what is refused, and analyse again"),
+    ]
+
+
+def _captured(analysis: Analysis) -> str:
+    """What the plan captures, or why nothing."""
+    if not analysis.recommendation.buckets:
+        text = sentence(analysis)
+        return f"{text[0].lower()}{text[1:]}"
+    text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
+    return f"{text}, in {counted(max(map(sum, analysis.slots)), 'slot')}"
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
@@ -70,8 +115,13 @@ def _offloaded(offload: OffloadPrediction) -> str:
     return f"{text} ({offload.model})"
 
 
-def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
+def _parts(analysis: Analysis, block: str, *, plan: Plan, then: str, details: bool) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
+    for line in plan.predictions.refused:
+        yield Text(f"training by this plan would be refused: {line}", style="bold red")
+    for heading, line in answer(analysis, plan, then):
+        yield Text(f"{heading:<8} {line}", style="bold" if heading == "capture" else "")
+    yield ""
     amounts = (
         counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
@@ -83,10 +133,14 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         origin = guessed if table.size_guessed else "replayed up to a step that Megatron stops on"
     count = counted(len(table), "micro-batch", "micro-batches")
     yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
-    if analysis.model is not None:
+    if analysis.model is not None and details:
         yield Text(model_sentence(analysis.model, gpu=analysis.gpu, source=analysis.model_source))
-    for assumption in analysis.assumptions:
-        yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
+    if details:
+        for assumption in analysis.assumptions:
+            yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
+    elif analysis.assumptions:
+        assumed = ", ".join(f"{assumption.flag} {assumption.value}" for assumption in analysis.assumptions)
+        yield Text(f"assumed: {assumed} (--details says why)", style="dim")
     for note in analysis.notes:
         yield Text(f"  note: {note}", style="yellow")
     if (used := analysis.packing_efficiency) is not None:
@@ -102,6 +156,15 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield _cp_sizes(analysis)
         yield ""
     yield _caps(analysis, block)
+    for warning in (text for text in analysis.warnings if text not in analysis.notes):
+        if details or not warning.startswith(MODELLED):
+            yield Text(f"warning: {warning}", style="yellow")
+    if details:
+        yield from _details(analysis)
+
+
+def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
+    """All that is known besides the answer and the table."""
     yield ""
     yield Text(verdict_sentence(analysis), style="bold")
     worth = analysis.worth if analysis.recommendation.buckets else None
@@ -110,8 +173,6 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     yield Text(sentence(analysis), style="bold")
     for reason in reasons(analysis):
         yield Text(f"  - {reason}")
-    for warning in (text for text in analysis.warnings if text not in analysis.notes):
-        yield Text(f"warning: {warning}", style="yellow")
     if analysis.offload is not None:
         yield Text(_offloaded(analysis.offload))
     if analysis.memory is not None:
@@ -207,16 +268,14 @@ def verdict_sentence(analysis: Analysis) -> str:
     times, verdict = analysis.times, analysis.verdict
     if verdict.ruling is None or times.relative_step_time is None:
         return f"No times and no verdict on speed: {verdict.reason}."
-    low, high = times.relative_step_time
-    span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
-    would = "takes" if analysis.recommendation.buckets else "would take"
-    saved = f": a step {would} {span} of its eager time ({times.origin})"
+    would = "they" if analysis.recommendation.buckets else "they would"
+    saved = f": {would} {saved_share(times.relative_step_time)} ({times.origin})"
     return f"{verdict.ruling.capitalize()}{saved}. {verdict.reason[0].upper()}{verdict.reason[1:]}."
 
 
 def reasons(analysis: Analysis) -> list[str]:
-    """The reasons for the recommendation, a sentence each; graph memory is counted after offloading."""
-    chosen, offload = analysis.recommendation, analysis.offload
+    """The reasons for the recommendation, a sentence each."""
+    chosen = analysis.recommendation
     sentences = []
     for name in ("p90", "p99"):
         candidate = next((c for c in chosen.candidates if name in c.names), None)
@@ -242,10 +301,7 @@ def reasons(analysis: Analysis) -> list[str]:
             "unseen data: with 95% confidence fewer than "
             f"{chosen.fallback_rate_upper_bound:.2g} of micro-batches will fall back; " + _coverage_of_run(analysis)
         )
-        size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
-        after = "" if offload is None else " after offloading"
-        memory = f", about {size / 2**30:.1f} GiB of graph memory{after}" if size is not None and timed else ""
-        sentences.append(f"slots: at most {max(map(sum, analysis.slots))} on a pipeline rank{memory}")
+        sentences.append(f"slots: at most {max(map(sum, analysis.slots))} on a pipeline rank")
     return sentences
 
 

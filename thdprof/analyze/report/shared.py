@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +15,26 @@ from thdprof.plan import DatasetPart
 from thdprof.training import Model
 from thdprof.words import counted, listed, memory_size, saved, spanned
 
+_WIDTH = 120
+"""Most characters of a line of sentences."""
+
 
 def print_parts(parts: Iterable[str | Table | Text], console: Console, *, markup: bool | None = None) -> None:
-    """Write the parts of a report to `console`: sentences are not wrapped, tables are fitted to its width."""
+    """Write the parts of a report to `console`: sentences are broken into lines of at most `_WIDTH` characters, tables
+    are fitted to its width.
+    """
     for part in parts:
-        console.print(part, highlight=False, soft_wrap=not isinstance(part, Table), markup=markup)
+        for piece in _broken(part) if isinstance(part, Text) else [part]:
+            console.print(piece, highlight=False, soft_wrap=not isinstance(part, Table), markup=markup)
+
+
+def _broken(text: Text) -> Iterator[Text]:
+    """The lines of a sentence; those behind the first are indented a little more."""
+    indent = " " * (len(text.plain) - len(text.plain.lstrip()) + 2)
+    for line in textwrap.wrap(
+        text.plain, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]:
+        yield Text(line, style=text.style)
 
 
 def plain_table(left: Sequence[str], right: Sequence[str]) -> Table:

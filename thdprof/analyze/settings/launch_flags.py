@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.settings.megatron_flags import (
@@ -19,8 +20,10 @@ from thdprof.analyze.settings.megatron_flags import (
 )
 from thdprof.analyze.settings.shell import Command, Script, Word, split_quoted
 from thdprof.errors import UsageError
+from thdprof.files import read_text
 from thdprof.megatron_limits import Run, limits_of
 from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS, refused_beforehand
+from thdprof.megatron_limits.trainer import refuse_arguments, refuse_model_type, refuse_plan
 from thdprof.training import to_give
 
 if TYPE_CHECKING:
@@ -333,7 +336,12 @@ def _settle_words(words: Sequence[Word]) -> tuple[str, ...]:
 
 
 def find_refusals(
-    plan: Plan, *, script: Script | None, recipe: Mapping[str, Any] | None
+    plan: Plan,
+    *,
+    script: Script | None,
+    recipe: Mapping[str, Any] | None,
+    trainer_arguments: Mapping[str, Any] | None = None,
+    model_file: Path | None = None,
 ) -> tuple[list[str], str | None]:
     """A line for every setting with which training by `plan` would be refused; and why others are not known, or None.
 
@@ -343,6 +351,8 @@ def find_refusals(
         plan: the plan of the analysis.
         script: the launch; None without one.
         recipe: fields of TransformerConfig, where --model names a recipe.
+        trainer_arguments: fields of the Trainer's arguments; None where another trainer trains.
+        model_file: the config.json of the Trainer's model; None where it is not known.
     """
     lines: list[str] = []
     unknown: str | None = None
@@ -353,6 +363,11 @@ def find_refusals(
             lines += refused_beforehand(plan, training_words(script))
         except UsageError as error:
             unknown = str(error)
+    if trainer_arguments is not None:
+        lines += [*refuse_plan(plan), *refuse_arguments(trainer_arguments, {})]
+        if model_file is not None and model_file.suffix.lower() == ".json":
+            model_type = json.loads(read_text(model_file, where=str(model_file), kind="JSON")).get("model_type")
+            lines += refuse_model_type(model_type) if isinstance(model_type, str) else []
     if recipe is not None:
         run = Run.from_recipe(recipe, plan, os.environ)
         lines += [limit.in_fields(run) for limit in limits_of(run)]

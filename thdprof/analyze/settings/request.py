@@ -68,6 +68,8 @@ class Request:
     """The fields of TransformerConfig of the recipe that --model names; None without a recipe."""
     script: Script | None = None
     """The launch; None without one."""
+    trainer_arguments: Mapping[str, Any] | None = None
+    """Fields of the Trainer's arguments; None without --training-args."""
     gpu: str | None = None
     """Name of the GPU that times are of; None: this machine's, else the one that is assumed."""
     gpu_hour_price: float | None = None
@@ -107,7 +109,7 @@ def read_request(
     file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     run: MegatronArgs | None = None
-    usual_format = "auto"
+    usual_format, fields = "auto", None
     if training_args is not None:
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
@@ -155,6 +157,7 @@ def read_request(
         model_file=None if path is None else model_file(path),
         recipe=None if file is None else file.config,
         script=script,
+        trainer_arguments=fields,
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=number_of("gpu_hour_price", command),
         layers_per_graph=read_layers_per_graph(command.get("layers_per_graph")),

@@ -19,7 +19,7 @@ from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.overlap import predict_overlap
 from thdprof.dispatch import WARMUP_PASSES, Bucket
 from thdprof.training import STEP_PACKERS
-from thdprof.words import amount
+from thdprof.words import amount, saved_share
 
 OVERHEAD_SECONDS = (0.02, 0.2)
 """Time of one capture besides its passes: memory is given back and asked for again, and the graph is instantiated. The
@@ -51,56 +51,51 @@ def predict_capture(*, num_buckets: int, slots: Sequence[Sequence[int]], costs: 
     return Capture(graphs=graphs, passes=passes, seconds=(low, high))
 
 
-PAYS_BELOW = 0.95
-"""Share of an eager micro-batch's time below which a replay pays, on every host of the range."""
+LOSS_ABOVE = 1.02
+"""Share of the eager step time above which a step by the plan is a loss that has to be ruled out by measuring."""
 NO_GAIN_ABOVE = 0.97
-"""Share above which it does not, on a host in the middle of the range."""
-LITTLE_GAIN_ABOVE = 0.9
-"""Share above which it then has to be on the slowest host."""
+"""Share of the eager step time from which on there is no clear gain."""
+_COMPILE_SECONDS = 18
+"""Seconds that torch.compile takes for the layers of the shape of Qwen3-0.6B, once in a run."""
 MEASURED_GAIN_BELOW = 0.98
 """Share of the eager step time below which graphs pay where both were measured: measured times vary by as much."""
 
 
-def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
-    """The verdict on modelled times, with the reason that launching and computing a layer give."""
-    assert times.decoder_replay_ms is not None
+def modelled_verdict(modelled: ModelledTimes, relative: Sequence[float], middle: float) -> Verdict:
+    """The verdict on modelled times, with the reason that launching and computing a layer give.
+
+    Args:
+        modelled: the model of times.
+        relative: step time, as a share of its eager time, at every end of the range (`CostTable.ends`).
+        middle: the same on a host in the middle of the range.
+    """
     time = modelled.at(modelled.typical)
-    mtp, replay = modelled.mtp_gpu_ms, times.decoder_replay_ms
-    low, high = modelled.replay_range(time) or (replay, replay)
-    replay, low, high = replay + mtp, low + mtp, high + mtp
-    least, middle, most = (ms + mtp for ms in modelled.eager_ms(time))
-    slower = modelled.slower_kernels
-    quickest = max(low / least, slower * low / max(slower * low, least))
-    ruling = rule(high / most, replay / middle, quickest)
+    ruling = rule(min(relative), middle, max(relative))
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
     computing, launching = f"{_digits(time.gpu_ms / layers)} ms", f"{_digits(low)} to {_digits(high)} ms"
-    both = f"launching a layer takes the host {launching}, computing it the GPU {computing}"
-    if modelled.replay_range(time) is not None:
-        left = _digits(modelled.host.partly_replayed_ms(time)[2] / layers)
-        stay = f"dropless experts stay with the host, so that a replayed layer takes up to {left} ms"
-        return Verdict(ruling=ruling, reason=f"{both}; {stay}")
-    if ruling == "graphs pay":
-        return Verdict(ruling=ruling, reason=both)
+    reason = f"launching a layer takes the host {launching}, computing it the GPU {computing}"
     if ruling == "graphs do not pay":
         reason = f"computing a layer takes the GPU {computing}, and launching it the host {launching}"
-        return Verdict(ruling=ruling, reason=f"{reason}: eager training hides it")
-    decides = (
-        "the processor decides; run thdprof calibrate on it"
-        if slower == 1
-        else "the processor decides, and whether PlanCallback(compile=True) fuses the layers; train some steps by the "
-        "plan and some without"
-    )
-    return Verdict(ruling=ruling, reason=f"{both}: {decides}")
+        reason += ": eager training hides it"
+    if modelled.replay_range(time) is not None:
+        left = _digits(modelled.host.partly_replayed_ms(time)[2] / layers)
+        reason += f"; dropless experts stay with the host, so that a replayed layer takes up to {left} ms"
+    saves = ""
+    if modelled.slower_kernels != 1:
+        fused, own = ((min(part), max(part)) for part in (relative[:2], relative[2:]))
+        saves = f"with PlanCallback(compile=True) they {saved_share(fused)}, without it they {saved_share(own)}"
+        reason += f"; compiling takes about {_COMPILE_SECONDS} s and changes the last digits of losses"
+    if ruling == "measure first":
+        reason += ": time some steps by the plan and some without"
+    return Verdict(ruling=ruling, reason=reason, saves=saves)
 
 
-def rule(slowest: float, middle: float, quickest: float) -> Ruling:
-    """The verdict on shares of eager time that a replay takes, on the slowest, the middle and the quickest host."""
-    if quickest <= PAYS_BELOW:
-        return "graphs pay"
-    if middle >= NO_GAIN_ABOVE and slowest >= LITTLE_GAIN_ABOVE:
-        return "graphs do not pay"
-    return "measure first"
+def rule(least: float, middle: float, most: float) -> Ruling:
+    """The verdict on what a step takes of its eager time at least, in the middle of the range and at most."""
+    if least < NO_GAIN_ABOVE and most > LOSS_ABOVE:
+        return "measure first"
+    return "graphs pay" if middle < NO_GAIN_ABOVE else "graphs do not pay"
 
 
 def _measured_verdict(times: Times) -> Verdict:
@@ -213,10 +208,10 @@ def predict(
     buckets = chosen.buckets or tuple(
         Bucket(quickest, longest, run.n_tokens, size) for size, longest in run.longest_possible.items()
     )
-    times = Times(origin="none", basis=unknown)
+    times, relative = Times(origin="none", basis=unknown), [1.0]
     if costs.origin != "none":
         hosts = "" if modelled is None else f", launched by {modelled.host.basis}"
-        times = predict_times(run, costs, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
+        times, relative = predict_times(run, costs, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
     overlap = None
     if chosen.buckets and times.origin != "none":
         overlap = predict_overlap(
@@ -229,10 +224,11 @@ def predict(
             gbps=gbps,
         )
     freed = 0 if offload is None else offload.device_bytes_freed
+    middle = chosen.relative_step_time if chosen.buckets else chosen.unlimited_relative_step_time
     planned = times if chosen.buckets else times.model_copy(update={"step_ms": times.eager_step_ms})
     return Predictions(
         times=times,
-        verdict=_measured_verdict(times) if modelled is None else modelled_verdict(modelled, times),
+        verdict=_measured_verdict(times) if modelled is None else modelled_verdict(modelled, relative, middle),
         worth=find_worth(planned, run, price=price, tokens=tokens),
         memory=predict_memory(run, costs, chosen.buckets, freed_bytes=freed, watched=watched),
         capture=predict_capture(num_buckets=len(chosen.buckets), slots=run.slots, costs=costs),
@@ -240,8 +236,11 @@ def predict(
     )
 
 
-def predict_times(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, basis: str) -> Times:
-    """Times of the median micro-batch and of a step by `costs`, which are of the user's model.
+def predict_times(
+    run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, basis: str
+) -> tuple[Times, list[float]]:
+    """Times of the median micro-batch and of a step by `costs`, which are of the user's model; and the step's time as a
+    share of its eager time at every end of the range (`CostTable.ends`).
 
     Args:
         buckets: the buckets that are captured, ascending.
@@ -259,7 +258,7 @@ def predict_times(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket],
     outside = costs.outside_ms
     if outside is not None:  # with a micro-batch's share of the optimizer's step
         outside += (costs.optimizer_ms or 0.0) / max(1, float(run.table.num_microbatches.mean()))
-    return Times(
+    times = Times(
         origin=costs.origin,
         basis=basis,
         decoder_replay_ms=costs.replay_ms(cap, fitting[0].max_seqlen if fitting else longest),
@@ -269,3 +268,4 @@ def predict_times(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket],
         step_ms=(steps[0][0], steps[-1][0]),
         eager_step_ms=(steps[0][1], steps[-1][1]),
     )
+    return times, relative
