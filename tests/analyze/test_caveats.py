@@ -19,7 +19,7 @@ from thdprof.training import Model, TrainingSettings
 def lines_of(analysis: Analysis) -> list[str]:
     """The lines of the report of `analysis`."""
     console = Console(file=StringIO(), width=120)
-    print_report(analysis, console)
+    print_report(analysis, console, details=True)
     return console.file.getvalue().splitlines()
 
 

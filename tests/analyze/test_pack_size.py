@@ -20,7 +20,7 @@ ROWS = [[4, 3], [5, 5], [9], [2, 2, 2]]  # tokens that documents train
 
 def said_by(found) -> str:
     console = Console(file=StringIO(), width=200)
-    print_report(found, console)
+    print_report(found, console, details=True)
     return console.file.getvalue()
 
 

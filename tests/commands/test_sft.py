@@ -47,6 +47,7 @@ def warm():
 def write_script(directory, *, name="run.sh", **changed):
     flags = {
         "--sft": "",
+        "--te-rng-tracker": "",
         "--data-path": directory / "chat.jsonl",
         "--tokenizer-type": "SFTTokenizer",
         "--tokenizer-model": directory / "tokenizer",

@@ -107,10 +107,10 @@ def analyze(
         plan.save(output, force=force)
     refused = plan.predictions.refused
     if json:
-        streams.write(json_text({**to_dict(analysis), "refused": refused}) + "\n")
+        streams.write(json_text(to_dict(analysis, refused)) + "\n")
     else:
         then = next_command(request, None if to_stdout else output)
-        print_report(analysis, streams.console(stderr=to_stdout), plan=plan, then=then, details=details)
+        print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
         if output is not None and not to_stdout:
             streams.say(f"plan written to {output}")
         if profile is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +27,7 @@ from thdprof.analyze.report.shared import (
     times_sentences,
 )
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
-from thdprof.plan import CostsPart, Plan
+from thdprof.plan import CostsPart
 from thdprof.training import shown
 from thdprof.words import counted, listed, memory_size, percent, percentile_name, saved_share
 
@@ -46,20 +46,22 @@ _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
 
-def print_report(analysis: Analysis, console: Console, *, plan: Plan, then: str, details: bool) -> None:
+def print_report(
+    analysis: Analysis, console: Console, *, refused: Sequence[str] = (), then: str = "", details: bool = False
+) -> None:
     """Write the answer and the table of `analysis` to `console`, with `details` all else that is known.
 
     Args:
-        plan: the plan that was made of the analysis, with what training by it would refuse.
-        then: what the user does next.
+        refused: why training by the plan would be refused.
+        then: what the user does next; empty where nothing is to be said of it.
     """
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    print_parts(_parts(analysis, block, plan=plan, then=then, details=details), console)
+    print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console)
 
 
-def answer(analysis: Analysis, plan: Plan, then: str) -> list[tuple[str, str]]:
-    """The answer in five lines, each with its heading."""
-    chosen, predicted = analysis.recommendation, plan.predictions
+def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
+    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done."""
+    chosen, offload = analysis.recommendation, analysis.offload
     unseen = ""
     if chosen.buckets:
         unseen = f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}%"
@@ -69,8 +71,9 @@ def answer(analysis: Analysis, plan: Plan, then: str) -> list[tuple[str, str]]:
     memory = "not known: it takes the model (--megatron-args or --model)"
     if analysis.memory is not None:
         memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
-    if predicted.graph_memory_bytes:
-        graphs = memory_size(predicted.graph_memory_bytes / 2**30)
+    size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
+    if size and analysis.timed:
+        graphs = memory_size(size / 2**30)
         memory = f"{graphs} of graphs" + (f"; {memory}" if analysis.memory is not None else "")
     ruling, times = analysis.verdict.ruling, analysis.times
     step = f"no times: {analysis.verdict.reason}"
@@ -78,12 +81,13 @@ def answer(analysis: Analysis, plan: Plan, then: str) -> list[tuple[str, str]]:
         would = "they" if chosen.buckets else "they would"
         saves = analysis.verdict.saves or f"{would} {saved_share(times.relative_step_time)}"
         step = f"{ruling}: {saves} ({times.origin}, {analysis.costs.hardware})"
+    then = "change what is refused, and analyse again" if refused else then
     return [
         ("capture", _captured(analysis)),
         ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
         ("step", step),
         ("memory", memory),
-        ("next", then if not predicted.refused else "change what is refused, and analyse again"),
+        *([("next", then)] if then else []),
     ]
 
 
@@ -115,11 +119,13 @@ def _offloaded(offload: OffloadPrediction) -> str:
     return f"{text} ({offload.model})"
 
 
-def _parts(analysis: Analysis, block: str, *, plan: Plan, then: str, details: bool) -> Iterator[str | Table | Text]:
+def _parts(
+    analysis: Analysis, block: str, *, refused: Sequence[str], then: str, details: bool
+) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
-    for line in plan.predictions.refused:
+    for line in refused:
         yield Text(f"training by this plan would be refused: {line}", style="bold red")
-    for heading, line in answer(analysis, plan, then):
+    for heading, line in answer(analysis, refused=refused, then=then):
         yield Text(f"{heading:<8} {line}", style="bold" if heading == "capture" else "")
     yield ""
     amounts = (
@@ -317,9 +323,9 @@ def _coverage_of_run(analysis: Analysis) -> str:
     return f"the table covers {percent(analysis.steps / wanted)} of the run's steps"
 
 
-def to_dict(analysis: Analysis) -> dict[str, Any]:
-    """The JSON object as a dict; it has the key `offload` if activations are moved to the host, and `overlap` if
-    data-parallel communication overlaps.
+def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON object as a dict, with why training would be `refused`; it has the key `offload` if activations are moved
+    to the host, and `overlap` if data-parallel communication overlaps.
     """
     chosen, timed, overlap = analysis.recommendation, analysis.timed, analysis.overlap
     value: dict[str, Any] = {
@@ -355,6 +361,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "capture": analysis.capture,
         **({} if overlap is None else {"overlap": {**asdict(overlap), "gained_ms": overlap.gained_ms}}),
         "costs": {name: getattr(analysis.costs, name) for name in CostsPart.model_fields if name != "stamp"},
+        "refused": list(refused),
         "notes": analysis.notes,
         "warnings": analysis.warnings,
     }
