@@ -27,8 +27,8 @@ from thdprof.analyze.report.shared import (
 )
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.plan import CostsPart
-from thdprof.training import shown
-from thdprof.words import counted, listed, percent, percentile_name
+from thdprof.training import name_setting
+from thdprof.words import join_words, percent, percentile_name, write_count
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
@@ -73,7 +73,7 @@ def _offloaded(offload: OffloadPrediction) -> str:
 def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
     amounts = (
-        counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
+        write_count(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
     yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
     if table.exact or analysis.drawn:
@@ -81,8 +81,8 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     else:
         guessed = "replayed with a pack size that is a guess"
         origin = guessed if table.size_guessed else "replayed up to a step that Megatron stops on"
-    count = counted(len(table), "micro-batch", "micro-batches")
-    yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
+    count = write_count(len(table), "micro-batch", "micro-batches")
+    yield Text(f"{count} in {write_count(analysis.steps, 'step')}, {origin}")
     if analysis.model is not None:
         yield Text(model_sentence(analysis.model, gpu=analysis.gpu, source=analysis.model_source))
     for assumption in analysis.assumptions:
@@ -92,7 +92,7 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     if (used := analysis.packing_efficiency) is not None:
         text = f"packed by {analysis.settings.packer}: {used:.2%} of the tokens hold documents"
         if (without_cap := analysis.packing_efficiency_without_cap) is not None:
-            cap = shown("max_docs_per_pack", analysis.settings.max_docs_per_pack)
+            cap = name_setting("max_docs_per_pack", analysis.settings.max_docs_per_pack)
             text += f"; {cap} loses {(without_cap - used) * 100:.2f} points"
         yield Text(text)
     yield ""
@@ -190,7 +190,7 @@ def sentence(analysis: Analysis) -> str:
         gain = f"{analysis.costs.least_gain:.0%}"
         return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
     caps = [
-        f"{b.max_seqs} ({f'{counted(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
+        f"{b.max_seqs} ({f'{write_count(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
     documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
@@ -199,7 +199,7 @@ def sentence(analysis: Analysis) -> str:
         if chosen.fallback_rate.microbatch == 0
         else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
     )
-    return f"Capture graphs for {listed(caps)} {documents}: {fallbacks}."
+    return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
 def verdict_sentence(analysis: Analysis) -> str:

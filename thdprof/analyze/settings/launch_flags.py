@@ -19,7 +19,7 @@ from thdprof.analyze.settings.megatron_flags import (
 from thdprof.analyze.settings.shell import Command, OpenPart, Script, Word
 from thdprof.errors import UsageError
 from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS
-from thdprof.training import to_give
+from thdprof.training import suggest_setting
 
 SCRIPT_ARGUMENTS = ("$@", "$*")
 """Expansions that stand for the script's own arguments."""
@@ -175,7 +175,7 @@ class LaunchFlags:
         occurrences = self.occurrences.get(flag, [])
         if not occurrences or name in self.from_caller:
             return None
-        option = option or to_give(name)
+        option = option or suggest_setting(name)
         last = occurrences[-1]
         for other in occurrences[:-1]:
             if other.texts != last.texts:
@@ -223,7 +223,8 @@ class LaunchFlags:
         text, least = occurrence.text, FLAGS[flag].least
         if not re.fullmatch(r"\+?[0-9]{1,18}", text) or int(text) < least:
             raise UsageError(
-                f"{occurrence.shown}: not a whole number of at least {least}; mend it or give {option or to_give(name)}"
+                f"{occurrence.shown}: not a whole number of at least {least}; mend it or give "
+                f"{option or suggest_setting(name)}"
             )
         return int(text)
 

@@ -153,5 +153,5 @@ def find_refusals(plan: Plan, *, script: Script | None, model_file: Path | None)
         fields = settings_of_recipe(content) if isinstance(content, dict) else None
         if fields is not None:
             run = Run.from_recipe(fields, plan, os.environ)
-            lines += [limit.in_fields(run) for limit in limits_of(run)]
+            lines += [limit.describe_in_fields(run) for limit in limits_of(run)]
     return lines, unknown

@@ -254,7 +254,7 @@ def predict_times(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket],
     steps = [tuple(map(float, costs_of_run(run, end, caps, lengths).step_ms([tuple(buckets), ()]))) for end in ends]
     relative = [planned / eager for planned, eager in steps]
     fitting = [b for b in buckets if b.max_seqs >= typical]
-    cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(typical)
+    cap = fitting[0].max_seqs if fitting else costs.round_max_seqs(typical)
     eager = [float(end.eager_ms(np.array([typical]))[0]) for end in ends]
     outside = costs.outside_ms
     if outside is not None:  # with a micro-batch's share of the optimizer's step
