@@ -23,8 +23,8 @@ from thdprof.training import (
     definitions,
     definitions_of,
     find_unread_fields,
-    shown,
-    to_give,
+    name_setting,
+    suggest_setting,
 )
 
 DEFINED = definitions_of(TrainingSettings)
@@ -65,7 +65,7 @@ def outside():
 def test_the_command_and_the_plan_refuse_the_same_values(plan, name, value):
     with pytest.raises(UsageError) as told:
         DEFINED[name].check(value)
-    assert str(told.value).startswith(shown(name))
+    assert str(told.value).startswith(name_setting(name))
     written = yaml.safe_load(plan.to_yaml())
     written["training"][name] = value
     with pytest.raises(DataError, match=rf"^p: training\.{name}"):
@@ -112,16 +112,16 @@ def test_a_plan_reads_what_it_writes(plan):
 
 
 def test_settings_without_an_option_are_named_as_in_a_file():
-    assert shown("seq_length") == "--seq-length"
-    assert shown("seq_length", 8) == "--seq-length 8"
-    assert shown("drop_last") == "drop_last"
-    assert shown("microbatch_group_size", 4) == "microbatch_group_size 4"
+    assert name_setting("seq_length") == "--seq-length"
+    assert name_setting("seq_length", 8) == "--seq-length 8"
+    assert name_setting("drop_last") == "drop_last"
+    assert name_setting("microbatch_group_size", 4) == "microbatch_group_size 4"
 
 
 def test_a_message_that_asks_for_a_setting_says_where_it_is_given():
-    assert to_give("seq_length", 8) == "--seq-length 8"
-    assert to_give("drop_last") == "drop_last in --settings"
-    assert to_give("microbatch_group_size", 4) == "microbatch_group_size 4 in --settings"
+    assert suggest_setting("seq_length", 8) == "--seq-length 8"
+    assert suggest_setting("drop_last") == "drop_last in --settings"
+    assert suggest_setting("microbatch_group_size", 4) == "microbatch_group_size 4 in --settings"
 
 
 def test_no_message_names_an_option_that_there_is_not():

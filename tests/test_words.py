@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.paths import ROOT
 
-from thdprof.words import install_line, saved, with_article
+from thdprof.words import add_article, install_line, write_savings
 
 SOURCES = [path for name in ("thdprof", "examples", "docs") for path in sorted((ROOT / name).rglob("*.*"))]
 
@@ -41,10 +41,13 @@ def test_nothing_says_to_install_thdprof_from_an_index_that_does_not_have_it():
 
 def test_names_of_gpus_have_the_article_that_is_said():
     said = ["an A100", "a B200", "a GB200", "an H100 SXM", "an L40S", "a T4", "an RTX 6000"]
-    assert [with_article(words.split(" ", 1)[1]) for words in said] == said
+    assert [add_article(words.split(" ", 1)[1]) for words in said] == said
 
 
 def test_savings_that_may_be_losses_are_told_as_such():
-    assert saved((0.0189, 0.109), "GPU-hours") == "0.0189 to 0.109 GPU-hours saved"
-    assert saved((-0.0002, 0.095), "GPU-hours") == "from 0.0002 GPU-hours more than eagerly to 0.095 GPU-hours saved"
-    assert saved((-2.0, -1.0), "GPU-hours") == "1.00 to 2.00 GPU-hours more than eagerly"
+    assert write_savings((0.0189, 0.109), "GPU-hours") == "0.0189 to 0.109 GPU-hours saved"
+    assert (
+        write_savings((-0.0002, 0.095), "GPU-hours")
+        == "from 0.0002 GPU-hours more than eagerly to 0.095 GPU-hours saved"
+    )
+    assert write_savings((-2.0, -1.0), "GPU-hours") == "1.00 to 2.00 GPU-hours more than eagerly"

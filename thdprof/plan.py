@@ -28,7 +28,7 @@ from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
 from thdprof.training import GraphKind, TailPolicy, TrainingSettings, definitions_of
 from thdprof.training.stamp import Stamp
-from thdprof.words import counted, html_table
+from thdprof.words import html_table, write_count
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
@@ -446,8 +446,11 @@ class Plan(Part):
         source = data.uris[0] if len(data.uris) == 1 else f"{len(data.uris)} files"
         how = "replayed exactly" if microbatches.exact else "not replayed exactly"
         facts = [
-            ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
-            ("micro-batches", f"{microbatches.count:,} in {counted(microbatches.steps, 'step')}, {how}"),
+            (
+                "data",
+                f"{source} ({data.format}), {write_count(data.rows, 'row')}, {write_count(data.documents, 'document')}",
+            ),
+            ("micro-batches", f"{microbatches.count:,} in {write_count(microbatches.steps, 'step')}, {how}"),
             ("step time, eager = 1", _relative(predicted)),
             ("steps with an eager micro-batch", f"{predicted.fallback_rate.step:.2%}"),
             ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in graphs.slots))),

@@ -10,7 +10,7 @@ _DECIMALS = 12
 """Decimals of a share that are compared; differences in later decimals come from rounding."""
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
+def write_count(number: int, one: str, many: str | None = None) -> str:
     """A number and its noun: "1 step", "2 steps". The plural `many` is by default the singular `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
@@ -24,7 +24,7 @@ def amount(value: float) -> str:
     return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}".rstrip("0") if abs(value) > 1e-12 else "0"
 
 
-def with_article(name: str) -> str:
+def add_article(name: str) -> str:
     """The name of a GPU behind its article, as the letter that it begins with is said: "an H100", "a B200"."""
     return f"{'an' if name[:1] in 'AEFHILMNORSX' else 'a'} {name}"
 
@@ -39,7 +39,7 @@ def percent(share: float) -> str:
     return text
 
 
-def apart(*shares: float) -> list[str]:
+def separate_shares(*shares: float) -> list[str]:
     """`shares` in per cent, with enough digits to tell unequal shares apart, and shares near 0% and 100% from these."""
     different = {0.0, 1.0, *(round(share, _DECIMALS) for share in shares)}
     for digits in range(1, _DECIMALS - 1):
@@ -59,7 +59,7 @@ def memory_size(gib: float) -> str:
     return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
 
 
-def listed(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     """The words as a list in a sentence, such as "a, b and c"."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
@@ -78,24 +78,24 @@ def ratio(values: tuple[float, float]) -> str:
     return f"{low:.2f} to {high:.2f}" if f"{low:.2f}" != f"{high:.2f}" else f"{low:.3f} to {high:.3f}"
 
 
-def spanned(values: tuple[float, float], unit: str = "") -> str:
+def write_range(values: tuple[float, float], unit: str = "") -> str:
     """A range of amounts in three significant digits: "312 to 340 ms"; one number where both ends are alike."""
     low, high = (amount(value) for value in values)
     tail = f" {unit}" if unit else ""
     return f"{low}{tail}" if low == high else f"{low} to {high}{tail}"
 
 
-def saved(values: tuple[float, float], unit: str) -> str:
+def write_savings(values: tuple[float, float], unit: str) -> str:
     """A range of savings: "0.0189 to 0.109 GPU-hours saved". What is below 0 is told as more than eagerly."""
     low, high = values
     if high <= 0 and low < 0:
-        return f"{spanned((-high, -low), unit)} more than eagerly"
+        return f"{write_range((-high, -low), unit)} more than eagerly"
     if low < 0:
-        return f"from {spanned((-low, -low), unit)} more than eagerly to {spanned((high, high), unit)} saved"
-    return f"{spanned(values, unit)} saved"
+        return f"from {write_range((-low, -low), unit)} more than eagerly to {write_range((high, high), unit)} saved"
+    return f"{write_range(values, unit)} saved"
 
 
-def saved_share(relative: tuple[float, float]) -> str:
+def write_saved_share(relative: tuple[float, float]) -> str:
     """What graphs do by the lowest and the highest share of its eager time that a step takes: "save 24% to 75% of a
     step", or a loss.
     """
@@ -107,14 +107,14 @@ def saved_share(relative: tuple[float, float]) -> str:
     return f"make a step {f'{-high}% to {-low}%' if low < high else f'{-low}%'} longer"
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """`text` on one line that can be written in any encoding of Unicode: unprintable characters become U+FFFD."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """`text` as `printable`, in at most `most` characters: an ellipsis stands for its beginning."""
-    shown = printable(text)
+    shown = make_printable(text)
     return shown if len(shown) <= most else "…" + shown[1 - most :]
 
 

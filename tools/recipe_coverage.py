@@ -314,7 +314,7 @@ def judge(
     run = _run_of(fields, trainer)
     gpu = re.search(r"gpu_([^_]+)", name)
     is_for_hopper = gpu is not None and gpu[1] in HOPPER
-    refusals = {limit.name: limit.in_fields(run) for limit in limits if limit.holds(run)}
+    refusals = {limit.name: limit.describe_in_fields(run) for limit in limits if limit.holds(run)}
     settings = {setting: [*proved.get(setting, ())] for setting in find_settings(run, fields, trainer)}
     is_proved = all(settings.values()) and is_known and is_for_hopper
     return {

@@ -13,8 +13,8 @@ from support.schedules import make_table
 from thdprof.analyze.buckets import recommend
 from thdprof.analyze.buckets.recommend import (
     choices_of,
-    quickest_covering,
-    quickest_within,
+    choose_covering,
+    choose_quickest,
     refuse_long_search,
     search_stride,
     subsets,
@@ -161,11 +161,11 @@ def test_the_quickest_choice_within_the_limits_has_the_fewest_of_alike_buckets(r
         ]
         if kept:
             _, best = min((round(time, 9), index) for time, index in kept)
-            assert quickest_within(choices, times, rates, most) == choices[best]
+            assert choose_quickest(choices, times, rates, most) == choices[best]
             found += 1
         else:
             with pytest.raises(UsageError, match="no choice of buckets within the graph-memory budget"):
-                quickest_within(choices, times, rates, most)
+                choose_quickest(choices, times, rates, most)
             refused += 1
     assert found > 30
     assert most != 0.0 or refused > 0
@@ -183,10 +183,10 @@ def test_the_quickest_covering_choice_holds_every_class_and_takes_no_longer_than
             if {place for b in choice for place in range(3) if held[b] >> place & 1} == {0, 1, 2} and np.isfinite(time)
         ]
         if not covering:
-            assert quickest_covering(choices, times, costs, most_ms=10.0) == ()
+            assert choose_covering(choices, times, costs, most_ms=10.0) == ()
             continue
         time, best = min(covering)
-        assert quickest_covering(choices, times, costs, most_ms=time) == choices[best]
-        assert quickest_covering(choices, times, costs, most_ms=time - 0.01) == ()
+        assert choose_covering(choices, times, costs, most_ms=time) == choices[best]
+        assert choose_covering(choices, times, costs, most_ms=time - 0.01) == ()
         found += 1
     assert found > 100

@@ -18,7 +18,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroup
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan, parse_plan
-from thdprof.words import apart
+from thdprof.words import separate_shares
 
 COSTS = cost_table()
 PACKS = [[3, 5], [8], [1, 6, 1], [7, 1], [8], [2, 2, 2, 2], [8], [1, 7]]
@@ -143,7 +143,7 @@ def test_limits_that_cannot_be(thdprof, plan, rate):
     ],
 )
 def test_shares_that_differ_read_apart(shares, texts):
-    assert apart(*shares) == texts
+    assert separate_shares(*shares) == texts
 
 
 def test_json(thdprof, plan, packs, tmp_path):

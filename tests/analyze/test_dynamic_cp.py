@@ -21,7 +21,7 @@ from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.analysis import print_report
 from thdprof.analyze.schedule import dynamic_cp
-from thdprof.analyze.schedule.dynamic_cp import Group, StoppedError, aligned, deal
+from thdprof.analyze.schedule.dynamic_cp import Group, StoppedError, align_rounds, deal
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.sources.base import UnpackedDocuments
@@ -297,12 +297,13 @@ class TestDynamicCp:
         def rounds(*widths):
             return [[Group(width, [number]) for number, width in enumerate(row)] for row in widths]
 
-        cut = aligned(rounds([8], [8], [4, 1, 1, 1, 1]), 7, 8)  # the last one over and over, until all parts are whole
+        # the last one over and over, until all parts are whole
+        cut = align_rounds(rounds([8], [8], [4, 1, 1, 1, 1]), 7, 8)
         assert [sum(group.width for group in one) for one in cut] == [8] * 7
         assert sorted(document for one in cut[2:] for group in one for document in group.documents) == [0, 1, 2, 3, 4]
         for widths in ([1, 1, 1, 1, 4], [8]):  # wider towards the last rank; nothing to part
             with pytest.raises(StoppedError):
-                aligned(rounds(widths), 4, 8)
+                align_rounds(rounds(widths), 4, 8)
 
     def test_steps_that_cannot_be_cut_are_told_and_end_nothing(self, tmp_path):
         path = tmp_path / "documents.jsonl"

@@ -12,7 +12,7 @@ import pytest
 
 from thdprof.analyze.times import modelled_costs
 from thdprof.analyze.times.gpus import GPUS
-from thdprof.analyze.times.modelled_costs import STATED, HostRate, measured_host
+from thdprof.analyze.times.modelled_costs import STATED, HostRate, measure_host
 
 
 @pytest.fixture
@@ -33,17 +33,17 @@ def machine(monkeypatch):
         monkeypatch.setattr(subprocess, "run", run)
         return asked
 
-    measured_host.cache_clear()
+    measure_host.cache_clear()
     yield measures
-    measured_host.cache_clear()
+    measure_host.cache_clear()
 
 
 def test_a_host_is_measured_once_by_another_process_and_is_a_range_around_what_it_says(machine):
     asked = machine(json.dumps({"launch_us": 20.0, "gpu": "NVIDIA H200"}))
-    found = measured_host()
+    found = measure_host()
     assert found is not None
     assert found.low_us < 20.0 * 5 < found.high_us  # a launch of Megatron's modules takes about five of torch's own
-    assert measured_host() is found
+    assert measure_host() is found
     assert asked == [[sys.executable, "-m", "thdprof.runtime.timing"]]
 
 
@@ -62,24 +62,24 @@ def test_a_host_is_measured_once_by_another_process_and_is_a_range_around_what_i
 )
 def test_a_host_that_cannot_be_measured_is_not_guessed(machine, how):
     machine(how)
-    assert measured_host() is None
+    assert measure_host() is None
 
 
 def test_nothing_is_run_without_a_gpu_or_without_torch(machine, monkeypatch):
     asked = machine(json.dumps({"launch_us": 20.0}))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert measured_host() is None
-    measured_host.cache_clear()
+    assert measure_host() is None
+    measure_host.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(modelled_costs, "has_gpu", lambda: False)
-    assert measured_host() is None
+    assert measure_host() is None
     assert asked == []
 
 
 @pytest.mark.parametrize(("here", "taken"), [("h100", "measured"), ("h200", "stated"), (None, "stated")])
 def test_a_measured_host_counts_for_the_gpu_of_this_machine_alone(monkeypatch, here, taken):
     measured = HostRate(low_us=10.0, high_us=12.0, basis="this machine")
-    monkeypatch.setattr(modelled_costs, "measured_host", lambda: measured)
+    monkeypatch.setattr(modelled_costs, "measure_host", lambda: measured)
     monkeypatch.setattr(modelled_costs, "local_gpu", lambda: None if here is None else GPUS[here])
     assert modelled_costs.host_of(GPUS["h100"]) is {"measured": measured, "stated": STATED}[taken]
 

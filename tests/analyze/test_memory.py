@@ -18,20 +18,20 @@ from support.schedules import analyzed_run, make_costs, make_table
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.saved_tensors import (
-    around_router,
     layer_kinds,
     layer_tensors,
-    mtp_around_router,
     mtp_tensors,
     pass_bytes,
     saved_bytes,
+    split_around_router,
+    split_mtp_around_router,
 )
 from thdprof.analyze.report.analysis import print_report, to_dict
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.answer import OVERHEAD_SECONDS, predict_capture
 from thdprof.analyze.times.memory import eager_in_flight, predict_memory, slot_bytes
-from thdprof.analyze.times.parameters import adapted_widths, stage_parameters, stages, state_bytes
+from thdprof.analyze.times.parameters import list_adapted_widths, stage_parameters, stages, state_bytes
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket
 from thdprof.plan import load_plan, parse_plan
 from thdprof.training import Model
@@ -247,13 +247,13 @@ def test_a_graph_up_to_the_router_keeps_all_and_what_follows_is_recomputed_as_ev
     model = like(
         EXPERTS, recompute_granularity=granularity, recompute_modules=modules if type(modules) is tuple else ()
     )
-    inside, behind = around_router(model, "attention+moe")
+    inside, behind = split_around_router(model, "attention+moe")
     assert sum(one.bytes_per_token for one in inside) == saved_by_layer(EXPERTS, "attention+moe") - BEHIND_ROUTER
     assert sum(one.bytes_per_token for one in behind) == BEHIND_ROUTER
     assert not any(one.recomputed for one in inside)
     kept = {None: BEHIND_ROUTER, ("moe_act",): BEHIND_ROUTER - 2 * 32 * 2, ("core_attn", "layernorm"): BEHIND_ROUTER}
     assert sum(one.bytes_per_token for one in behind if not one.recomputed) == kept.get(modules, 0)
-    dense, nothing = around_router(model, "attention+mlp")
+    dense, nothing = split_around_router(model, "attention+mlp")
     assert (dense, nothing) == (layer_tensors(EXPERTS, "attention+mlp"), [])
 
 
@@ -282,7 +282,7 @@ def dropless_peak(model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2),
 
 def layers_around_router(model, count):
     """The tensors of `count` layers inside the graphs and behind them."""
-    return [list(part) for part in zip(*[around_router(model, "attention+moe")] * count, strict=True)]
+    return [list(part) for part in zip(*[split_around_router(model, "attention+moe")] * count, strict=True)]
 
 
 def test_pools_hold_what_ends_at_the_router_and_experts_are_beside_them():
@@ -408,14 +408,14 @@ def test_measured_slots_hold_multi_token_prediction_on_the_stage_that_predicts(s
 
 def test_dropless_experts_of_multi_token_prediction_are_behind_its_graph_with_its_last_norm():
     model = replace(LARGE, mtp_num_layers=1)
-    inside, behind = mtp_around_router(model)
+    inside, behind = split_mtp_around_router(model)
     assert {one.module for one in behind} >= {"final_layernorm", "mlp.experts"}
     assert sum(one.bytes_per_token for one in (*inside, *behind)) == kept_in_prediction(model)
     graphs, experts = layers_around_router(LARGE, 2)
     found = dropless_peak(model)
     assert found.graph_bytes == pass_bytes(graphs, 4096) + pass_bytes([inside], 4096) + 2 * 32 * MIB
     assert found.experts_bytes == pass_bytes([*experts, behind], 4096)
-    recomputed = mtp_around_router(replace(model, recompute_granularity="full"))
+    recomputed = split_mtp_around_router(replace(model, recompute_granularity="full"))
     assert recomputed[0] == inside
     assert all(one.recomputed for one in recomputed[1])
 
@@ -483,8 +483,8 @@ def test_only_adapters_have_gradients_and_optimizer_state():
         2 * found.adapters,
     )
     latent = like(multi_latent_attention=True, lora_dim=2, lora_target_modules=("linear_proj", "linear_kv_up_proj"))
-    assert len(adapted_widths(latent, "attention")) == 2
-    assert adapted_widths(latent, "mamba") == []
+    assert len(list_adapted_widths(latent, "attention")) == 2
+    assert list_adapted_widths(latent, "mamba") == []
 
 
 # --- state ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import MeasuredModel, built_in_costs
-from thdprof.analyze.buckets.saved_tensors import predict_offload, saved_by_layers
+from thdprof.analyze.buckets.saved_tensors import list_saved_storages, predict_offload
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules, read_choice, resolve_captures
 from thdprof.analyze.sources.demo import write_demo
@@ -48,12 +48,12 @@ def predicted(analysis: Analysis, choice: Choice) -> OffloadPrediction:
 
 
 def test_a_layer_saves_sixteen_times_its_hidden_states():
-    saved = saved_by_layers(MODEL, 4096)
+    saved = list_saved_storages(MODEL, 4096)
     large = [s for s in saved if s.nbytes >= UNIT]
     assert sum(s.nbytes for s in large) == 24 * 16 * UNIT
     assert sum(not s.released for s in saved) == 1  # the decoder's input
     assert pytest.approx(0.91, abs=0.01) == 24 * 16 * UNIT / 3392 / MIB  # of what its graphs were measured to take
-    grouped = saved_by_layers(MODEL.model_copy(update={"query_groups": 2}), 4096)
+    grouped = list_saved_storages(MODEL.model_copy(update={"query_groups": 2}), 4096)
     assert sum(s.nbytes for s in saved) - sum(s.nbytes for s in grouped) == 24 * 2 * (1024 - 128) * 4096 * 2
 
 

@@ -290,7 +290,7 @@ def test_caps_are_rounded_up_to_the_steps_of_a_kernel():
     found = recommend_for(table, costs)
     assert [c.max_seqs for c in found.candidates] == sorted({32, 64, 144} | percentiles)
     assert found.one_cap.max_seqs == 144  # as quick as 140, and holds more
-    assert [costs.rounded_max_seqs(n) for n in (0, 1, 32, 33, 128, 129, 136)] == [32, 32, 32, 64, 128, 136, 136]
+    assert [costs.round_max_seqs(n) for n in (0, 1, 32, 33, 128, 129, 136)] == [32, 32, 32, 64, 128, 136, 136]
 
 
 def test_eager_times_at_either_end_of_what_hosts_take():

@@ -23,7 +23,7 @@ from thdprof.analyze.report.figures.graphs import cheaper_graph
 from thdprof.analyze.report.figures.microbatches import bin_edges, count_bars
 from thdprof.analyze.report.html import make_answer, to_page
 from thdprof.plan import FallbackRate
-from thdprof.words import amount, ratio, spanned
+from thdprof.words import amount, ratio, write_range
 
 OF_TIME = re.compile(r"eager time|step time|graphs pay|quick|slow|\d ms\b|\bms\b|GPU-hour|tokens per second|GiB", re.I)
 """Words that a page without times does not have."""
@@ -155,7 +155,7 @@ def test_amounts_are_written_in_three_digits():
     assert [amount(v) for v in (0.1234, 1.234, 12.34, 123.4, 1234.5, 99.96, 9.996)] == [
         "0.123", "1.23", "12.3", "123", "1,234", "100", "10.0",
     ]  # fmt: skip
-    assert (spanned((2.0, 3.0), "ms"), spanned((2.0, 2.0), "ms")) == ("2.00 to 3.00 ms", "2.00 ms")
+    assert (write_range((2.0, 3.0), "ms"), write_range((2.0, 2.0), "ms")) == ("2.00 to 3.00 ms", "2.00 ms")
     assert (ratio((0.25, 0.25)), ratio((0.251, 0.254)), ratio((0.2, 0.31))) == (
         "0.250", "0.251 to 0.254", "0.20 to 0.31",
     )  # fmt: skip

@@ -17,7 +17,7 @@ from thdprof.analyze.predictions import Times
 from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.times import answer
 from thdprof.analyze.times.answer import find_worth
-from thdprof.analyze.times.decoder import Decoder, rounded_documents
+from thdprof.analyze.times.decoder import Decoder, round_documents
 from thdprof.analyze.times.gpus import GPUS, find_gpu
 from thdprof.analyze.times.modelled_costs import LAUNCHES, STATED, HostRate, ModelledTimes
 from thdprof.errors import UsageError
@@ -118,7 +118,7 @@ def test_replays_measured_on_an_h100_lie_within_15_percent(model: Model, measure
 
 
 def test_attention_is_dearer_by_steps_of_the_cap_and_by_squared_lengths():
-    assert [rounded_documents(n) for n in (1, 32, 33, 64, 65, 300, 512, 700)] == [32, 32, 64, 64, 128, 512, 512, 700]
+    assert [round_documents(n) for n in (1, 32, 33, 64, 65, 300, 512, 700)] == [32, 32, 64, 64, 128, 512, 512, 700]
     assert decoder_ms(QWEN, max_seqs=33) == decoder_ms(QWEN, max_seqs=64) < decoder_ms(QWEN, max_seqs=65)
     assert decoder_ms(QWEN, squared=1.6e7) > 1.2 * decoder_ms(QWEN, squared=1e6)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.planning import verified_every
+from thdprof.analyze.planning import find_verify_interval
 
 LENGTHS = [100, 200, 300, 50, 700, 20, 90] * 40
 
@@ -13,7 +13,7 @@ LENGTHS = [100, 200, 300, 50, 700, 20, 90] * 40
 @pytest.mark.parametrize("stages", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("relative", [0.2, 0.5, 0.97, 1.1, None])
 def test_two_eager_passes_in_every_stage_one_after_the_other_cost_less_than_one_percent(stages, relative):
-    every = verified_every(stages, relative)
+    every = find_verify_interval(stages, relative)
     eager = 3.0 if relative is None else max(1.0, 1 / relative)
     assert 2 * stages * eager / every < 0.01
     assert 2 * stages * eager / every > 0.01 / 4  # and no rarer than a power of two needs

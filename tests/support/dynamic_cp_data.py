@@ -84,7 +84,7 @@ def rounds_of(text: str, ranks: int) -> list[Round]:
 
 def steps_of(plan: Plan) -> NDArray[np.int64]:
     """Documents of every step as Megatron gathers them, shape [steps, documents of a step]."""
-    return samplers.gathered(np.arange(plan.dataset.documents), plan.training)
+    return samplers.gather_documents(np.arange(plan.dataset.documents), plan.training)
 
 
 def deal_balanced(numbers: Sequence[int], padded: NDArray[np.int64], scheduler: Any) -> Dealt:

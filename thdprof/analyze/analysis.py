@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
-from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
+from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captured, recommend
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
 from thdprof.analyze.caveats import caveats, note_order
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
@@ -233,7 +233,7 @@ class Study:
             slots=[list(rank) for rank in run.slots],
             recommendation=chosen,
             offload=moved,
-            longest=longest_captured(profiles, run.longest_possible),
+            longest=find_longest_captured(profiles, run.longest_possible),
             graph_tokens=run.n_tokens,
             model=request.model,
             model_source=request.model_source,
@@ -251,12 +251,12 @@ class Study:
             return self.measured, None, [], FOREIGN_TABLE
         unknown: str | None = UNKNOWN_MODEL
         if run.model is not None:
-            from thdprof.analyze.times.modelled_costs import gpu_of, modelled_times, why_not
+            from thdprof.analyze.times.modelled_costs import explain_missing_times, gpu_of, model_times
 
-            unknown = why_not(run.settings, self.request.attention)
+            unknown = explain_missing_times(run.settings, self.request.attention)
             if unknown is None:
                 gpu, note = gpu_of(self.request.gpu)
-                modelled = modelled_times(run, gpu)
+                modelled = model_times(run, gpu)
                 return modelled.table(), modelled, [] if note is None else [note], FOREIGN_TABLE
         return built_in_costs(self.request.attention, run.n_tokens), None, [], unknown or FOREIGN_TABLE
 

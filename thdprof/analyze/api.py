@@ -102,7 +102,7 @@ def analyze_dataset(
     check_gpu(request)
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     if model is not None:
-        request = _with_model(request, model)
+        request = _add_model(request, model)
     dataset = _dataset(locations, format, request.given)
     return Study(request, dataset, measured, offload=offload, impl=impl).analyze()
 
@@ -128,7 +128,7 @@ def profile_dataset(
     return make_profile(analyze_dataset(*locations, **options), part=part)
 
 
-def _with_model(request: Request, model: Model | str | Path) -> Request:
+def _add_model(request: Request, model: Model | str | Path) -> Request:
     """The request with the model, and the settings that follow from it."""
     source = str(model) if isinstance(model, str | os.PathLike) else None
     known = read_model(model) if isinstance(model, str | os.PathLike) else model

@@ -13,7 +13,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.megatron_limits import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
-from thdprof.words import percent, with_article
+from thdprof.words import add_article, percent
 
 if TYPE_CHECKING:
     from thdprof.analyze.times.gpus import Gpu
@@ -101,7 +101,7 @@ def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
     known = known_gpu(gpu)
     if known is not None and memory.peak_bytes > known.memory_gib * 2**30:
         yield (
-            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and {with_article(known.label)} has "
+            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and {add_article(known.label)} has "
             f"{known.memory_gib}: the parallelism or recompute that is known of it does not fit"
         )
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from thdprof.errors import UsageError
 from thdprof.files import json_text
 from thdprof.plan import Plan
-from thdprof.training import to_give
+from thdprof.training import suggest_setting
 
 Flag = tuple[str, ...]
 """A flag and its values; each string is one word of a shell command."""
@@ -106,7 +106,7 @@ def _choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
         raise UsageError(
             f"--max-seqs {max_seqs}: target {target.name} has no eager fallback, and the fullest micro-batch "
             f"has {least} documents there: use --max-seqs {least}, or the megatron-lm target, which runs "
-            f"longer micro-batches eagerly, or repack with {to_give('max_docs_per_pack', max_seqs)}"
+            f"longer micro-batches eagerly, or repack with {suggest_setting('max_docs_per_pack', max_seqs)}"
         )
     return least if max_seqs is None else max_seqs
 

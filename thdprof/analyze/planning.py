@@ -132,10 +132,10 @@ def _verify(analysis: Analysis, impl: Impl) -> str | None:
     if impl == "local" or offloaded_layers or settings.max_seqlen_per_dp_cp_rank is not None:
         return None
     relative = analysis.times.relative_step_time
-    return f"1/{verified_every(settings.pipeline_parallel_size, relative[0] if relative else None)}"
+    return f"1/{find_verify_interval(settings.pipeline_parallel_size, relative[0] if relative else None)}"
 
 
-def verified_every(pipeline_size: int, relative_step_time: float | None) -> int:
+def find_verify_interval(pipeline_size: int, relative_step_time: float | None) -> int:
     """One in so many micro-batches is verified, so that it costs less than 1% of the step time; a power of two.
 
     A verified micro-batch makes an eager pass besides its own; a second one stands for suspicions, each of which makes

@@ -76,7 +76,7 @@ class Rate:
         return Rate(gpus=1, low=self.low / self.gpus, middle=self.middle / self.gpus, high=self.high / self.gpus)
 
 
-def why_unranked(times: Times, costs: CostTable, *, n_tokens: int, varied: Sequence[str]) -> str | None:
+def explain_unranked(times: Times, costs: CostTable, *, n_tokens: int, varied: Sequence[str]) -> str | None:
     """Why a plan cannot be compared with others by its tokens per second; None where it can.
 
     A measured table is of one model, one stage and one number of tokens: its milliseconds say nothing of others.
@@ -306,7 +306,7 @@ def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Com
         plan = make_plan(result, impl=study.impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
-    unranked = why_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)
+    unranked = explain_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)
     step_ms = result.recommendation.step_ms
     return Combination(
         values=values,

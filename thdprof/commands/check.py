@@ -53,9 +53,9 @@ def check(
             datasets or [],
             max_fallback_rate=allowed,
             level=level,
-            where=streams.shown_plan(plan),
+            where=streams.name_plan(plan),
             progress=progress,
         )
     streams.print_gate(result, json=json, to_dict=check_to_dict, print_text=print_check)
     if not result.holds:
-        raise GateError(f"{streams.shown_plan(plan)}: {verdict(result)} Analyse the dataset again")
+        raise GateError(f"{streams.name_plan(plan)}: {verdict(result)} Analyse the dataset again")

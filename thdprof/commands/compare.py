@@ -45,7 +45,7 @@ def compare(
         raise UsageError("- is given twice, but stdin can be read only once; name a file for one of them")
     first = streams.read_plan(plan)
     if streams.is_stdin(other) or kind_of(other) == "plan":
-        where = f"{streams.shown_plan(plan)} and {streams.shown_plan(other)}"
+        where = f"{streams.name_plan(plan)} and {streams.name_plan(other)}"
         _compare_plans(first, streams.read_plan(other), allowed, where=where, json=json)
     else:
         _compare_stats(first, other, allowed, json=json)

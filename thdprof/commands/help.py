@@ -13,9 +13,9 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from thdprof.analyze.settings.shell import Launch
-from thdprof.commands.options import removed_options
+from thdprof.commands.options import list_removed_options
 from thdprof.errors import UsageError
-from thdprof.words import printable
+from thdprof.words import make_printable
 
 _NARROWEST, _WIDEST = 60, 120
 """Columns of a help page, whatever the terminal has."""
@@ -231,7 +231,7 @@ def _no_such_option(error: Any, command: str) -> str:
     option = _join_line(str(error.option_name))
     if option == "--sweep":
         return _SWEEP
-    moved = removed_options().get(option) if command in ("thdprof analyze", "thdprof sweep") else None
+    moved = list_removed_options().get(option) if command in ("thdprof analyze", "thdprof sweep") else None
     if moved is not None:
         return f"{option}: is no option; put `{moved.name}: VALUE` into a file and give --settings FILE"
     known = [name for param in error.ctx.command.get_params(error.ctx) for name in param.opts] if error.ctx else []
@@ -253,7 +253,7 @@ def _name_param(param: Any) -> str:
 
 def _join_line(text: str) -> str:
     """`text` in one line, without control characters."""
-    return printable(" ".join(text.split()))
+    return make_printable(" ".join(text.split()))
 
 
 def _lower_first(text: str) -> str:

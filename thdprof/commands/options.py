@@ -80,7 +80,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def removed_options() -> dict[str, Definition]:
+def list_removed_options() -> dict[str, Definition]:
     """Options that no command has, with the settings that are given in a settings file instead."""
     known = (*definitions().values(), *analysis_options().values(), *model_definitions().values())
     rare = [d for d in known if not d.setting.everyday]

@@ -46,7 +46,7 @@ def report(
     written = write_report(
         loaded,
         path=plan,
-        name=streams.shown_plan(plan),
+        name=streams.name_plan(plan),
         profile=profile,
         stats=stats,
         cap=cap,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import DataError
 from thdprof.files import json_text
-from thdprof.words import counted
+from thdprof.words import write_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -187,7 +187,7 @@ def _describe(stage: str, done: float, documents: int, seconds: float) -> str:
     """The line for a log, `seconds` after the command began."""
     minutes, rest = divmod(int(seconds), 60)
     took = f"{minutes:,} min {rest} s" if minutes else f"{rest} s"
-    size = f"{counted(documents, 'document')}, " if documents else ""
+    size = f"{write_count(documents, 'document')}, " if documents else ""
     share = f"about {int(100 * done)}% of the work done, " if 0 < done < 1 else ""
     return f"still {stage}: {size}{share}{took} so far"
 
@@ -203,7 +203,7 @@ def is_stdin(argument: Path | None) -> bool:
     return str(argument) == "-"
 
 
-def shown_plan(argument: Path) -> str:
+def name_plan(argument: Path) -> str:
     """The argument as messages name it."""
     return _STDIN if is_stdin(argument) else str(argument)
 

@@ -70,7 +70,7 @@ class DriftTest:
         self._buckets = sorted(plan.shares)
         self._planned = plan.microbatches.count
         self._shares = [plan.predictions.fallback_rate.microbatch, *(plan.shares[b] for b in self._buckets)]
-        self._in_file_order = (
+        self._deal_in_order = (
             run.loader == "single" and plan.dataset.format != "megatron" and run.max_num_samples is None
         )
         self._exact = plan.microbatches.exact
@@ -94,7 +94,7 @@ class DriftTest:
                 shares of buckets are not compared while there are any.
         """
         self._seen.append([undecided, by_shape, *(replays.get(bucket, 0) for bucket in self._buckets)])
-        if self._in_file_order:
+        if self._deal_in_order:
             return self._impossible() if self._exact else None
         looks = len(self._seen) - 1
         spans = list(_spans(looks))

@@ -53,7 +53,7 @@ class Limit:
     off: MustBeOff | None = None
     """For a field of TransformerConfig that must be off: its row in the reference."""
 
-    def in_fields(self, run: Run) -> str:
+    def describe_in_fields(self, run: Run) -> str:
         """The line of `install`."""
         return self.fields.describe(run, self.reason)
 

@@ -18,7 +18,7 @@ _OTHER_KINDS = {
 """Kinds of models that have no decoder of GPTModel's or HybridModel's kind, and what their layers take besides."""
 
 
-def _listed(run: Run, field: str) -> list[str]:
+def _list_values(run: Run, field: str) -> list[str]:
     """The values of a field of the TransformerConfig that holds one value or several."""
     values = run.field(field) or ()
     return [values] if isinstance(values, str) else [*values]
@@ -159,7 +159,7 @@ def _by_hybrid_ep(run: Run) -> bool:
     return tuple(map(run.field, names)) == (FLEX, "hybridep")
 
 
-def _why_no_preprocess(run: Run) -> str:
+def _explain_no_preprocess(run: Run) -> str:
     """The settings with which a dispatcher's preprocessing cannot be captured; "" if there are none."""
     kind = run.field("moe_token_dispatcher_type")
     if kind == "alltoall":
@@ -228,10 +228,10 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="`moe_preprocess` where the dispatcher's preprocessing waits for the GPU or leaves its stream",
-        holds=lambda run: _with_experts(run) and PREPROCESS in (run.modules or ()) and _why_no_preprocess(run),
+        holds=lambda run: _with_experts(run) and PREPROCESS in (run.modules or ()) and _explain_no_preprocess(run),
         reason="a graph cannot hold the dispatcher's preprocessing then",
         fields=Words(
-            lambda run: f"graphs.modules has {PREPROCESS}, and {_why_no_preprocess(run)}",
+            lambda run: f"graphs.modules has {PREPROCESS}, and {_explain_no_preprocess(run)}",
             f"take {PREPROCESS} out of graphs.modules",
         ),
     ),
@@ -240,7 +240,7 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         "aux_loss",
         "its router reads on the host when it has converged",
         applies=_with_experts,
-        is_on=lambda run: "sinkhorn" in _listed(run, "moe_router_load_balancing_type"),
+        is_on=lambda run: "sinkhorn" in _list_values(run, "moe_router_load_balancing_type"),
         remedy="balance by aux_loss, seq_aux_loss, global_aux_loss, an expert bias, or not at all",
     ),
     must_be_off(
@@ -314,7 +314,7 @@ PARALLELISM_LIMITS: tuple[Limit, ...] = (
         _RING,
         "of context parallelism only p2p, a2a and all_gather were checked in a graph",
         applies=lambda run: run.captures and not run.dynamic_cp and (run.context_parallel_size or 1) > 1,
-        is_on=lambda run: {*_listed(run, "cp_comm_type")} - {*_SERVED},
+        is_on=lambda run: {*_list_values(run, "cp_comm_type")} - {*_SERVED},
     ),
     must_be_off("hierarchical_context_parallel_sizes", None, "groups of two levels were not checked in a graph"),
 )

@@ -23,9 +23,9 @@ from thdprof.training.settings import (
     definitions,
     definitions_of,
     find_unread_fields,
+    name_setting,
     shared_capture_ranks,
-    shown,
-    to_give,
+    suggest_setting,
 )
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
     "definitions_of",
     "find_unread_fields",
     "model_definitions",
+    "name_setting",
     "shared_capture_ranks",
-    "shown",
-    "to_give",
+    "suggest_setting",
 ]

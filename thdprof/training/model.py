@@ -243,7 +243,7 @@ def read_field(name: str, value: object) -> Any:
     if definition.type is tuple:
         names = value.replace(",", " ").split() if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
-            raise UsageError(f"{definition.shown(repr(value))}: must be a list of names, such as [core_attn]")
+            raise UsageError(f"{definition.describe(repr(value))}: must be a list of names, such as [core_attn]")
         return tuple(names)
     definition.check(value)
     return float(value) if definition.type is float else value  # type: ignore[arg-type]
@@ -270,13 +270,13 @@ def check_model(model: Model) -> None:
         if value is not None or field.default is not None:
             read_field(field.name, value)
     for field_name, text in find_problems(model):
-        raise UsageError(f"{shown_field(model, field_name)}: {text}")
+        raise UsageError(f"{describe_field(model, field_name)}: {text}")
 
 
-def shown_field(model: Model, name: str) -> str:
+def describe_field(model: Model, name: str) -> str:
     """The field and its value as messages name them; without a value where it is null."""
     value = getattr(model, name)
-    return model_definitions()[name].shown(*(() if value is None else (value,)))
+    return model_definitions()[name].describe(*(() if value is None else (value,)))
 
 
 def find_problems(model: Model) -> Iterator[Problem]:

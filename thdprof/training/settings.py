@@ -92,13 +92,13 @@ class Definition:
         """The option that switches a true-or-false setting off."""
         return "--no-" + self.name.replace("_", "-")
 
-    def shown(self, *value: object) -> str:
+    def describe(self, *value: object) -> str:
         """The setting, and its value where one is given, as messages name them: `--seq-length 4096`."""
         return " ".join([self.label, *map(str, value)])
 
-    def to_give(self, *value: object) -> str:
-        """The setting as `shown`, and where to give it if no option does: `microbatch_group_size 4 in --settings`."""
-        return self.shown(*value) + ("" if self.setting.everyday else " in --settings")
+    def suggest(self, *value: object) -> str:
+        """The setting as `describe` names it, and where to give it if no option does: `seed 4 in --settings`."""
+        return self.describe(*value) + ("" if self.setting.everyday else " in --settings")
 
     def check(self, value: object) -> None:
         """Refuse a value of a wrong type or out of bounds.
@@ -108,30 +108,30 @@ class Definition:
         """
         if self.choices:
             if value not in self.choices:
-                raise UsageError(f"{self.shown(value)}: choose one of {', '.join(self.choices)}")
+                raise UsageError(f"{self.describe(value)}: choose one of {', '.join(self.choices)}")
         elif self.type is bool:
             if not isinstance(value, bool):
-                raise UsageError(f"{self.shown(repr(value))}: must be true or false")
+                raise UsageError(f"{self.describe(repr(value))}: must be true or false")
         elif self.type is str:
             if not isinstance(value, str):
                 such = f" such as {self.default}" if isinstance(self.default, str) else ""
-                raise UsageError(f"{self.shown(repr(value))}: must be text{such}")
+                raise UsageError(f"{self.describe(repr(value))}: must be text{such}")
         elif self.type is tuple:
             if not isinstance(value, list | tuple) or not all(isinstance(w, int | float) for w in value):
-                raise UsageError(f"{self.shown(repr(value))}: must be a list of numbers")
+                raise UsageError(f"{self.describe(repr(value))}: must be a list of numbers")
         elif self.type is float:
             if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:  # or NaN
-                raise UsageError(f"{self.shown(repr(value))}: must be a number")
+                raise UsageError(f"{self.describe(repr(value))}: must be a number")
             if self.below is not None and not 0 <= value < self.below:
-                raise UsageError(f"{self.shown(value)}: must be at least 0 and less than {self.below}")
+                raise UsageError(f"{self.describe(value)}: must be at least 0 and less than {self.below}")
             if self.below is None and value <= 0:
-                raise UsageError(f"{self.shown(value)}: must be over 0")
+                raise UsageError(f"{self.describe(value)}: must be over 0")
         elif isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{self.shown(repr(value))}: must be a whole number")
+            raise UsageError(f"{self.describe(repr(value))}: must be a whole number")
         elif self.least is not None and value < self.least:
-            raise UsageError(f"{self.shown(value)}: must be at least {self.least}")
+            raise UsageError(f"{self.describe(value)}: must be at least {self.least}")
         elif self.most is not None and value > self.most:
-            raise UsageError(f"{self.shown(value)}: is larger than {self.most}")
+            raise UsageError(f"{self.describe(value)}: is larger than {self.most}")
 
 
 def definitions_of(settings: type) -> dict[str, Definition]:
@@ -458,14 +458,14 @@ def definitions() -> Mapping[str, Definition]:
     return {name: fields.get(name) or definition_of(name, hint, None) for name, hint in given.items()}
 
 
-def shown(name: str, *value: object) -> str:
+def name_setting(name: str, *value: object) -> str:
     """The training setting `name`, and its value where one is given, as messages name them."""
-    return definitions()[name].shown(*value)
+    return definitions()[name].describe(*value)
 
 
-def to_give(name: str, *value: object) -> str:
-    """The training setting `name` for a message that asks for it: `Definition.to_give`."""
-    return definitions()[name].to_give(*value)
+def suggest_setting(name: str, *value: object) -> str:
+    """The training setting `name` for a message that asks for it: `Definition.suggest`."""
+    return definitions()[name].suggest(*value)
 
 
 def shared_capture_ranks(

@@ -144,9 +144,9 @@ class CostTable(StoredPart):
     def ends(self) -> list[CostTable]:
         """The same table at both ends of the range of hosts; where kernels may be slower, then both ends with these."""
         found = [self.at_host(end) for end in HOSTS]
-        return found if self.slower_kernels == 1 else [*found, *(table._slowed() for table in found)]
+        return found if self.slower_kernels == 1 else [*found, *(table._slow_down() for table in found)]
 
-    def _slowed(self) -> CostTable:
+    def _slow_down(self) -> CostTable:
         """The same table with the slowest kernels that are expected, which an eager pass waits for as a replay does."""
         factor = self.slower_kernels
         replay = [p.model_copy(update={"ms": factor * p.ms}) for p in self.replay]
@@ -204,7 +204,7 @@ class CostTable(StoredPart):
         ms = self.ms_per_squared_token * (squared - self.squared_tokens)
         return np.asarray(np.maximum(ms, -0.9 * least))
 
-    def rounded_max_seqs(self, max_seqs: int) -> int:
+    def round_max_seqs(self, max_seqs: int) -> int:
         """The largest cap that replays in the time of `max_seqs`, by `max_seqs_steps` and `max_seqs_granularity`."""
         above = [n for n in self.max_seqs_steps if n >= max_seqs]
         step = self.max_seqs_granularity

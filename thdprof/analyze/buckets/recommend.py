@@ -40,7 +40,7 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     room = max(1, _MAX_CANDIDATES - len(quantiles))
     spread = optional[:: -(-len(optional) // room)] if optional else []
     cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
-    return sorted({costs.rounded_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
+    return sorted({costs.round_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
 
 
 def _candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
@@ -53,7 +53,7 @@ def _candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int
     return sorted({min(top, max(1, math.ceil(n / step) * step)) for n in quantiles} | {top})
 
 
-def longest_captured(profiles: Mapping[int, Profile], longest_possible: Mapping[int, int]) -> dict[int, int]:
+def find_longest_captured(profiles: Mapping[int, Profile], longest_possible: Mapping[int, int]) -> dict[int, int]:
     """The longest document, in tokens, that one cap's graph of each context-parallel size is captured for.
 
     Args:
@@ -194,7 +194,7 @@ def search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> int
     return -(-work // _SEARCH_WORK)
 
 
-def quickest_within(
+def choose_quickest(
     choices: Sequence[tuple[Bucket, ...]],
     times: NDArray[np.float64],
     costs: StepCosts,
@@ -225,7 +225,7 @@ def quickest_within(
     )
 
 
-def quickest_covering(
+def choose_covering(
     choices: Sequence[tuple[Bucket, ...]], times: NDArray[np.float64], costs: StepCosts, *, most_ms: float
 ) -> tuple[Bucket, ...]:
     """The quickest choice under which no micro-batch runs eagerly; empty where none takes at most `most_ms` a step.
@@ -325,12 +325,12 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     times = step_costs.step_ms(choices, stride)
     within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
     times_within = np.where(within, times, np.inf)
-    chosen = quickest_within(choices, times_within, step_costs, limits.max_fallback_rate)
+    chosen = choose_quickest(choices, times_within, step_costs, limits.max_fallback_rate)
     if chosen and limits.num_buckets > 1 and limits.cover_largest:
         quickest_ms = float(step_costs.step_ms([chosen])[0])
         most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
-        chosen = quickest_covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
-    longest = longest_captured(profiles, run.longest_possible)
+        chosen = choose_covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
+    longest = find_longest_captured(profiles, run.longest_possible)
     options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in shapes) for n in caps]
     curve = cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes

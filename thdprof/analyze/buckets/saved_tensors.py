@@ -82,7 +82,7 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
     ]
 
 
-def around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
+def split_around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
     """What one layer of a model with dropless experts saves inside a graph that ends at its router, where nothing is
     recomputed, and behind it. A layer without experts is a graph, whole.
     """
@@ -110,8 +110,8 @@ def mtp_tensors(model: Model) -> list[Saved]:
     ]
 
 
-def mtp_around_router(model: Model) -> tuple[list[Saved], list[Saved]]:
-    """What `around_router` gives, of one layer of multi-token prediction; behind its router is its last norm, too."""
+def split_mtp_around_router(model: Model) -> tuple[list[Saved], list[Saved]]:
+    """What `split_around_router` gives, of a layer of multi-token prediction; behind its router is its last norm."""
     kind, plain = layer_kinds(model)[-1], replace(model, recompute_granularity=None)
     return _split_at_router(mtp_tensors(plain), kind)[0], _split_at_router(mtp_tensors(model), kind)[1]
 
@@ -124,7 +124,7 @@ def _split_at_router(tensors: Sequence[Saved], kind: Kind) -> tuple[list[Saved],
     return [one for one in tensors if not follows(one)], [one for one in tensors if follows(one)]
 
 
-def recomputed_together(layers: Sequence[Sequence[Saved]]) -> list[Saved]:
+def join_recomputed(layers: Sequence[Sequence[Saved]]) -> list[Saved]:
     """What layers save that a backward computes again together: of their inputs it keeps only the first one's."""
     first, *others = (one for layer in layers for one in layer)
     return [first, *(replace(one, recomputed=True) for one in others)]
@@ -335,7 +335,7 @@ def _reserved(layers: Sequence[Sequence[tuple[int, bool]]], shared: bool) -> int
     return segments.reserved_bytes
 
 
-def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
+def list_saved_storages(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
     """The storages that a forward pass of `model` saves for its backward, in order.
 
     Layers are those of `saved_tensors`, without biases and dropout. The decoder's input and output are left out,
@@ -391,7 +391,7 @@ def predict_offload(
             "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "
             "ffn_hidden, heads, query_groups and head_size"
         )
-    storages = saved_by_layers(costs.model, n_tokens)
+    storages = list_saved_storages(costs.model, n_tokens)
     at = [0] * (storages[-1].last + 1)
     for number, storage in enumerate(storages):
         at[storage.first] = at[storage.last] = number

@@ -43,7 +43,7 @@ from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing
 from thdprof.plan import FallbackRate, Training, validate
 from thdprof.training import DYNAMIC_CP, TrainingSettings, definitions_of
-from thdprof.words import counted, html_table, printable, shortened
+from thdprof.words import html_table, make_printable, shorten, write_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -299,8 +299,8 @@ class RunProfile:
 
     def __repr__(self) -> str:
         how = "replayed exactly" if self.exact else "not all replayed exactly"
-        many = counted(self.microbatches, "micro-batch", "micro-batches")
-        return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
+        many = write_count(self.microbatches, "micro-batch", "micro-batches")
+        return f"Profile of {many} in {write_count(self.steps, 'step')}, {how}"
 
     def _repr_html_(self) -> str:
         frame = self.percentiles()
@@ -329,15 +329,15 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
 
     table = analysis.microbatches
     check_part(part)
-    name = shortened(_name_data(analysis.dataset.uris), LONGEST_PART) if part is None else part
+    name = shorten(_name_data(analysis.dataset.uris), LONGEST_PART) if part is None else part
     frame = pd.concat([*_whole_run(table), *_segments(table)], ignore_index=True)
     frame.insert(0, "part", name)
     caps = _grid(analysis)
     times = one_cap_step_ms(analysis, analysis.costs, caps)
     ranges = _relative_step_times(analysis, caps)
     if (model := analysis.model) is not None:
-        experts = f", {counted(model.num_experts, 'expert')}" if model.num_experts else ""
-        described = f"{counted(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
+        experts = f", {write_count(model.num_experts, 'expert')}" if model.num_experts else ""
+        described = f"{write_count(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
     part_of_run = PartOfRun(
         name=name,
         format=analysis.dataset.format,
@@ -630,10 +630,10 @@ def describe_merged(profile: RunProfile) -> str:
     lines = []
     for part in profile.parts:
         documents = profile.histogram(part=part.name)
-        many = counted(part.microbatches, "micro-batch", "micro-batches")
+        many = write_count(part.microbatches, "micro-batch", "micro-batches")
         data = f"{len(part.fingerprints)} datasets added up, " if len(part.fingerprints) > 1 else ""
         lines.append(
-            f"{printable(part.name)}: {data}{many} in {counted(part.steps, 'step')}, documents P50 "
+            f"{make_printable(part.name)}: {data}{many} in {write_count(part.steps, 'step')}, documents P50 "
             f"{documents.percentile(50.0):,}, P99 {documents.percentile(99.0):,}, max {documents.percentile(100.0):,}\n"
         )
     return "".join(lines)

@@ -28,8 +28,8 @@ from thdprof.analyze.report.shared import (
 )
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.plan import CostsPart
-from thdprof.training import shown
-from thdprof.words import counted, listed, memory_size, percent, percentile_name, saved_share
+from thdprof.training import name_setting
+from thdprof.words import join_words, memory_size, percent, percentile_name, write_count, write_saved_share
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
@@ -79,7 +79,7 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     step = f"no times: {analysis.verdict.reason}"
     if ruling is not None and times.relative_step_time is not None:
         would = "they" if chosen.buckets else "they would"
-        saves = analysis.verdict.saves or f"{would} {saved_share(times.relative_step_time)}"
+        saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
         step = f"{ruling}: {saves} ({times.origin}, {analysis.costs.hardware})"
     then = "change what is refused, and analyse again" if refused else then
     return [
@@ -97,7 +97,7 @@ def _captured(analysis: Analysis) -> str:
         text = sentence(analysis)
         return f"{text[0].lower()}{text[1:]}"
     text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
-    return f"{text}, in {counted(max(map(sum, analysis.slots)), 'slot')}"
+    return f"{text}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
@@ -129,7 +129,7 @@ def _parts(
         yield Text(f"{heading:<8} {line}", style="bold" if heading == "capture" else "")
     yield ""
     amounts = (
-        counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
+        write_count(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
     yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
     if table.exact or analysis.drawn:
@@ -137,8 +137,8 @@ def _parts(
     else:
         guessed = "replayed with a pack size that is a guess"
         origin = guessed if table.size_guessed else "replayed up to a step that Megatron stops on"
-    count = counted(len(table), "micro-batch", "micro-batches")
-    yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
+    count = write_count(len(table), "micro-batch", "micro-batches")
+    yield Text(f"{count} in {write_count(analysis.steps, 'step')}, {origin}")
     if analysis.model is not None and details:
         yield Text(model_sentence(analysis.model, gpu=analysis.gpu, source=analysis.model_source))
     if details:
@@ -152,7 +152,7 @@ def _parts(
     if (used := analysis.packing_efficiency) is not None:
         text = f"packed by {analysis.settings.packer}: {used:.2%} of the tokens hold documents"
         if (without_cap := analysis.packing_efficiency_without_cap) is not None:
-            cap = shown("max_docs_per_pack", analysis.settings.max_docs_per_pack)
+            cap = name_setting("max_docs_per_pack", analysis.settings.max_docs_per_pack)
             text += f"; {cap} loses {(without_cap - used) * 100:.2f} points"
         yield Text(text)
     yield ""
@@ -257,7 +257,7 @@ def sentence(analysis: Analysis) -> str:
         gain = f"{analysis.costs.least_gain:.0%}"
         return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
     caps = [
-        f"{b.max_seqs} ({f'{counted(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
+        f"{b.max_seqs} ({f'{write_count(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
     documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
@@ -266,7 +266,7 @@ def sentence(analysis: Analysis) -> str:
         if chosen.fallback_rate.microbatch == 0
         else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
     )
-    return f"Capture graphs for {listed(caps)} {documents}: {fallbacks}."
+    return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
 def verdict_sentence(analysis: Analysis) -> str:
@@ -275,7 +275,7 @@ def verdict_sentence(analysis: Analysis) -> str:
     if verdict.ruling is None or times.relative_step_time is None:
         return f"No times and no verdict on speed: {verdict.reason}."
     would = "they" if analysis.recommendation.buckets else "they would"
-    saved = f": {would} {saved_share(times.relative_step_time)} ({times.origin})"
+    saved = f": {would} {write_saved_share(times.relative_step_time)} ({times.origin})"
     return f"{verdict.ruling.capitalize()}{saved}. {verdict.reason[0].upper()}{verdict.reason[1:]}."
 
 
@@ -324,8 +324,8 @@ def _coverage_of_run(analysis: Analysis) -> str:
 
 
 def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON object as a dict, with why training would be `refused`; it has the key `offload` if activations are moved
-    to the host, and `overlap` if data-parallel communication overlaps.
+    """The JSON object as a dict, with why training would be `refused`. It has the key `offload` if activations are
+    moved to the host, and `overlap` if data-parallel communication overlaps.
     """
     chosen, timed, overlap = analysis.recommendation, analysis.timed, analysis.overlap
     value: dict[str, Any] = {

@@ -16,7 +16,7 @@ from thdprof.analyze.check import Check
 from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
 from thdprof.compare.plans import PlanComparison
 from thdprof.compare.statistics import Comparison
-from thdprof.words import apart, percentile_name
+from thdprof.words import percentile_name, separate_shares
 
 CHECK_SCHEMA = "thdprof.check/1"
 COMPARISON_SCHEMA = "thdprof.comparison/1"
@@ -71,7 +71,7 @@ def verdict(check: Check) -> str:
     if not check.buckets:
         return "Nothing to outgrow: the plan captures no graphs."
     fits = "fits" if check.holds else "does not fit"
-    rate, planned, allowed = apart(check.rate, check.planned_rate, check.max_fallback_rate)
+    rate, planned, allowed = separate_shares(check.rate, check.planned_rate, check.max_fallback_rate)
     return f"The dataset {fits} the plan: {rate} {_VERDICTS[check.level]}, {planned} planned, {allowed} allowed."
 
 

@@ -14,7 +14,7 @@ from thdprof.analyze.profile.run_profile import RunProfile, load_profile, same_s
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan
-from thdprof.words import counted
+from thdprof.words import write_count
 
 HOW_TO_GET_TIMES = (
     "times are not known: analyse again and say which model trains on which GPU (--model or --megatron-args, and "
@@ -100,8 +100,8 @@ class Report:
         if int(cap) > most:
             fullest = self.profile.histogram().percentile(100.0)
             raise ValueError(
-                f"cap {cap:,}: past what was measured: graphs were timed up to {counted(measured, 'document')}, and no "
-                f"micro-batch holds more than {fullest:,}; give at most {most:,}"
+                f"cap {cap:,}: past what was measured: graphs were timed up to {write_count(measured, 'document')}, "
+                f"and no micro-batch holds more than {fullest:,}; give at most {most:,}"
             )
 
     def __repr__(self) -> str:

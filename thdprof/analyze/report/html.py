@@ -31,12 +31,12 @@ from thdprof.analyze.report.figures.microbatches import (
     cut_run,
     drift_head,
     drift_over,
-    shown_parts,
+    list_parts,
     steps_head,
     steps_over,
 )
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence, times_sentences
-from thdprof.words import counted, percent, ratio, shortened, spanned
+from thdprof.words import percent, ratio, shorten, write_count, write_range
 
 _NUMBERS = 3
 """Numbers at the head of a report."""
@@ -114,13 +114,13 @@ def make_answer(report: Report) -> Answer:
     if timed and predicted is not None and predicted.verdict.ruling is not None:
         reason = _sentence(predicted.verdict.reason)
     how = "replayed in training's order" if profile.exact else "drawn or replayed in part, not exactly training's"
-    micro = counted(profile.microbatches, "micro-batch", "micro-batches")
+    micro = write_count(profile.microbatches, "micro-batch", "micro-batches")
     caveat = _sentence(warnings[0]) if warnings else _OF_THESE_DATA
     parts = profile.parts  # one that is named after a folder of one file has that file's name
     names = [PurePath(p.uris[0]).name if len(parts) == len(p.uris) == 1 else p.name for p in parts]
     return Answer(
-        run=shortened(", ".join(dict.fromkeys(names)), _LONGEST_NAME),
-        size=f"{micro} in {counted(profile.steps, 'step')}, {how}",
+        run=shorten(", ".join(dict.fromkeys(names)), _LONGEST_NAME),
+        size=f"{micro} in {write_count(profile.steps, 'step')}, {how}",
         date=profile.analysed_on or "",
         verdict=_verdict(report),
         reason=reason,
@@ -160,7 +160,7 @@ def _numbers(report: Report) -> Iterator[Number]:
     if times.origin != "none" and times.relative_step_time is not None:
         note = ""
         if times.step_ms is not None and times.eager_step_ms is not None:
-            note = f"{spanned(times.step_ms)} instead of {spanned(times.eager_step_ms)} ms, {times.origin}"
+            note = f"{write_range(times.step_ms)} instead of {write_range(times.eager_step_ms)} ms, {times.origin}"
         yield Number(
             value=f"{ratio(times.relative_step_time)} \N{MULTIPLICATION SIGN}",
             label="of the eager step time",
@@ -174,7 +174,7 @@ def _numbers(report: Report) -> Iterator[Number]:
     held = Number(
         value=percent(1 - rate.microbatch),
         label="of micro-batches replay",
-        note=f"{counted(len(report.plan.graphs.buckets), 'graph')} by the plan",
+        note=f"{write_count(len(report.plan.graphs.buckets), 'graph')} by the plan",
     )
     stalled = Number(
         value=percent(rate.step),
@@ -198,13 +198,14 @@ def _numbers(report: Report) -> Iterator[Number]:
 
 def _saved(worth: Worth) -> Number:
     low, high = worth.gpu_hours_saved
-    note = f"{spanned(worth.gpu_hours)} under the plan: {counted(worth.steps, 'step')} on {counted(worth.gpus, 'GPU')}"
+    run = f"{write_count(worth.steps, 'step')} on {write_count(worth.gpus, 'GPU')}"
+    note = f"{write_range(worth.gpu_hours)} under the plan: {run}"
     if worth.saved is not None and worth.gpu_hour_price is not None:
-        note += f"; at {worth.gpu_hour_price:g} each {spanned(worth.saved)} saved"
+        note += f"; at {worth.gpu_hour_price:g} each {write_range(worth.saved)} saved"
     if high <= 0:
-        return Number(value=spanned((-high, -low)), label="GPU-hours more than eagerly", note=note)
+        return Number(value=write_range((-high, -low)), label="GPU-hours more than eagerly", note=note)
     label = "GPU-hours saved; below 0, more than eagerly" if low < 0 else "GPU-hours saved"
-    return Number(value=spanned((low, high)), label=label, note=note)
+    return Number(value=write_range((low, high)), label=label, note=note)
 
 
 def _peak(memory: Memory) -> Number:
@@ -281,7 +282,7 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
         series["time_low"], series["time_high"] = ([t[end] for t in times] for end in (0, 1))
         texts["time"] = [ratio(t) for t in times]
     segments = [_shares_over(h, caps) for h in largest]
-    parts = [_shares_over(profile.histogram("step_max", part=p.name), caps) for p in shown_parts(report)]
+    parts = [_shares_over(profile.histogram("step_max", part=p.name), caps) for p in list_parts(report)]
     levels = sorted({value for row in (*segments, *parts) for value in row})
     index = {value: i for i, value in enumerate(levels)}
     return {
@@ -399,7 +400,7 @@ def _foot(report: Report, answer: Answer, version: str) -> str:
     listed = "".join(f"<li>{escape(text)}</li>" for text in answer.warnings)
     more = f'<section>\n<h2>What else to know</h2>\n<ul class="warnings">{listed}</ul>\n</section>\n' if listed else ""
     names = ", ".join(uri for part in report.profile.parts for uri in part.uris[:1])
-    runs = counted(report.profile.num_runs, "run")
+    runs = write_count(report.profile.num_runs, "run")
     several = (
         " Verdict, worth, memory and capture are predicted for one run alone." if report.profile.num_runs > 1 else ""
     )

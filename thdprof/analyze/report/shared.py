@@ -13,7 +13,7 @@ from rich.text import Text
 from thdprof.analyze.predictions import Capture, Memory, Overlap, Times, Worth
 from thdprof.plan import DatasetPart
 from thdprof.training import Model
-from thdprof.words import counted, listed, memory_size, saved, spanned
+from thdprof.words import join_words, memory_size, write_count, write_range, write_savings
 
 _WIDTH = 120
 """Most characters of a line of sentences."""
@@ -103,17 +103,17 @@ def times_sentences(times: Times, worth: Worth | None, *, slower_kernels: float)
     slowest = "" if slower_kernels == 1 else f" to {slower_kernels * times.decoder_replay_ms:.1f}"
     lines = [
         f"median micro-batch, one rank: decoder replayed {times.decoder_replay_ms:.1f}{slowest} ms, eagerly "
-        f"{spanned(times.decoder_eager_ms, 'ms')}{outside}",
+        f"{write_range(times.decoder_eager_ms, 'ms')}{outside}",
         f"of {times.basis}",
     ]
     if worth is not None:
         line = (
-            f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
-            f"({spanned(worth.eager_tokens_per_second)} eagerly); over {counted(worth.steps, 'step')} "
-            f"{spanned(worth.gpu_hours, 'GPU-hours')}, {saved(worth.gpu_hours_saved, 'GPU-hours')}"
+            f"{write_range(worth.tokens_per_second, 'tokens/s')} on {write_count(worth.gpus, 'GPU')} "
+            f"({write_range(worth.eager_tokens_per_second)} eagerly); over {write_count(worth.steps, 'step')} "
+            f"{write_range(worth.gpu_hours, 'GPU-hours')}, {write_savings(worth.gpu_hours_saved, 'GPU-hours')}"
         )
         if worth.saved is not None:
-            line += f", worth {spanned(worth.saved)} at {worth.gpu_hour_price:g} each"
+            line += f", worth {write_range(worth.saved)} at {worth.gpu_hour_price:g} each"
         lines.append(line)
     return lines
 
@@ -124,7 +124,7 @@ def memory_sentence(memory: Memory) -> str:
         "weights, gradients and optimizer": memory.state_bytes,
         "graphs": memory.graph_bytes,
         "static buffers": memory.static_bytes,
-        _beside_slots(memory): memory.eager_bytes,
+        _name_eager_beside_slots(memory): memory.eager_bytes,
         "experts behind graphs": memory.experts_bytes,
         "outside the decoder": memory.outside_bytes,
     }
@@ -136,17 +136,17 @@ def memory_sentence(memory: Memory) -> str:
     }
     return (
         f"peak memory: about {memory_size(memory.peak_bytes / 2**30)} on pipeline rank {memory.pipeline_rank}, "
-        f"{moments[memory.moment]}: {listed(shown)}"
+        f"{moments[memory.moment]}: {join_words(shown)}"
     )
 
 
-def _beside_slots(memory: Memory) -> str:
+def _name_eager_beside_slots(memory: Memory) -> str:
     """What runs eagerly beside the slots at the moment of the peak."""
     if memory.moment == "capture":
         return "a warm-up pass"
     if memory.moment == "verification":
         return "eager run and compared gradients"
-    return f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"
+    return f"{write_count(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"
 
 
 def capture_sentence(capture: Capture) -> str:
@@ -154,8 +154,8 @@ def capture_sentence(capture: Capture) -> str:
     low, high = (f"{seconds:.1f}" for seconds in capture.seconds)
     seconds = low if low == high else f"{low} to {high}"
     return (
-        f"capture: {counted(capture.graphs, 'graph')} in {seconds} s, {capture.passes:,} forward and backward passes, "
-        "once in the run"
+        f"capture: {write_count(capture.graphs, 'graph')} in {seconds} s, {capture.passes:,} forward and backward "
+        "passes, once in the run"
     )
 
 

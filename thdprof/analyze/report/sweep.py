@@ -13,7 +13,7 @@ from rich.text import Text
 from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
 from thdprof.analyze.sweep import Combination, Ranking, Rate, Sweep
 from thdprof.plan import Plan
-from thdprof.words import memory_size, percent, ratio, spanned
+from thdprof.words import memory_size, percent, ratio, write_range
 
 SCHEMA = "thdprof.sweep/1"
 _STEPS = "steps with an\neager micro-batch"
@@ -82,15 +82,15 @@ def _columns(rows: Sequence[Combination], ranking: Ranking) -> dict[str, Callabl
         columns["step time"] = lambda c: (
             None if c.times is None or c.times.relative_step_time is None else ratio(c.times.relative_step_time)
         )
-        columns["tokens/s"] = lambda c: None if c.rate is None else spanned((c.rate.low, c.rate.high))
+        columns["tokens/s"] = lambda c: None if c.rate is None else write_range((c.rate.low, c.rate.high))
     if ranking.measure == "tokens_per_second_per_gpu":
         columns["GPUs"] = lambda c: None if c.rate is None else f"{c.rate.gpus:,}"
         columns["tokens/s a GPU"] = lambda c: (
-            None if c.rate is None else spanned((c.rate.per_gpu().low, c.rate.per_gpu().high))
+            None if c.rate is None else write_range((c.rate.per_gpu().low, c.rate.per_gpu().high))
         )
     if any(c.worth is not None and c.worth.gpu_hour_price is not None for c in rows):
         columns[_COSTS] = _run_costs
-        columns["saved"] = lambda c: None if c.worth is None or c.worth.saved is None else spanned(c.worth.saved)
+        columns["saved"] = lambda c: None if c.worth is None or c.worth.saved is None else write_range(c.worth.saved)
     if ranking.measure is not None:
         columns["verdict"] = lambda c: None if c.verdict is None else c.verdict.ruling
     if any(c.memory is not None for c in rows):
@@ -104,7 +104,7 @@ def _run_costs(c: Combination) -> str | None:
     if c.worth is None or c.worth.gpu_hour_price is None:
         return None
     low, high = c.worth.gpu_hours
-    return spanned((low * c.worth.gpu_hour_price, high * c.worth.gpu_hour_price))
+    return write_range((low * c.worth.gpu_hour_price, high * c.worth.gpu_hour_price))
 
 
 def _graph_memory(c: Combination) -> str | None:

@@ -16,7 +16,7 @@ from thdprof.analyze.report.html import to_page
 from thdprof.errors import UsageError
 from thdprof.files import check_not_inputs, check_targets, json_text, write_text
 from thdprof.plan import Plan
-from thdprof.words import printable
+from thdprof.words import make_printable
 
 SCHEMA = "thdprof.report/1"
 FINDINGS = "findings.json"
@@ -113,7 +113,7 @@ def write_report(
             execute(notebook, directory=directory)
             text = to_text(notebook)
         else:
-            title = printable(f"thdprof report: {Path(name).name}")
+            title = make_printable(f"thdprof report: {Path(name).name}")
             text = to_page(report, cap, title=title, version=__version__)
         write_text(output, text, force=force)
         files = (output,)

@@ -29,7 +29,7 @@ from thdprof.analyze.schedule import compiled, packers, samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.schedule.schedule import Samples, Schedule
 from thdprof.errors import DataError, ThdprofError
-from thdprof.training import TrainingSettings, shown
+from thdprof.training import TrainingSettings, name_setting
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -266,7 +266,7 @@ Round = list[Group]
 """The groups of a round, from the first rank up; their widths add up to all ranks."""
 
 
-def aligned(rounds: list[Round], multiple: int, ranks: int) -> list[Round]:
+def align_rounds(rounds: list[Round], multiple: int, ranks: int) -> list[Round]:
     """The rounds of a step, cut in two, from the last one back, until their number is a multiple of `multiple`.
 
     Args:
@@ -282,14 +282,14 @@ def aligned(rounds: list[Round], multiple: int, ranks: int) -> list[Round]:
         if all(len(groups) == 1 for groups in rounds):
             raise StoppedError("no round has groups to part")
         if len(rounds[at]) > 1:
-            first, rounds[at] = _parted(rounds[at], ranks)
+            first, rounds[at] = _part_groups(rounds[at], ranks)
             rounds.append(first)
             missing -= 1
         at = at - 1 if at else len(rounds) - 1
     return rounds
 
 
-def _parted(groups: Round, ranks: int) -> tuple[Round, Round]:
+def _part_groups(groups: Round, ranks: int) -> tuple[Round, Round]:
     """The groups on the lower half of the ranks and the others, each on all ranks."""
     widths = [group.width for group in groups]
     if any(narrow < wide for narrow, wide in itertools.pairwise(widths)):
@@ -298,10 +298,10 @@ def _parted(groups: Round, ranks: int) -> tuple[Round, Round]:
     while end < ranks // 2:
         end += widths[cut]
         cut += 1
-    return _widened(groups[:cut], ranks), _widened(groups[cut:], ranks)
+    return _widen_groups(groups[:cut], ranks), _widen_groups(groups[cut:], ranks)
 
 
-def _widened(groups: Round, ranks: int) -> Round:
+def _widen_groups(groups: Round, ranks: int) -> Round:
     """`groups` on all ranks: the first of the narrowest ones is doubled while ranks are idle."""
     groups = [Group(group.width, group.documents) for group in groups]
     while (idle := ranks - sum(group.width for group in groups)) > 0:
@@ -351,7 +351,7 @@ def dynamic_cp(document_tokens: NDArray[np.int32], settings: TrainingSettings) -
     """
     notes: list[str] = []
     lengths = packers.cut(document_tokens.astype(np.int64), settings.seq_length, settings.pad_seq_to_mult, notes)
-    by_step = samplers.gathered(lengths, settings)
+    by_step = samplers.gather_documents(lengths, settings)
     empty = int((lengths == 0).sum())
     if empty:
         notes.append(f"{empty} empty documents were left out")
@@ -411,7 +411,7 @@ def _warnings(
     over = 0 if cap is None else int((table.n_seqs > cap).sum())
     if over:
         warnings.append(
-            f"{over} of {len(table)} micro-batches have more documents than {shown('max_docs_per_pack', cap)}: "
+            f"{over} of {len(table)} micro-batches have more documents than {name_setting('max_docs_per_pack', cap)}: "
             "default_dynamic_cp does not keep to such a cap (--thd-max-packed-sequences), and training stops on them"
         )
     return warnings
@@ -480,10 +480,10 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
         stopped_steps=np.flatnonzero(stopped),
         uncut_steps=np.empty(0, dtype=np.int64),
     )
-    return _aligned(placement, settings.microbatch_group, ranks), tokens
+    return _align_placement(placement, settings.microbatch_group, ranks), tokens
 
 
-def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
+def _align_placement(placement: Placement, multiple: int, ranks: int) -> Placement:
     _, of_steps = np.unique(np.unique(np.stack((placement.step, placement.round)), axis=1)[0], return_counts=True)
     if not (of_steps % multiple).any():
         return placement
@@ -498,7 +498,7 @@ def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
             by_round.setdefault(old, {}).setdefault(first, Group(width, [])).documents.append(document)
         rounds = [[groups[first] for first in sorted(groups)] for groups in by_round.values()]
         try:
-            rounds = aligned(rounds, multiple, ranks)
+            rounds = align_rounds(rounds, multiple, ranks)
         except StoppedError:
             if step not in placement.stopped_steps:
                 uncut.append(step)

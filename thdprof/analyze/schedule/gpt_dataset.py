@@ -43,10 +43,10 @@ def _blend_order(weights: Sequence[float], size: int, most: Sequence[int] | None
     """
     parts = _normalize(weights)
     limits = np.full(len(parts), size) if most is None else np.array(most, dtype=np.int64)
-    return compiled.run(_lagging, size * len(parts), parts, size, limits)
+    return compiled.run(_find_lagging, size * len(parts), parts, size, limits)
 
 
-def _lagging(parts: NDArray[np.float64], size: int, limits: NDArray[np.int64]) -> NDArray[np.int16]:
+def _find_lagging(parts: NDArray[np.float64], size: int, limits: NDArray[np.int64]) -> NDArray[np.int16]:
     """The dataset that lags furthest behind its share in `parts`, sample by sample; of equal ones the first."""
     order, counts = np.empty(size, dtype=np.int16), np.zeros(len(parts))
     for i in range(len(order)):
@@ -140,7 +140,7 @@ def gpt_samples(
         ("shuffled", where),
         (len(sequence_tokens), epochs, last_apart, seed),
         lambda: (
-            _shuffled_ends(sequence_tokens, epochs, last_apart=last_apart, random=random),
+            _shuffle_ends(sequence_tokens, epochs, last_apart=last_apart, random=random),
             random.get_state(),
         ),
     )
@@ -150,12 +150,12 @@ def gpt_samples(
     del ends
     # each sample is one 64-bit value: NumPy shuffles 8-byte values fastest
     bits = _bits(samples.n_seqs, seq_length)
-    shuffled = np.arange(total) if bits is None else _packed(samples, bits)
+    shuffled = np.arange(total) if bits is None else _pack_samples(samples, bits)
     random.shuffle(shuffled[:before] if last_apart else shuffled)
     if last_apart:
         random.shuffle(shuffled[before:])
     if bits is not None:
-        return _unpacked(shuffled, bits, seq_length)
+        return _unpack_samples(shuffled, bits, seq_length)
     return samples.apply(lambda values: values[shuffled])
 
 
@@ -168,7 +168,7 @@ def _bits(n_seqs: NDArray[np.integer], seq_length: int) -> tuple[int, int] | Non
     return bits if sum(bits) + (seq_length**2).bit_length() <= 63 else None
 
 
-def _packed(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
+def _pack_samples(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
     packed = samples.squared.astype(np.int64)
     packed <<= bits[1]
     packed |= samples.max_seqlen
@@ -177,7 +177,7 @@ def _packed(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
     return packed
 
 
-def _unpacked(packed: NDArray[np.int64], bits: tuple[int, int], seq_length: int) -> Samples:
+def _unpack_samples(packed: NDArray[np.int64], bits: tuple[int, int], seq_length: int) -> Samples:
     n_seqs = (packed & ((1 << bits[0]) - 1)).astype(np.int32)
     packed >>= bits[0]
     max_seqlen = (packed & ((1 << bits[1]) - 1)).astype(np.int32)
@@ -185,7 +185,7 @@ def _unpacked(packed: NDArray[np.int64], bits: tuple[int, int], seq_length: int)
     return Samples(n_seqs, max_seqlen, packed.astype(np.float64), seq_length)
 
 
-def _shuffled_ends(
+def _shuffle_ends(
     tokens: NDArray[np.int32], epochs: int, *, last_apart: bool, random: np.random.RandomState
 ) -> NDArray[np.int64]:
     """The end of each sequence in the shuffled token stream, int64, shape [epochs * sequences].
@@ -350,7 +350,7 @@ def schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings,
             order = _blend_order(sizes, sum(sizes), most=sizes)
         else:
             order = _blend_order(sizes, min(settings.train_samples, sum(sizes)))
-        samples = _in_order(order, parts, paths)
+        samples = _order_blend(order, parts, paths)
     if int(samples.n_seqs.max()) > settings.seq_length:
         raise DataError(
             f"a sample of {settings.seq_length} tokens holds {samples.n_seqs.max()} documents, empty ones among them; "
@@ -386,12 +386,12 @@ def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
         rows = samplers.cyclic_rows(num_samples, steps, settings)
         read = samples.apply(lambda values: values[rows])
     else:
-        read = samples.apply(lambda values: _in_file_order(values, steps, settings))
+        read = samples.apply(lambda values: _deal_in_order(values, steps, settings))
     table = read.merge_rows(settings).table(settings, exact=settings.loader is not None)
     return Schedule(table=table, warnings=warnings, independent=len(table))
 
 
-def _in_file_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
+def _deal_in_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
     """Deal `values` [samples] as the sampler `single` does: shape [steps, ranks, samples of one rank and step]."""
     shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
     dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
@@ -407,10 +407,10 @@ def _weighted_blend(
     weights = _normalize(settings.weights).tolist()
     drawn = [math.ceil(settings.train_samples * weight) for weight in weights]
     parts = [samples_of(number, math.ceil(count * (1 + SURPLUS))) for number, count in enumerate(drawn)]
-    return _in_order(_blend_order(weights, sum(drawn)), parts, paths)
+    return _order_blend(_blend_order(weights, sum(drawn)), parts, paths)
 
 
-def _in_order(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequence[str]) -> Samples:
+def _order_blend(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequence[str]) -> Samples:
     """The samples of a blend in the order in which BlendedDataset serves them.
 
     Args:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import compiled, samplers
 from thdprof.analyze.sources.base import PackedRows, RowRule
 from thdprof.errors import DataError, UsageError
-from thdprof.training import TrainingSettings, shown
+from thdprof.training import TrainingSettings, name_setting
 
 NO_CAP = 2**62
 """Stands for "any number of documents" where a loop wants a whole number."""
@@ -124,8 +124,8 @@ def _cap(settings: TrainingSettings, tail_documents: int) -> int:
     free = settings.max_docs_per_pack - tail_documents
     if free < 1:
         raise UsageError(
-            f"{shown('max_docs_per_pack', settings.max_docs_per_pack)}: leaves no document beside the one for the "
-            f"unused tail; use {tail_documents + 1} or more"
+            f"{name_setting('max_docs_per_pack', settings.max_docs_per_pack)}: leaves no document beside the one for "
+            f"the unused tail; use {tail_documents + 1} or more"
         )
     return free
 
@@ -305,8 +305,8 @@ def dp_balanced(
 ) -> tuple[PackedRows, NDArray[np.int32]]:
     """Pack every global batch of documents by next-fit, then even out the number of packs over the ranks.
 
-    A global batch is packed in the order in which the ranks gather it (`samplers.gathered`). A pack holds at most
-    `seq_length` tokens (Megatron's max_seqlen_per_dp_cp_rank x context-parallel size) and `max_docs_per_pack`
+    A global batch is packed in the order in which the ranks gather it (`samplers.gather_documents`). A pack holds at
+    most `seq_length` tokens (Megatron's max_seqlen_per_dp_cp_rank x context-parallel size) and `max_docs_per_pack`
     documents, one fewer if training may append a dummy document. Until the number of packs is a multiple of
     data-parallel size x micro-batch group, the last pack that holds several documents gives its last one to a new pack
     at the end. Documents are first cut to `seq_length` and padded to a multiple of `pad_seq_to_mult`.
@@ -328,7 +328,7 @@ def dp_balanced(
     cap = _cap(settings, int(settings.tail_policy == "append_dummy_seq"))
     multiple = ranks * settings.microbatch_group
     lengths = pad(np.minimum(document_tokens.astype(np.int64), capacity), settings.pad_seq_to_mult)
-    by_step = samplers.gathered(lengths, settings)
+    by_step = samplers.gather_documents(lengths, settings)
     dealt, row_sizes, microbatches, failed = compiled.run(
         _deal, by_step.size * 4, by_step, capacity, cap, ranks, multiple
     )

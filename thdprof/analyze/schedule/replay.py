@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thdprof.analyze.schedule.rows import dataset_shuffle, schedule_rows
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, filled_rows
+from thdprof.analyze.schedule.rows import schedule_rows, shuffle_dataset
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, fill_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.plan import DatasetPart
@@ -48,14 +48,14 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
 
     if settings.packer == "dp_balanced":
         rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
-        table = filled_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
+        table = fill_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
         used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, independent=independent, packing_efficiency=used)
     lengths = documents.document_tokens
     if settings.shuffle_seed is not None:  # TRL shuffles before it packs, and the rows after
-        lengths = lengths[dataset_shuffle(len(lengths), settings.shuffle_seed)]
+        lengths = lengths[shuffle_dataset(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
     packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings))
     return replace(
@@ -148,7 +148,7 @@ def replay(
     if planned_guess:
         guessed = dataset.pack_tokens != settings.seq_length
     if guessed:
-        schedule = _with_guessed_size(schedule, kind, settings, planned=planned_guess)
+        schedule = _mark_guessed_size(schedule, kind, settings, planned=planned_guess)
     return Replay(
         kind=kind,
         settings=settings,
@@ -175,7 +175,7 @@ def _kind(dataset: Dataset) -> Kind:
             return "streams"
 
 
-def _with_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:
+def _mark_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:
     """The schedule with a note on its pack size, and not exact where training's counts depend on that size.
 
     Megatron-Bridge and tail policies fill rows up to it: then every full row would have a document more. The Trainer's

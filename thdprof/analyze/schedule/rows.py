@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.samplers import torch_randperm
-from thdprof.analyze.schedule.schedule import Samples, Schedule, filled_rows, num_steps
+from thdprof.analyze.schedule.schedule import Samples, Schedule, fill_rows, num_steps
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
 from thdprof.training import TrainingSettings
@@ -21,7 +21,7 @@ NO_ROW = -1
 """Stands for a row that a micro-batch lacks: the last one of an epoch may hold fewer."""
 
 
-def dataset_shuffle(size: int, seed: int) -> NDArray[np.int64]:
+def shuffle_dataset(size: int, seed: int) -> NDArray[np.int64]:
     """The order in which `datasets.Dataset.shuffle(seed=seed)` puts `size` examples, int64, shape [size]."""
     return np.random.default_rng(seed).permutation(size)
 
@@ -61,7 +61,7 @@ def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTa
         steps = settings.train_samples // settings.global_batch_size
     else:
         steps = one_epoch * (settings.train_epochs or 1)
-    stored = dataset_shuffle(num_rows, settings.shuffle_seed) if settings.shuffle_seed is not None else None
+    stored = shuffle_dataset(num_rows, settings.shuffle_seed) if settings.shuffle_seed is not None else None
     parts: list[NDArray[np.int64]] = []
     counts: list[int] = []
     for epoch in range(-(-steps // one_epoch)):
@@ -121,7 +121,7 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         together = settings.num_microbatches if settings.loader == "batch" else 1
         independent = max(1, min(len(table), rows.num_rows()) // together)
         return Schedule(table=table, warnings=warnings, independent=independent)
-    samples = filled_rows(rows, settings).apply(lambda values: values[read]).merge_rows(settings)
+    samples = fill_rows(rows, settings).apply(lambda values: values[read]).merge_rows(settings)
     if rows.rule == "trl":
         samples = samples.pad(settings.pad_seq_to_mult)
     table = samples.table(settings, exact=settings.loader is not None)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled
 from thdprof.errors import DataError
-from thdprof.training import TrainingSettings, to_give
+from thdprof.training import TrainingSettings, suggest_setting
 
 _RANDOM64_FROM = (2**32 - 1) // 20
 """Number of elements from which torch draws 64 bits for each swap (ATen/native/TensorFactories.cpp, randperm_cpu)."""
@@ -104,7 +104,7 @@ def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArra
             if batches == 0:
                 raise DataError(
                     f"{num_rows} rows: Megatron's cyclic sampler gives rank {rank} nothing in epoch {epoch}; "
-                    f"use {to_give('data_sharding', 'true')}, or more data"
+                    f"use {suggest_setting('data_sharding', 'true')}, or more data"
                 )
             taken = min(batches * size, needed - filled[rank])
             rows[rank, filled[rank] : filled[rank] + taken] = epoch_rows[:taken]
@@ -146,7 +146,7 @@ def drawn_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray
     return rows.reshape(steps, settings.data_parallel_size, -1)
 
 
-def gathered(lengths: NDArray[np.int64], settings: TrainingSettings) -> NDArray[np.int64]:
+def gather_documents(lengths: NDArray[np.int64], settings: TrainingSettings) -> NDArray[np.int64]:
     """Document lengths of every global batch, in the order in which the ranks gather them, shape [steps, batch size].
 
     A scheduler of Megatron collects a step's documents by data-parallel rank, then micro-batch, then place in the

@@ -174,7 +174,7 @@ class Samples(NamedTuple):
         )
 
 
-def filled_rows(rows: PackedRows, settings: TrainingSettings) -> Samples:
+def fill_rows(rows: PackedRows, settings: TrainingSettings) -> Samples:
     """Stored rows, each filled up to `seq_length` by the tail policy, shape [rows]."""
     samples = Samples.from_rows(rows)
     return samples.fill(settings.seq_length - rows.num_tokens(), settings.tail_policy, rows.last())

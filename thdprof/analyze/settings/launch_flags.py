@@ -24,7 +24,7 @@ from thdprof.files import read_text
 from thdprof.megatron_limits import Run, limits_of
 from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS, refused_beforehand
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_model_type, refuse_plan
-from thdprof.training import to_give
+from thdprof.training import suggest_setting
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -177,7 +177,7 @@ class LaunchFlags:
         found = self.occurrences.get(flag)
         if found is None or name in self.from_caller:
             return None
-        option = option or to_give(name)
+        option = option or suggest_setting(name)
         for word in found.values:
             _refuse_open(word, flag, f"give {option}")
         if not found.values and FLAGS[flag].value != "switch":
@@ -218,7 +218,8 @@ class LaunchFlags:
         text, least = occurrence.text, FLAGS[flag].least
         if not re.fullmatch(r"\+?[0-9]{1,18}", text) or int(text) < least:
             raise UsageError(
-                f"{occurrence.shown}: not a whole number of at least {least}; mend it or give {option or to_give(name)}"
+                f"{occurrence.shown}: not a whole number of at least {least}; mend it or give "
+                f"{option or suggest_setting(name)}"
             )
         return int(text)
 
@@ -370,7 +371,7 @@ def find_refusals(
             lines += refuse_model_type(model_type) if isinstance(model_type, str) else []
     if recipe is not None:
         run = Run.from_recipe(recipe, plan, os.environ)
-        lines += [limit.in_fields(run) for limit in limits_of(run)]
+        lines += [limit.describe_in_fields(run) for limit in limits_of(run)]
     return lines, unknown
 
 

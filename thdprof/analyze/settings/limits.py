@@ -175,7 +175,7 @@ def number_of(name: str, given: Mapping[str, Any]) -> float | None:
         return None
     words, is_such = _NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_such(value):
-        raise UsageError(f"{analysis_options()[name].shown(value)}: must be {words}")
+        raise UsageError(f"{analysis_options()[name].describe(value)}: must be {words}")
     return value if words.startswith("a whole number") else float(value)
 
 

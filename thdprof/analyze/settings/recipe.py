@@ -181,7 +181,7 @@ class _Recipe:
             self.values[field] = read_field(field, value)
         except UsageError as error:
             raise DataError(
-                f"{self.shown}: {key} {str(error).removeprefix(model_definitions()[field].shown()).strip()}"
+                f"{self.shown}: {key} {str(error).removeprefix(model_definitions()[field].describe()).strip()}"
             ) from error
         self.origins[field] = f"{self.shown}: {key} {value}"
 

@@ -127,7 +127,7 @@ def read_request(
                 given["weights"] = run.weights
     elif number_of("world_size", command) is not None:
         raise UsageError(
-            f"{analysis_options()['world_size'].shown()}: only completes --megatron-args; give --data-parallel-size "
+            f"{analysis_options()['world_size'].describe()}: only completes --megatron-args; give --data-parallel-size "
             "instead"
         )
     resolved = resolve_model(own, file=file, script=None if run is None else run.model)
@@ -356,7 +356,7 @@ def read_axes(texts: Sequence[str], given: Mapping[str, Any]) -> list[Axis]:
     for text in (part for whole in texts for part in _BETWEEN.split(whole.strip())):
         axis = _axis(text)
         if given.get(axis.name) is not None:
-            raise UsageError(f"{text}: {swept_settings()[axis.name].shown()} is given too; give it once")
+            raise UsageError(f"{text}: {swept_settings()[axis.name].describe()} is given too; give it once")
         if any(axis.name == other.name for other in axes):
             raise UsageError(f"{text}: {axis.flag} is varied already; give all its values at once")
         axes.append(axis)

@@ -17,7 +17,7 @@ from thdprof.training import (
     Loader,
     TrainingSettings,
     definitions,
-    shown,
+    name_setting,
 )
 
 
@@ -130,7 +130,7 @@ def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
     if packer not in DYNAMIC_CP and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
         idle.append("--max-seqlen-per-dp-cp-rank")
     if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:
-        idle.append(shown("min_dynamic_context_parallel_size"))
+        idle.append(name_setting("min_dynamic_context_parallel_size"))
     return tuple(f"{name} has no effect on --packer {packer} and was left out" for name in idle)
 
 
@@ -142,9 +142,11 @@ def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[
         raise UsageError(f"--packer {values['packer']}: the Trainer reads rows that were packed before")
     for name in ("context_parallel_size", "pipeline_parallel_size"):
         if values.get(name, 1) != 1:
-            raise UsageError(f"--loader trainer: the callback for the Trainer refuses {shown(name, values[name])}")
+            raise UsageError(
+                f"--loader trainer: the callback for the Trainer refuses {name_setting(name, values[name])}"
+            )
     if "train_epochs" in values and {"train_samples", "train_iters"} & {*values}:
-        raise UsageError(f"{shown('train_epochs')} and --train-iters both say how long the run is; give one")
+        raise UsageError(f"{name_setting('train_epochs')} and --train-iters both say how long the run is; give one")
     assume("seed", 42, "the Trainer's default")
     assume("drop_last", False, "the Trainer's default")
     assume("tail_policy", "append_dummy_seq", "thdprof.transformers pads the decoder's rows")
@@ -170,7 +172,7 @@ def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_
         if kind is None or kinds is None or kind in kinds:
             continue
         if values[name] != setting.default:
-            notes.append(f"{setting.shown()} has no effect on format {dataset_format} and was left out")
+            notes.append(f"{setting.describe()} has no effect on format {dataset_format} and was left out")
         del values[name]
     return tuple(notes)
 
@@ -187,8 +189,8 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
     shared = settings.shared_capture_ranks
     if settings.data_parallel_size % shared:
         raise UsageError(
-            f"{shown('shared_capture_ranks', shared)}: --data-parallel-size {settings.data_parallel_size} is not a "
-            "multiple of it"
+            f"{name_setting('shared_capture_ranks', shared)}: --data-parallel-size {settings.data_parallel_size} is "
+            "not a multiple of it"
         )
     if settings.packer in DYNAMIC_CP:
         _check_dynamic_cp(settings)
@@ -206,7 +208,9 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
             "make the packs longer instead"
         )
     if settings.train_epochs is not None and settings.loader != "trainer":
-        raise UsageError(f"{shown('train_epochs')}: is for --loader trainer; give --train-iters or --train-samples")
+        raise UsageError(
+            f"{name_setting('train_epochs')}: is for --loader trainer; give --train-iters or --train-samples"
+        )
     if settings.loader == "batch" and dataset_format in _BLENDED:
         raise UsageError("--loader batch: Megatron's own datasets are read with single or cyclic")
     if dataset_format == "megatron-sft" and num_datasets > 1 and settings.weights is None:
@@ -236,7 +240,7 @@ def _check_pipeline(settings: TrainingSettings) -> None:
     group = settings.microbatch_group_size
     if settings.virtual_pipeline_size is None:
         if group is not None:
-            raise UsageError(f"{shown('microbatch_group_size', group)}: needs --virtual-pipeline-size")
+            raise UsageError(f"{name_setting('microbatch_group_size', group)}: needs --virtual-pipeline-size")
         return
     if settings.pipeline_parallel_size == 1:
         raise UsageError(
@@ -244,7 +248,7 @@ def _check_pipeline(settings: TrainingSettings) -> None:
         )
     if settings.virtual_pipeline_size > 1 and group is not None and group < settings.pipeline_parallel_size:
         raise UsageError(
-            f"{shown('microbatch_group_size', group)}: megatron-core refuses a group smaller than "
+            f"{name_setting('microbatch_group_size', group)}: megatron-core refuses a group smaller than "
             f"--pipeline-parallel-size {settings.pipeline_parallel_size}; use at least that"
         )
 
@@ -258,13 +262,15 @@ def _check_dynamic_cp(settings: TrainingSettings) -> None:
     if settings.loader not in (None, "single"):
         raise UsageError(f"--loader {settings.loader}: Megatron reads data for --packer {packer} with single alone")
     if packer == "balanced_cp" and settings.max_docs_per_pack is not None:
-        raise UsageError(f"{shown('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out")
+        raise UsageError(
+            f"{name_setting('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out"
+        )
     ranks = settings.data_parallel_size * settings.context_parallel_size
     least = settings.min_dynamic_context_parallel_size
     if least > ranks:
         raise UsageError(
-            f"{shown('min_dynamic_context_parallel_size', least)}: there are {ranks} data-parallel x context-parallel "
-            "ranks; use no more"
+            f"{name_setting('min_dynamic_context_parallel_size', least)}: there are {ranks} data-parallel x "
+            "context-parallel ranks; use no more"
         )
     if packer == "balanced_cp" and ranks % 2:
         raise UsageError(

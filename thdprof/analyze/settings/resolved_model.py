@@ -20,8 +20,8 @@ from thdprof.analyze.settings.model_reading import (
 from thdprof.errors import DataError, UsageError
 from thdprof.files import parse_yaml, read_text
 from thdprof.training import Experts, Model, check_model, model_definitions
-from thdprof.training.model import find_problems, read_field, shown_field
-from thdprof.words import listed
+from thdprof.training.model import describe_field, find_problems, read_field
+from thdprof.words import join_words
 
 SETTINGS = "settings"
 """The source of a model that is made of settings."""
@@ -81,7 +81,7 @@ def resolve_model(
     _complete(values, own, file, script)
     model = Model(**values)
     for field, text in find_problems(model):
-        raise UsageError(f"{origins.get(field) or shown_field(model, field)}: {text}")
+        raise UsageError(f"{origins.get(field) or describe_field(model, field)}: {text}")
     if file is not None:
         notes += _note_assumed(file, script, own)
         notes += _note_contradictions(file, script, own)
@@ -161,7 +161,7 @@ def _complete(
 def _note_missing(missing: list[str], file: ModelReading | None, script: ModelReading | None) -> str:
     where = f"{script.source}: " if file is None and script is not None else ""
     verb = "is" if len(missing) == 1 else "are"
-    names = listed(missing)
+    names = join_words(missing)
     return f"{where}the model is not known: {names} {verb} not given; give --model, or {names} in --settings"
 
 

@@ -40,7 +40,7 @@ def lengths_dataset(lengths: Lengths) -> Dataset:
     if _is_list(lengths[0]):
         content = _rows(lengths)
     else:
-        content = UnpackedDocuments(document_tokens=_checked(lengths, "lengths"))
+        content = UnpackedDocuments(document_tokens=_check_integers(lengths, "lengths"))
     dataset = Dataset.from_content(FORMAT, [URI], content)
     if dataset.num_tokens() == 0:
         raise UsageError("lengths: have no tokens: every length is 0")
@@ -57,12 +57,12 @@ def _rows(lengths: Sequence[Any] | NDArray[Any]) -> PackedRows:
             raise UsageError(f"{where}: the array has {row.ndim} dimensions; a row has one")
         if len(row) == 0:
             raise UsageError(f"{where}: its list is empty; a row needs a document")
-        rows.append(_checked(row, where))
+        rows.append(_check_integers(row, where))
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     return PackedRows(document_tokens=np.concatenate(rows), row_offsets=np.concatenate(([0], np.cumsum(sizes))))
 
 
-def _checked(lengths: Any, where: str) -> NDArray[np.int32]:
+def _check_integers(lengths: Any, where: str) -> NDArray[np.int32]:
     if not isinstance(lengths, np.ndarray):
         if not all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, lengths))):
             index = next(i for i, v in enumerate(lengths) if isinstance(v, bool) or not isinstance(v, int | np.integer))

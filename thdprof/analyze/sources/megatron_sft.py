@@ -48,7 +48,7 @@ def _count_tokens(
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
     where = f"tokenizer_model {tokenizer_model}"
     if len(answers) == 1 and isinstance(answers[0], dict):
-        raise _refused(where, **answers[0])
+        raise _explain_refusal(where, **answers[0])
     if len(answers) != expected:
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise DataError(f"{where}: the process that counts tokens ended early ({said[0][:300]})")
@@ -59,7 +59,7 @@ def _line(value: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def _refused(where: str, *, kind: str, error: str) -> Exception:
+def _explain_refusal(where: str, *, kind: str, error: str) -> Exception:
     if kind == "package":
         return UsageError(f"conversations are tokenised as training does it, and {error}: {install_line('sft')}")
     if kind == "padding":

@@ -19,7 +19,7 @@ from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.overlap import predict_overlap
 from thdprof.dispatch import WARMUP_PASSES, Bucket
 from thdprof.training import STEP_PACKERS
-from thdprof.words import amount, saved_share
+from thdprof.words import amount, write_saved_share
 
 OVERHEAD_SECONDS = (0.02, 0.2)
 """Time of one capture besides its passes: memory is given back and asked for again, and the graph is instantiated. The
@@ -84,7 +84,8 @@ def modelled_verdict(modelled: ModelledTimes, relative: Sequence[float], middle:
     saves = ""
     if modelled.slower_kernels != 1:
         fused, own = ((min(part), max(part)) for part in (relative[:2], relative[2:]))
-        saves = f"with PlanCallback(compile=True) they {saved_share(fused)}, without it they {saved_share(own)}"
+        saves = f"with PlanCallback(compile=True) they {write_saved_share(fused)}, without it "
+        saves += f"they {write_saved_share(own)}"
         reason += f"; compiling takes about {_COMPILE_SECONDS} s and changes the last digits of losses"
     if ruling == "measure first":
         reason += ": time some steps by the plan and some without"
@@ -253,7 +254,7 @@ def predict_times(
     steps = [tuple(map(float, costs_of_run(run, end, caps, lengths).step_ms([tuple(buckets), ()]))) for end in ends]
     relative = [planned / eager for planned, eager in steps]
     fitting = [b for b in buckets if b.max_seqs >= typical]
-    cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(typical)
+    cap = fitting[0].max_seqs if fitting else costs.round_max_seqs(typical)
     eager = [float(end.eager_ms(np.array([typical]))[0]) for end in ends]
     outside = costs.outside_ms
     if outside is not None:  # with a micro-batch's share of the optimizer's step

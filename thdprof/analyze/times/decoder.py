@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from thdprof.analyze.buckets.saved_tensors import Kind
 from thdprof.analyze.times.gpus import GPUS, Gpu
-from thdprof.analyze.times.parameters import adapted_widths, stages
+from thdprof.analyze.times.parameters import list_adapted_widths, stages
 from thdprof.training import Model
 
 GAP_US = 0.55
@@ -134,7 +134,7 @@ class Attention:
     """Width of a head's value."""
 
 
-def rounded_documents(max_seqs: int) -> int:
+def round_documents(max_seqs: int) -> int:
     """Documents that cuDNN's kernels are made for, given `max_seqs`, by the rule of Transformer Engine."""
     if max_seqs <= 32:
         return 32
@@ -143,7 +143,7 @@ def rounded_documents(max_seqs: int) -> int:
 
 def _attention_forward(device: Device, shape: Attention, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
     """The kernels of a forward, of micro-batches as `Work` has them: set-up, zeroed output, and the fused kernel."""
-    documents, rows = rounded_documents(max_seqs), shape.heads * tokens
+    documents, rows = round_documents(max_seqs), shape.heads * tokens
     width = (shape.query_dim + shape.value_dim) / 2
     us = device.scaled(2.0 * shape.heads * width * squared * 1.79e-9 + rows * (0.24e-3 + 0.00109e-3 * width))
     us += documents * (0.093 + 0.00505 * shape.heads)
@@ -157,7 +157,7 @@ def _attention_forward(device: Device, shape: Attention, tokens: int, squared: f
 
 def _attention_backward(device: Device, shape: Attention, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
     """The kernels of a backward: set-up, zeroed gradients, products, the fused kernel, and sums over heads."""
-    documents, rows = rounded_documents(max_seqs), shape.heads * tokens
+    documents, rows = round_documents(max_seqs), shape.heads * tokens
     width = (shape.query_dim + shape.value_dim) / 2
     us = device.scaled(5.0 * shape.heads * width * squared * 2.05e-9 + rows * (0.38e-3 + 0.0027e-3 * width))
     us += documents * (0.109 + 0.0080 * shape.heads)
@@ -359,7 +359,7 @@ class Decoder:
         model, device, layer = self._model, self._device, Layer()
         if model.lora_dim is None:
             return layer
-        for width in adapted_widths(model, kind):
+        for width in list_adapted_widths(model, kind):
             product = device.product_us(work.tokens, int(width), model.lora_dim)
             added = device.memory_us(3 * work.tokens * width * 2e-6, 3.0)
             for kernels, times, launches in ((layer.forward, 1, 6), (layer.backward, 2, 7)):

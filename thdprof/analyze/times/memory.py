@@ -29,14 +29,14 @@ from thdprof.analyze.buckets.saved_tensors import (
     STATISTICS_BYTES,
     Kind,
     Saved,
-    around_router,
+    join_recomputed,
     layer_kinds,
     layer_tensors,
-    mtp_around_router,
     mtp_tensors,
     pass_bytes,
-    recomputed_together,
     saved_bytes,
+    split_around_router,
+    split_mtp_around_router,
 )
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Memory, Moment
@@ -64,8 +64,8 @@ def eager_in_flight(
     most = [0] * pipeline_size
     if not eager.any():
         return most
-    for rows in _by_count(table, eager):
-        rows = _distinct(rows[rows.any(axis=1)])
+    for rows in _split_by_count(table, eager):
+        rows = _drop_repeated(rows[rows.any(axis=1)])
         parts = (rows[first : first + _AT_ONCE] for first in range(0, len(rows), _AT_ONCE))
         columns = [np.ascontiguousarray(part.T).view(np.int8) for part in parts]
         for rank in range(pipeline_size):
@@ -98,7 +98,7 @@ def _worst(marks: NDArray[np.int8], events: list[tuple[int, int]]) -> int:
     return int(most.max(initial=0))
 
 
-def _distinct(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _drop_repeated(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """The distinct rows, where a row fits into an integer; else all rows."""
     if rows.shape[1] > 63:
         return rows
@@ -106,7 +106,7 @@ def _distinct(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return rows[np.unique(codes, return_index=True)[1]]
 
 
-def _by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+def _split_by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
     """`eager` as one array [(step, rank) pairs, micro-batches] for each number of micro-batches that steps have."""
     counts = np.asarray(table.num_microbatches, dtype=np.int64)
     if table.uniform:
@@ -235,7 +235,9 @@ def predict_memory(
     for rank, stage in enumerate(stages(model, pipeline_size=pipeline, num_chunks=chunks)):
         slots = run.slots[rank] if buckets else [0] * chunks
         freed = freed_bytes if rank == 0 else 0
-        held = _held(run, model, stage, costs, slots, in_flight[rank], len(buckets), freed, watched and bool(buckets))
+        held = _sum_held(
+            run, model, stage, costs, slots, in_flight[rank], len(buckets), freed, watched and bool(buckets)
+        )
         for moment, parts in held.items():
             rounded = {name: round(nbytes) for name, nbytes in parts.items()}
             peak = sum(rounded.values())
@@ -245,7 +247,7 @@ def predict_memory(
     return max(moments, key=lambda memory: memory.peak_bytes)
 
 
-def _held(
+def _sum_held(
     run: AnalyzedRun,
     model: Model,
     stage: Stage,
@@ -358,8 +360,8 @@ class _Layers:
             recompute = not self._layer_graphs
             of_chunks = self.pass_bytes(chunks, 0, recompute=recompute)
             return _Replayed(in_pool=of_chunks + depths * self.pass_bytes([], 1, recompute=recompute))
-        parts = [around_router(model, kind) for chunk in chunks for kind in chunk]
-        predicted = mtp_around_router(model)
+        parts = [split_around_router(model, kind) for chunk in chunks for kind in chunk]
+        predicted = split_mtp_around_router(model)
         behind = [rest for _, rest in (*parts, *[predicted] * depths)]
         return _Replayed(
             in_pool=pass_bytes([graph for graph, _ in parts], n_tokens)
@@ -373,7 +375,7 @@ class _Layers:
         """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""
         model, dropless = self._model, self._settings.experts == "dropless"
         plain = replace(model, recompute_granularity=None)
-        layers = [around_router(model, k)[0] if dropless else layer_tensors(plain, k) for k in {*stage.layers}]
+        layers = [split_around_router(model, k)[0] if dropless else layer_tensors(plain, k) for k in {*stage.layers}]
         most = max((pass_bytes([layer], self._n_tokens) for layer in layers), default=0)
         kept = WATCHED_HIDDEN * max(map(len, stage.chunks)) * hidden_bytes(model, self._n_tokens)
         return most + self._keys_of_others([layer_kinds(model)[:1]], 0) + kept
@@ -399,7 +401,7 @@ class _Layers:
         if model.recompute_method == "uniform":
             together = model.recompute_num_layers or 1
             groups = (chunk[first : first + together] for first in range(0, len(chunk), together))
-            return [recomputed_together([made[kind] for kind in group]) for group in groups]
+            return [join_recomputed([made[kind] for kind in group]) for group in groups]
         first = len(chunk) if model.recompute_num_layers is None else model.recompute_num_layers
         kept = {kind: layer_tensors(replace(model, recompute_granularity=None), kind) for kind in set(chunk)}
         return [(made if number < first else kept)[kind] for number, kind in enumerate(chunk)]

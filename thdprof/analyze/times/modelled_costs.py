@@ -15,13 +15,13 @@ from pathlib import Path
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, rounded_documents
+from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, round_documents
 from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.errors import UsageError
 from thdprof.training import Attention, Model, TrainingSettings
-from thdprof.words import with_article
+from thdprof.words import add_article
 
 LAUNCHES = 140.0
 """Launches outside the decoder in a micro-batch of Megatron's training loop, its reads of the GPU counted as such."""
@@ -92,7 +92,7 @@ STATED = HostRate(low_us=40.0, high_us=150.0, basis="server processors of 2021 t
 
 
 @functools.cache
-def measured_host() -> HostRate | None:
+def measure_host() -> HostRate | None:
     """This machine's rate, if it has a GPU and torch; None where it cannot be measured.
 
     The measurement runs in a process of its own, because analysis does not import torch. It runs once: all analyses of
@@ -199,7 +199,7 @@ class ModelledTimes:
         outside, tokens = self.outside(), self._run.n_tokens
         most = self._run.profile.n_seqs.percentile(100.0)
         ends = [n for n in _STEPS if n < most]  # numbers of documents after which eager times differ
-        top = max(1024, rounded_documents(most))
+        top = max(1024, round_documents(most))
         per_unit = (self._time(64, 2e9).gpu_ms - self._time(64, 1e9).gpu_ms) / 1e9
         return CostTable(
             name=f"{describe(self.model)}, {self.decoder.num_layers} layers a rank, {tokens} tokens",
@@ -266,7 +266,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver describes each GPU of this machine."""
 
 
-def why_not(settings: TrainingSettings, attention: Attention) -> str | None:
+def explain_missing_times(settings: TrainingSettings, attention: Attention) -> str | None:
     """Why times of a run whose model is known cannot be modelled; None where they can."""
     if settings.max_seqlen_per_dp_cp_rank is not None:
         return "times under dynamic context parallelism are not modelled: measure them and give --cost-table"
@@ -275,7 +275,7 @@ def why_not(settings: TrainingSettings, attention: Attention) -> str | None:
     return None
 
 
-def modelled_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
+def model_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
     """The model of times for the micro-batches of a run whose model is known.
 
     Raises:
@@ -284,7 +284,7 @@ def modelled_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
     assert run.model is not None
     if run.model.fp8_recipe is not None and gpu.fp8_tflops is None:
         raise UsageError(
-            f"--gpu {gpu.name}: {with_article(gpu.label)} has no FP8, and the model is trained with the FP8 recipe "
+            f"--gpu {gpu.name}: {add_article(gpu.label)} has no FP8, and the model is trained with the FP8 recipe "
             f"{run.model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
         )
     return ModelledTimes(run, gpu, host_of(gpu))
@@ -293,7 +293,7 @@ def modelled_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
 def host_of(gpu: Gpu) -> HostRate:
     """The host that launches on `gpu`: this machine's where it has such a GPU, else the stated range."""
     here = local_gpu()
-    measured = measured_host() if here is not None and here.name == gpu.name else None
+    measured = measure_host() if here is not None and here.name == gpu.name else None
     return measured or STATED
 
 
@@ -309,7 +309,7 @@ def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
     if here is not None:
         return here, f"times are of this machine's {here.label}; --gpu names another"
     assumed = GPUS[ASSUMED_GPU]
-    return assumed, f"times are of {with_article(assumed.label)}, since no GPU was named: give --gpu"
+    return assumed, f"times are of {add_article(assumed.label)}, since no GPU was named: give --gpu"
 
 
 def local_gpu() -> Gpu | None:

@@ -31,7 +31,14 @@ from thdprof.analyze.buckets.saved_tensors import Kind, layer_kinds
 from thdprof.analyze.predictions import Overlap
 from thdprof.analyze.times.decoder import GPUS_A_HOST, data_parallel_gbps, data_parallel_ms
 from thdprof.analyze.times.gpus import Gpu
-from thdprof.analyze.times.parameters import Matrix, Stage, joined_elements, stage_parameters, stages, trained_matrices
+from thdprof.analyze.times.parameters import (
+    Matrix,
+    Stage,
+    count_joined_elements,
+    list_trained_matrices,
+    stage_parameters,
+    stages,
+)
 from thdprof.training import DYNAMIC_CP, Model, TrainingSettings
 
 SLOWED = 0.37
@@ -275,7 +282,7 @@ def _registered(model: Model, stage: Stage, pipeline_size: int) -> Iterator[_Pla
 
 def _of_layer(model: Model, kind: Kind) -> list[Matrix]:
     """The trained parameters of one layer; its norms, biases and router are one."""
-    matrices = trained_matrices(model, kind)
+    matrices = list_trained_matrices(model, kind)
     return matrices if model.lora_dim is not None else [Matrix(elements=_small(model, kind)), *matrices]
 
 
@@ -285,7 +292,7 @@ def _after_the_layers(model: Model, stage: Stage) -> Iterator[Matrix]:
         return
     yield Matrix(elements=_norm(model, model.hidden_size))
     for _ in range(model.mtp_num_layers):
-        yield Matrix(elements=joined_elements(model) + 3 * _norm(model, model.hidden_size))
+        yield Matrix(elements=count_joined_elements(model) + 3 * _norm(model, model.hidden_size))
         yield from _of_layer(model, layer_kinds(model)[-1])
     if (model.untie_embeddings_and_output_weights or not stage.first) and (table := _table(model)):
         yield Matrix(elements=table)
@@ -325,7 +332,7 @@ def _lay_out(
 
     def sized(*, quantized: bool, nbytes: float) -> list[tuple[int, float, float]]:
         own = [one for one in parameters if (in_fp8 and 1 <= one.place <= layers) == quantized]
-        return [(place, elements, elements * nbytes) for place, elements in _filled(model, own, least, ranks)]
+        return [(place, elements, elements * nbytes) for place, elements in _fill_buckets(model, own, least, ranks)]
 
     buckets = sized(quantized=True, nbytes=1.0)
     others = sized(quantized=False, nbytes=4.0 if model.precision == "fp32" else 2.0)
@@ -335,7 +342,7 @@ def _lay_out(
     return [*buckets, *others]
 
 
-def _filled(model: Model, parameters: Sequence[_Placed], least: float, ranks: int) -> Iterator[tuple[int, float]]:
+def _fill_buckets(model: Model, parameters: Sequence[_Placed], least: float, ranks: int) -> Iterator[tuple[int, float]]:
     """The buckets of one buffer, from the last parameter to the first: their part, and their elements."""
     divisor = 1
     if model.use_distributed_optimizer:
@@ -482,12 +489,12 @@ class _Chunk:
         """
         return forward_ms(
             self._pass_ms * FORWARD,
-            _grouped(self._gathered, per_graph),
+            _group_transfers(self._gathered, per_graph),
             all_ahead=self._interleaved and self._model.align_param_gather,
             one_connection=one_connection,
         ) + backward_ms(
             self._pass_ms * BACKWARD,
-            _grouped(self._reduced, per_graph)[::-1],
+            _group_transfers(self._reduced, per_graph)[::-1],
             self._gpu,
             checked=self._model.check_for_nan_in_grad,
             one_connection=one_connection,
@@ -495,7 +502,7 @@ class _Chunk:
         )
 
 
-def _grouped(parts: Sequence[Sequence[Transfer]], per_graph: int) -> list[list[Transfer]]:
+def _group_transfers(parts: Sequence[Sequence[Transfer]], per_graph: int) -> list[list[Transfer]]:
     """The transfers of embedding, graphs of `per_graph` layers, and output layer."""
     first, *layers, last = parts
     graphs = [

@@ -73,12 +73,12 @@ def stage_parameters(model: Model, stage: Stage, vocab_size: int) -> Parameters:
     outside = table * (stage.first + own_output)
     if stage.last and model.mtp_num_layers:
         last = _of_layer(model, layer_kinds(model)[-1])
-        dense += model.mtp_num_layers * (last[0] + joined_elements(model))
+        dense += model.mtp_num_layers * (last[0] + count_joined_elements(model))
         experts += model.mtp_num_layers * last[1]
     largest = max((count[2] for count in counts), default=0.0)
     if model.lora_dim is None:
         return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest)
-    adapted = [[width * model.lora_dim for width in adapted_widths(model, kind)] for kind in stage.layers]
+    adapted = [[width * model.lora_dim for width in list_adapted_widths(model, kind)] for kind in stage.layers]
     return Parameters(
         dense=dense + outside,
         experts=experts,
@@ -118,7 +118,7 @@ def state_bytes(
     return rest + moments, moments
 
 
-def adapted_widths(model: Model, kind: Kind) -> list[float]:
+def list_adapted_widths(model: Model, kind: Kind) -> list[float]:
     """For every linear layer of one layer that has an adapter, the width of its input and its output together, on one
     rank. Experts share one adapter for each of their two linear layers.
     """
@@ -193,17 +193,17 @@ def _layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
     return found
 
 
-def trained_matrices(model: Model, kind: Kind) -> list[Matrix]:
+def list_trained_matrices(model: Model, kind: Kind) -> list[Matrix]:
     """The large parameters of one layer that are trained, in the order in which Megatron registers them.
 
     Adapters are taken as one parameter each, and as none of an expert.
     """
     if model.lora_dim is None:
         return _layer_matrices(model, kind)
-    return [Matrix(elements=width * model.lora_dim) for width in adapted_widths(model, kind)]
+    return [Matrix(elements=width * model.lora_dim) for width in list_adapted_widths(model, kind)]
 
 
-def joined_elements(model: Model) -> float:
+def count_joined_elements(model: Model) -> float:
     """Elements, on one rank, of the projection with which a layer of multi-token prediction begins."""
     return 2 * model.hidden_size**2 / model.tensor_model_parallel_size
 

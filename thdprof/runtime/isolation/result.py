@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thdprof.dispatch import Bucket
-from thdprof.words import counted
+from thdprof.words import write_count
 
 Mode = Literal["eager", "padded", "replayed"]
 """How a micro-batch ran: eagerly; eagerly with its boundaries padded to a bucket; or through captured graphs."""
@@ -91,8 +91,8 @@ class ModeCheck:
     def __str__(self) -> str:
         to = "" if self.bucket is None else f", {self.bucket.max_seqs} documents"
         how = "value for value" if self.deterministic else f"within their own spread, {self.spread:.3g}"
-        grads = counted(self.gradients, "gradient") if self.gradients else "no gradient"
-        return f"{self.mode}{to}: {counted(self.outputs, 'output')} and {grads}, {how}, {self.passes} passes"
+        grads = write_count(self.gradients, "gradient") if self.gradients else "no gradient"
+        return f"{self.mode}{to}: {write_count(self.outputs, 'output')} and {grads}, {how}, {self.passes} passes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     """
     impl, run = plan.graphs.impl, Run.from_config(config, plan, facts, environment)
     lines = [*_refuse_planned_run(config, plan, facts), *_refuse_dynamic_cp(config, plan)]
-    lines += (limit.in_fields(run) for limit in limits_of(run))
+    lines += (limit.describe_in_fields(run) for limit in limits_of(run))
     if impl != "none":  # which captures nothing
         lines += [*_refuse_kind(config, impl, facts), *refuse_layer_graphs(config, plan)]
         lines += refuse_model(config, facts, environment, impl, dynamic=is_dynamic(plan))
@@ -66,7 +66,7 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     The arguments and the error are those of `check`.
     """
     run = Run.from_decoder(config, facts, environment)
-    lines = [*(limit.in_fields(run) for limit in limits_of(run)), *_refuse_kind(config, "chunk", facts)]
+    lines = [*(limit.describe_in_fields(run) for limit in limits_of(run)), *_refuse_kind(config, "chunk", facts)]
     if uses_core(config):
         lines.append(
             "fine_grained_activation_offloading is True: a measured decoder keeps its activations; set it to False"

@@ -13,7 +13,7 @@ from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import BAR, EM, LINE, Bar, Canvas, Figure, Panel, Row, Scale, write_whole
 from thdprof.compare.statistics import Comparison
 from thdprof.plan import BucketPart, FallbackRate, Plan
-from thdprof.words import counted, listed, memory_size, percent, percentile_name, ratio
+from thdprof.words import join_words, memory_size, percent, percentile_name, ratio, write_count
 
 NO_STATS = "No statistics of a run were given: thdprof report plan.yaml stats.jsonl compares them."
 _LEFT = 52
@@ -99,7 +99,7 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
     num_buckets, of_plan = len(report.plan.graphs.buckets), report.times.relative_step_time
     plan = of_plan if num_buckets else None
     if plan is not None:
-        entries.append((f"the plan's {counted(num_buckets, 'graph')}: {ratio(plan)}{_own_data(report)}", 2))
+        entries.append((f"the plan's {write_count(num_buckets, 'graph')}: {ratio(plan)}{_own_data(report)}", 2))
     top = canvas.bottom + 20
     canvas.text(0, top + 14, "Step time, all eager = 1", look="b")
     top = canvas.legend(entries, top=top + 20, marked=False) + 8
@@ -137,7 +137,7 @@ def cap_sentences(report: Report, caps: list[int]) -> list[str]:
     sentences = []
     for index, cap in enumerate(caps):
         rate = report.profile.fallback_rate(cap)
-        one = f"One cap of {counted(cap, 'document')} replays"
+        one = f"One cap of {write_count(cap, 'document')} replays"
         if rate.step == 0:
             text = f"{one} every micro-batch"
         else:
@@ -179,9 +179,9 @@ def choice(report: Report, cap: int) -> Figure:
     every, shares = alternatives(report, cap), list[tuple[str, float]]()
     differ = {name: len({getattr(b, name) for b in graphs.buckets}) > 1 for name in ("cp_size", "max_seqlen")}
     for b in graphs.buckets:
-        tail = f" of {counted(b.max_seqlen, 'token')}" if differ["max_seqlen"] else ""
-        tail = f", {counted(b.cp_size, 'rank')}" if differ["cp_size"] else tail
-        shares.append((f"{counted(b.max_seqs, 'document')}{tail}", b.share))
+        tail = f" of {write_count(b.max_seqlen, 'token')}" if differ["max_seqlen"] else ""
+        tail = f", {write_count(b.cp_size, 'rank')}" if differ["cp_size"] else tail
+        shares.append((f"{write_count(b.max_seqs, 'document')}{tail}", b.share))
     shares.append(("eager", rate.microbatch))
 
     rows = [
@@ -250,7 +250,9 @@ def alternatives(report: Report, cap: int) -> list[Alternative]:
         found.append(Alternative(f"{', '.join(of_cap)}: {at:,}", time, profile.fallback_rate(at), role, at))
     buckets = plan.graphs.buckets
     if buckets:
-        graphs = listed([f"{b.max_seqs:,}" for b in buckets]) if has_short_names(buckets) else f"{len(buckets)} graphs"
+        graphs = (
+            join_words([f"{b.max_seqs:,}" for b in buckets]) if has_short_names(buckets) else f"{len(buckets)} graphs"
+        )
         time = None if times is None else report.times.relative_step_time
         found.append(Alternative(f"plan{_own_data(report)}: {graphs}", time, plan.predictions.fallback_rate, "plan"))
     return sorted(found, key=lambda a: (sum(a.relative_step_time or ()), a.rate.microbatch, a.name), reverse=True)
@@ -272,7 +274,9 @@ def bucket_names(report: Report) -> str:
     repeated = len({b.max_seqs for b in buckets}) < len(buckets)
     names = [f"{b.max_seqs:,} (to {b.max_seqlen:,} tokens)" if repeated else f"{b.max_seqs:,}" for b in buckets]
     one = len(buckets) == 1 and buckets[0].max_seqs == 1
-    return f"{listed(names)} {'document' if one else 'documents'}" if len(names) <= _NAMED else f"{len(names)} shapes"
+    return (
+        f"{join_words(names)} {'document' if one else 'documents'}" if len(names) <= _NAMED else f"{len(names)} shapes"
+    )
 
 
 def _choice_text(report: Report) -> str:
@@ -358,13 +362,13 @@ def memory(report: Report, cap: int) -> Figure:
             title = f"Graph memory of the busiest rank{'' if host is None else ', after offloading'}"
             rows = []
             for number, size in enumerate(gib, start=1):
-                name, chosen = counted(number, "graph"), number == num_buckets
+                name, chosen = write_count(number, "graph"), number == num_buckets
                 bar = Bar(size, "f2" if chosen else "f0", f"{size:.2f} GiB{', the plan' if chosen else ''}")
                 rows.append(Row(name, (bar,), f"{name} a slot: {size:.2f} GiB"))
             canvas.rows(title, Scale(0, max(gib) or 1, 100, canvas.width - 130), rows, beside=True)
 
     alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS])
-    alt += "".join(f"; {counted(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(gib, start=1))
+    alt += "".join(f"; {write_count(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(gib, start=1))
     alt += "" if host is None else f"; pinned host memory {host:.2f} GiB"
     return Figure(
         id="memory",
@@ -387,10 +391,10 @@ def _memory_text(plan: Plan, most: int, gib: list[float], cap: int, host: float 
     rank = "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
     unknown = "the cost table does not tell what {} takes" if known else "what {} takes depends on the model"
     if not captured:
-        would = f"with one cap of {counted(cap, 'document')} {rank} would need {counted(most, 'slot')}"
+        would = f"with one cap of {write_count(cap, 'document')} {rank} would need {write_count(most, 'slot')}"
         size = f" and about {memory_size(gib[0])} of graph memory" if gib else f"; {unknown.format('one')}"
         return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
-    text = f"{rank[0].upper()}{rank[1:]} needs {counted(most, 'slot')}"
+    text = f"{rank[0].upper()}{rank[1:]} needs {write_count(most, 'slot')}"
     pinned = "" if host is None else f" and {memory_size(host)} of pinned host memory"
     after = "" if host is None else " after offloading"
     if not gib:
@@ -421,7 +425,7 @@ def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
         for slots in every[rank]:
             canvas.rect(left, panel.y(base + slots) + 1, width, panel.y(base) - panel.y(base + slots) - 1, "f0")
             base += slots
-        tip = f"pipeline rank {rank}: {counted(base, 'slot')}"
+        tip = f"pipeline rank {rank}: {write_count(base, 'slot')}"
         tip += f" ({' + '.join(map(str, every[rank]))})" if chunks > 1 else ""
         panel.strip(rank - 0.35 * stride, rank + 0.35 * stride, tip)
 
@@ -434,8 +438,8 @@ def observed(report: Report, cap: int) -> Figure:
     several = len({b.cp_size for b in comparison.buckets}) > 1
     pairs = [
         (
-            f"{counted(b.max_seqs, 'document')} of {counted(b.max_seqlen, 'token')}"
-            + (f", {counted(b.cp_size, 'rank')}" if several else ""),
+            f"{write_count(b.max_seqs, 'document')} of {write_count(b.max_seqlen, 'token')}"
+            + (f", {write_count(b.cp_size, 'rank')}" if several else ""),
             b.predicted_share,
             b.observed_share,
         )
@@ -485,7 +489,7 @@ def observed(report: Report, cap: int) -> Figure:
 
 def _observed_text(comparison: Comparison) -> str:
     verdict = "as predicted" if comparison.is_as_predicted else "not as predicted"
-    dispatched = counted(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
+    dispatched = write_count(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
     wrong = f"{comparison.wrong_numbers}. " if comparison.wrong_numbers else ""
     return (
         f"{wrong}{percent(comparison.observed_fallback_rate)} of {dispatched} fell back by their shape, "

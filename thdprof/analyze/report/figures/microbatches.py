@@ -12,7 +12,7 @@ from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
 from thdprof.analyze.profile.run_profile import PartOfRun, histogram_of, share_over
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
-from thdprof.words import counted, percent, percentile_name, printable, shortened
+from thdprof.words import make_printable, percent, percentile_name, shorten, write_count
 
 NO_PARTS = (
     "One part of data was profiled, so differences between shards, or between the components of a blend, are not "
@@ -118,7 +118,7 @@ def shapes(report: Report, cap: int) -> Figure:
     return Figure(
         id="shapes",
         text=f"{_spread(documents, n_seqs)}; the longest document has "
-        f"{counted(longest['p50'], 'token')} at the median and {longest['max']:,} at most.",
+        f"{write_count(longest['p50'], 'token')} at the median and {longest['max']:,} at most.",
         alt=alt,
         paint=paint,
         values={
@@ -133,9 +133,9 @@ def _spread(documents: Histogram, p: dict[str, int]) -> str:
     most = percent(share_over(documents, p["max"] - 1))
     if p["p50"] == p["max"]:
         if documents.counts[-1] == documents.total:
-            return f"Every micro-batch holds {counted(p['max'], 'document')}"
-        return f"No micro-batch holds more than {counted(p['max'], 'document')}, and {most} of them hold so many"
-    text = f"Half of the micro-batches hold at most {counted(p['p50'], 'document')}"
+            return f"Every micro-batch holds {write_count(p['max'], 'document')}"
+        return f"No micro-batch holds more than {write_count(p['max'], 'document')}, and {most} of them hold so many"
+    text = f"Half of the micro-batches hold at most {write_count(p['p50'], 'document')}"
     if p["p99"] == p["max"]:
         return f"{text}, the fullest, {most} of all, {p['max']:,}"
     return f"{text} and {percent(share_over(documents, p['p99']))} more than {p['p99']:,}, the fullest {p['max']:,}"
@@ -157,7 +157,7 @@ def _paint_distribution(
             continue
         begin, end = edges[at : at + 2]
         first, last = int(begin + 0.5), int(end - 0.5)
-        numbers = counted(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
+        numbers = write_count(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
         panel.column(begin, end, density, "f0", inset=0.6 if x(end) - x(begin) > 3 else 0)
         panel.strip(begin, end, f"{numbers}: {percent(float(part))} of micro-batches")
     below = canvas.panel("Share with at most so many", x, (0, 1), 130, top=top + 196, gap=26, left=left)
@@ -166,7 +166,9 @@ def _paint_distribution(
     cumulative = np.cumsum(histogram.counts)[values] / histogram.total
     below.stairs([low, *values], [0.0, *cumulative], 0)
     pairs = list(zip(values.tolist(), cumulative.tolist(), strict=True))
-    below.strips(values.tolist(), [f"{percent(share)} hold at most {counted(value, unit)}" for value, share in pairs])
+    below.strips(
+        values.tolist(), [f"{percent(share)} hold at most {write_count(value, unit)}" for value, share in pairs]
+    )
     return panel, below
 
 
@@ -194,7 +196,7 @@ def joint(report: Report, cap: int) -> Figure:
         _paint_borders(panel, buckets)
         panel.cap(cap)
         key = [
-            f"pale to solid: 1 to {counted(most, 'micro-batch', 'micro-batches')} in a cell",
+            f"pale to solid: 1 to {write_count(most, 'micro-batch', 'micro-batches')} in a cell",
             "dotted: the plan's graphs",
         ]
         for line in key if canvas.narrow else ["; ".join(key)]:
@@ -225,7 +227,7 @@ def _paint_cells(panel: Panel, xs: NDArray[np.float64], ys: NDArray[np.float64],
         x0, x1, y0, y1 = x(xs[column]), x(xs[column + 1]), y(ys[row]), y(ys[row + 1])
         tip = (
             f"{_numbers(xs, column)} documents, the longest {_numbers(ys, row)} tokens: "
-            f"{counted(count, 'micro-batch', 'micro-batches')}"
+            f"{write_count(count, 'micro-batch', 'micro-batches')}"
         )
         extra = f' fill="#2a87c8" fill-opacity="{shade:.2f}"'
         panel.canvas.rect(x0, y1, x1 - x0, y0 - y1, "cell", tip=tip, extra=extra)
@@ -279,7 +281,7 @@ def compare_lengths(border: int, long_many: int | None, long_few: int, documents
     relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
     return (
         f"Where documents are many they are {relation} elsewhere: the {share} of micro-batches with more than "
-        f"{border:,} have a longest document of {counted(long_many, 'token')} at the median, the others of "
+        f"{border:,} have a longest document of {write_count(long_many, 'token')} at the median, the others of "
         f"{long_few:,}."
     )
 
@@ -298,7 +300,7 @@ def steps(report: Report, cap: int) -> Figure:
         for name, (values, over) in curves.items():
             index = int(np.searchsorted(values, documents, side="right")) - 1
             shares.append(f"{name} {percent(float(over[max(0, index)]))}")
-        return f"over {counted(documents, 'document')} — {'; '.join(shares)}"
+        return f"over {write_count(documents, 'document')} — {'; '.join(shares)}"
 
     def paint(canvas: Canvas) -> None:
         top = canvas.legend([(name, i) for i, name in enumerate(curves)], marked=False)
@@ -332,8 +334,8 @@ def steps_head(report: Report) -> str:
     """The part of the sentence of `steps` that does not depend on the cap."""
     micro, step = report.profile.histogram(), report.profile.histogram("step_max")
     return (
-        f"The fullest micro-batch of a step holds {counted(step.percentile(50.0), 'document')} at the median, where a "
-        f"micro-batch holds {micro.percentile(50.0):,}: "
+        f"The fullest micro-batch of a step holds {write_count(step.percentile(50.0), 'document')} at the median, "
+        f"where a micro-batch holds {micro.percentile(50.0):,}: "
     )
 
 
@@ -364,7 +366,7 @@ def drift(report: Report, cap: int) -> Figure:
     most = max(*percentiles["max"], *step_median, cap, 2)
     number, num_runs = len(stalled), report.profile.num_runs
     each = max(1, round(report.profile.steps / num_runs / number))
-    label = f"segment of {'the run' if num_runs == 1 else 'each run'}, about {counted(each, 'step')} each"
+    label = f"segment of {'the run' if num_runs == 1 else 'each run'}, about {write_count(each, 'step')} each"
     order = _ENDS[::-1]
     tips = [
         f"segment {i + 1:,}: {_list_percentiles({n: percentiles[n][i] for n in order})}; "
@@ -483,7 +485,7 @@ def _distance(one: Histogram, other: Histogram) -> tuple[float, float]:
     return float(np.abs(shares[0] - shares[1]).max()), by_chance
 
 
-def shown_parts(report: Report) -> list[PartOfRun]:
+def list_parts(report: Report) -> list[PartOfRun]:
     """The parts of the data that are shown, the largest first; none where there is one part only."""
     every = report.profile.parts
     return sorted(every, key=lambda p: -p.microbatches)[:_MOST_PARTS] if len(every) > 1 else []
@@ -491,12 +493,12 @@ def shown_parts(report: Report) -> list[PartOfRun]:
 
 def parts(report: Report, cap: int) -> Figure:
     """Percentiles of documents in each part of the data, beside its share of steps over the cap."""
-    shown = shown_parts(report)
+    shown = list_parts(report)
     if not shown:
         return Figure(id="parts", text=NO_PARTS, values={})
     histograms = [report.profile.histogram(part=p.name) for p in shown]
     percentiles = {name: [h.percentile(PERCENTILES[name]) for h in histograms] for name in _ENDS}
-    names = [printable(p.name) for p in shown]
+    names = [make_printable(p.name) for p in shown]
     stalled = [report.profile.fallback_rate(cap, part=p.name).step for p in shown]
     left_out = len(report.profile.parts) - len(shown)
     of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
@@ -511,7 +513,7 @@ def parts(report: Report, cap: int) -> Figure:
         panel.axes(x_label="documents of a micro-batch", write_y=lambda value: "")
         for index, (name, share) in enumerate(zip(names, stalled, strict=True)):
             at = begin + row * index
-            canvas.text(8, at + 15, shortened(name, int((split - 30) / EM)))
+            canvas.text(8, at + 15, shorten(name, int((split - 30) / EM)))
             line = at + 29
             values = [*of_part[index].values()]
             canvas.line([(x(values[0]), line), (x(values[-1]), line)], "a")
@@ -524,14 +526,14 @@ def parts(report: Report, cap: int) -> Figure:
             canvas.text(wide(share) + 6, line + 4, percent(share), extra=words)
         panel.cap(cap)
         if left_out:
-            canvas.text(8, canvas.bottom + LINE, f"{counted(left_out, 'smaller part')} left out", look="q")
+            canvas.text(8, canvas.bottom + LINE, f"{write_count(left_out, 'smaller part')} left out", look="q")
             canvas.bottom += LINE
 
     p99 = percentiles["p99"]
     if min(p99) == max(p99):
-        text = f"P99 of documents is {p99[0]:,} in all {counted(len(shown), 'part')} that are shown."
+        text = f"P99 of documents is {p99[0]:,} in all {write_count(len(shown), 'part')} that are shown."
     else:
-        most, least = (shortened(shown[p99.index(n)].name, LONGEST_NAME) for n in (max(p99), min(p99)))
+        most, least = (shorten(shown[p99.index(n)].name, LONGEST_NAME) for n in (max(p99), min(p99)))
         text = (
             f"P99 of documents is {max(p99):,} in {most} and {min(p99):,} in {least}: "
             "a cap at the P99 of all is not that of each."

@@ -33,7 +33,7 @@ def arrow_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read, truncated or corrupt: {reason}") from error
 
 
-def opened(path: Path) -> Any:
+def open_source(path: Path) -> Any:
     """`path` as pyarrow can open it: its text, or a memory map of the file where the name is not UTF-8."""
     import pyarrow as pa
 
@@ -212,7 +212,7 @@ def require_column(schema: Any, name: str, path: Path) -> int:
 def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
     import pyarrow as pa
 
-    file = opened(path)
+    file = open_source(path)
     with arrow_errors(path), pa.memory_map(file) if isinstance(file, str) else file as source:
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC

@@ -188,7 +188,7 @@ def read_values(path: Path, *, expected: str) -> Iterator[tuple[int, Any]]:
                 yield number, json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{path}: line {number}: {_shown(text)} is not JSON; every line is {expected}"
+                    f"{path}: line {number}: {_quote(text)} is not JSON; every line is {expected}"
                 ) from error
 
 
@@ -210,9 +210,9 @@ def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArr
             values.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
-                fault = f"{_shown(line)} is not JSON; every line is {_EXPECTED}"
+                fault = f"{_quote(line)} is not JSON; every line is {_EXPECTED}"
             else:  # Python's limit on the digits of a number
-                fault = f"{_shown(line)} has a number that is not between 0 and 2**31 - 1"
+                fault = f"{_quote(line)} has a number that is not between 0 and 2**31 - 1"
             raise DataError(f"{path}: line {number}: {fault}") from error
         kept.append(number)
     return values, np.array(kept, dtype=np.int64)
@@ -253,9 +253,9 @@ def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Pa
     value = values[at]
     where = f"{path}: line {numbers[at]}"
     if type(value) in (int, list, dict):
-        raise DataError(f"{where}: {_shown(value)} is of another kind than the lines before it; do not mix them")
+        raise DataError(f"{where}: {_quote(value)} is of another kind than the lines before it; do not mix them")
     fault = "is not a whole number" if type(value) is float else "is no length"
-    raise DataError(f"{where}: {_shown(value)} {fault}; every line is {_EXPECTED}")
+    raise DataError(f"{where}: {_quote(value)} {fault}; every line is {_EXPECTED}")
 
 
 def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:
@@ -266,10 +266,10 @@ def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDAr
         wrong = np.array([i for i, value in enumerate(values) if not 0 <= value < 2**31])
     if wrong.size:
         at = wrong[0]
-        raise DataError(f"{path}: line {numbers[at]}: length {_shown(values[at])} is not between 0 and 2**31 - 1")
+        raise DataError(f"{path}: line {numbers[at]}: length {_quote(values[at])} is not between 0 and 2**31 - 1")
     return lengths.astype(np.int32)
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = value.strip().decode("utf-8", "replace") if isinstance(value, bytes) else json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."

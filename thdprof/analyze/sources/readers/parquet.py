@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_errors, arrow_schema, is_arrow, opened
+from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_errors, arrow_schema, is_arrow, open_source
 from thdprof.errors import DataError
 
 _DEEPEST = 12
@@ -522,7 +522,7 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
             raise DataError(f"{path}: corrupt: a footer of {length} bytes in a file of {size}")
         raw.seek(size - 8 - length)
         footer = raw.read(length)
-    with arrow_errors(path), pq.ParquetFile(opened(path)) as arrow:
+    with arrow_errors(path), pq.ParquetFile(open_source(path)) as arrow:
         yield ParquetFile(path, arrow, footer)
 
 

@@ -43,7 +43,7 @@ those with number 0, 1, 2, 4, ... 64.
   tokens with other micro-batches.
 
 A verified micro-batch costs one more eager pass and the copies of what is compared. `analyze` derives N (see
-`thdprof.analyze.planning.verified_every`). Where there is no memory for the eager pass, the micro-batch is not
+`thdprof.analyze.planning.find_verify_interval`). Where there is no memory for the eager pass, the micro-batch is not
 verified. Where the twin fails, the watch ends with a warning and training goes on, unless other ranks were in
 communication with the twin.
 """
