@@ -151,9 +151,9 @@ def test_the_command_predicts_and_writes_it(data, tmp_path, thdprof):
         "--offload-fraction",
         "50%",
     ]
-    done = thdprof(*common, "-o", tmp_path / "plan.yaml")
+    done = thdprof(*common, "--details", "-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr
-    line = next(text for text in done.stdout.splitlines() if text.startswith("activations on the host"))
+    line = " ".join(done.stdout[done.stdout.index("\nactivations on the host") :].split())
     assert "(all; 50% of their bytes): 1,528 MiB a micro-batch" in line
     assert "24 layers, hidden 1024, 4096 tokens" in line
     assert load_plan(tmp_path / "plan.yaml").graphs.offload.fraction == 0.5
@@ -265,7 +265,7 @@ def test_without_graphs_nothing_is_predicted_to_be_moved(data, thdprof):
 
 
 def test_modules_that_the_measured_model_has_not_are_told(data, thdprof):
-    done = thdprof("analyze", data, "--loader", "single", "--seq-length", 4096, "--offload", "expert_fc1")
+    done = thdprof("analyze", data, "--details", "--loader", "single", "--seq-length", 4096, "--offload", "expert_fc1")
     assert "activations on the host (expert_fc1): the measured model saves none that would be moved" in done.stdout
     assert done.stderr.startswith("--offload expert_fc1: without experts (--experts none) nothing is moved\n")
 

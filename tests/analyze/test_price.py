@@ -46,7 +46,7 @@ def test_a_price_is_money_for_the_hours_saved(thdprof, packs, settings, tmp_path
         file.write("gpu_hour_price: 2.5\n")
     assert worth(thdprof, packs, "--settings", settings) == priced
     assert worth(thdprof, packs, "--settings", settings, "--gpu-hour-price", 0)["saved"] == [0, 0]
-    said = thdprof("analyze", packs, "--settings", settings).stdout
+    said = thdprof("analyze", packs, "--details", "--settings", settings).stdout
     assert " GPU-hours saved, worth " in said
     assert " at 2.5 each\n" in said
 

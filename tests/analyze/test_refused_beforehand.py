@@ -28,7 +28,6 @@ model:
 ddp:
   use_megatron_fsdp: {sharded}
 """
-SAID = "training by this plan would be refused: "
 
 
 @pytest.fixture
@@ -37,8 +36,11 @@ def documents(tmp_path, rng):
 
 
 def refused(done):
-    assert done.returncode == 0, done.stderr
-    return [line.removeprefix(SAID) for line in done.stderr.splitlines() if line.startswith(SAID)]
+    """Why training would be refused, as the JSON of `analyze` has it, which then exits with 3."""
+    found = json.loads(done.stdout)["refused"]
+    assert done.returncode == (3 if found else 0), done.stderr
+    assert ("thdprof: training by this plan would be refused: " in done.stderr) == bool(found)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def refused(done):
 def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, more, lines):
     script = tmp_path / "launch.sh"
     script.write_text(ARGUMENTS + more)
-    packed = ("--loader", "single", "--packer", "first_fit_decreasing")
+    packed = ("--loader", "single", "--packer", "first_fit_decreasing", "--json")
     done = thdprof("analyze", documents, "--megatron-args", script, *packed)
     assert refused(done) == lines
 
@@ -123,7 +125,7 @@ def test_a_missing_rng_tracker_is_said(thdprof, documents, tmp_path, impl, more,
     script = tmp_path / "launch.sh"
     script.write_text(ARGUMENTS.replace("--te-rng-tracker", more))
     packed = ("--loader", "single", "--packer", "first_fit_decreasing", "--impl", impl)
-    assert refused(thdprof("analyze", documents, "--megatron-args", script, *packed)) == lines
+    assert refused(thdprof("analyze", documents, "--megatron-args", script, *packed, "--json")) == lines
 
 
 def test_an_fp8_format_that_megatron_does_not_know_is_refused(thdprof, documents, tmp_path):
@@ -151,7 +153,7 @@ def test_a_pipeline_with_middle_stages_is_not_refused(thdprof, documents, tmp_pa
     packed = ("--loader", "single", "--packer", "first_fit_decreasing")
     for more, flags in (("", []), (" --qk-clip", ["--qk-clip"])):
         script.write_text(f"{four} --pipeline-model-parallel-size 4 --dataloader-inter-document-masking{more}")
-        lines = refused(thdprof("analyze", documents, "--megatron-args", script, *packed))
+        lines = refused(thdprof("analyze", documents, "--megatron-args", script, *packed, "--json"))
         assert [line.partition(":")[0] for line in lines] == flags
 
 
@@ -162,13 +164,13 @@ def test_a_recipes_settings_that_install_refuses_are_said(thdprof, documents, tm
     as_json = tmp_path / "recipe.json"
     as_json.write_text(json.dumps(yaml.safe_load(recipe.read_text())))
     for file in (recipe, as_json):
-        assert refused(thdprof("analyze", documents, *run, "--model", file, "--impl", "chunk")) == [
+        assert refused(thdprof("analyze", documents, *run, "--json", "--model", file, "--impl", "chunk")) == [
             "qk_clip is True: it keeps a maximum in Python; set it to False",
             "the model is wrapped in FullyShardedDataParallel: it moves parameters, whose places graphs keep; use "
             "DistributedDataParallel",
         ]
     recipe.write_text(RECIPE.format(clip="false", sharded="false"))
-    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == []
+    assert refused(thdprof("analyze", documents, *run, "--json", "--model", recipe, "--impl", "chunk")) == []
 
 
 def test_a_recipes_quantization_is_refused_unless_it_may_be_unmeasured(thdprof, documents, tmp_path, monkeypatch):
@@ -176,10 +178,10 @@ def test_a_recipes_quantization_is_refused_unless_it_may_be_unmeasured(thdprof, 
     recipe = tmp_path / "recipe.yaml"
     quantized = "mixed_precision:\n  fp8: e4m3\n  fp8_recipe: mxfp8\n"
     recipe.write_text(RECIPE.format(clip="false", sharded="false") + quantized)
-    (line,) = refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk"))
+    (line,) = refused(thdprof("analyze", documents, *run, "--json", "--model", recipe, "--impl", "chunk"))
     assert line.endswith("with THDPROF_UNMEASURED=allow in the environment it is taken all the same")
     monkeypatch.setenv("THDPROF_UNMEASURED", "allow")
-    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == []
+    assert refused(thdprof("analyze", documents, *run, "--json", "--model", recipe, "--impl", "chunk")) == []
 
 
 def test_what_a_recipe_offloads_is_held_against_the_plan(thdprof, documents, tmp_path):
@@ -188,7 +190,9 @@ def test_what_a_recipe_offloads_is_held_against_the_plan(thdprof, documents, tmp
     quantized = "mixed_precision:\n  fp8: hybrid\n  fp8_recipe: tensorwise\n"
     recipe.write_text(RECIPE.format(clip="false", sharded="false") + quantized)
     file = tmp_path / "plan.yaml"
-    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk", "-o", file)) == []
+    assert (
+        refused(thdprof("analyze", documents, *run, "--json", "--model", recipe, "--impl", "chunk", "-o", file)) == []
+    )
     plan = load_plan(file)
     offload = OffloadPart(modules=["core_attn"])
     offloading = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"offload": offload})})

@@ -26,7 +26,7 @@ from thdprof.analyze.buckets.cost_table import EagerPoint
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.profile.run_profile import RunProfile, merge_profiles
 from thdprof.analyze.report import figures, open_report
-from thdprof.analyze.report.analysis import reasons
+from thdprof.analyze.report.analysis import answer
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.figures.microbatches import compare_lengths
@@ -321,10 +321,8 @@ def test_memory_is_told_after_offloading(made, thdprof, tmp_path):
     assert "after offloading" in drawn.svg
     before = analysis.recommendation.graph_memory_bytes / 2**30
     without = replace(analysis, offload=None)
-    assert reasons(without)[-1].endswith(f", about {before:.1f} GiB of graph memory")
-    assert reasons(analysis)[-1] == (
-        f"slots: at most 1 on a pipeline rank, about {after:.1f} GiB of graph memory after offloading"
-    )
+    assert dict(answer(without))["memory"].startswith(f"{before:.1f} GiB of graphs")
+    assert dict(answer(analysis))["memory"].startswith(f"{after:.1f} GiB of graphs")
 
 
 def test_headlines_of_few_kinds_of_micro_batches(tmp_path):

@@ -118,7 +118,7 @@ def test_checkpointing_is_taken_from_the_arguments(thdprof, tmp_path, arguments,
     (tmp_path / "settings.yaml").write_text("" if option is None else f"recompute_granularity: {option}\n")
     data = write_lines(tmp_path / "lengths.jsonl", list(range(1, 60)))
     done = thdprof(
-        "analyze", data, "--training-args", arguments, "--model", tmp_path / "config.json",
+        "analyze", data, "--details", "--training-args", arguments, "--model", tmp_path / "config.json",
         *(() if option is None else ("--settings", tmp_path / "settings.yaml")),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

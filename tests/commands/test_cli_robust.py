@@ -355,11 +355,11 @@ def test_names_with_markup_are_shown_as_they_are(thdprof, tmp_path):
     directory.mkdir()
     (directory / "[red]x.jsonl").write_text(PACKS)
     script = directory / "[green]train.sh"
-    script.write_text("pretrain_gpt.py --seq-length 8 --mock-data\n")
+    script.write_text("pretrain_gpt.py --seq-length 8 --mock-data --te-rng-tracker\n")
     plan = directory / "[blue]plan.yaml"
     done = thdprof("analyze", directory / "[red]x.jsonl", "--loader", "single", "--megatron-args", script, "-o", plan)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{directory}/[red]x.jsonl (lengths)")
+    assert f"\n{directory}/[red]x.jsonl (lengths)" in done.stdout
     assert f"plan written to {plan}\n" in done.stderr
     assert f"{script}, line 1: --mock-data: " in done.stderr
     done = thdprof("export", plan, "--to", "megatron-bridge", "-o", directory / "[x]")
@@ -371,7 +371,7 @@ def test_narrow_terminals_cut_nothing(packs, columns):
     deep = packs.parent / ("d" * 100)
     deep.mkdir()
     done = shell(f"$T analyze {packs} --loader single -o {deep}/plan.yaml", COLUMNS=columns)
-    wide = shell(f"$T analyze {packs} --loader single", COLUMNS="200")
+    wide = shell(f"$T analyze {packs} --loader single -o {deep}/plan.yaml --force", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert done.stdout == wide.stdout
     assert "…" not in done.stdout.decode()

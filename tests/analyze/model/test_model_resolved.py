@@ -226,8 +226,8 @@ def test_reports_say_the_model_and_where_it_was_read(thdprof, packs, config, scr
     assert (told["fp8_recipe"], told["tensor_model_parallel_size"]) == ("delayed", 2)
     assert (
         "model: 4 layers, hidden 64, 4 heads in 2 groups of 16, ffn 192 gated, vocabulary 1024, TP 2 with SP, "
-        f"bf16 with FP8 delayed on h100 (from {config}, {script})\n"
-    ) in thdprof("analyze", packs, *options).stdout
+        f"bf16 with FP8 delayed on h100 (from {config}, {script})"
+    ) in " ".join(thdprof("analyze", packs, "--details", *options).stdout.split())
     unknown = thdprof("analyze", packs, "--json")
     assert json.loads(unknown.stdout)["model"] is None
     assert "\nmodel: " not in thdprof("analyze", packs).stdout

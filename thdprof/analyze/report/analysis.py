@@ -42,6 +42,8 @@ _MEASURES = (
 _BUCKET = ("max_seqs", "max_seqlen", "cp_size")
 _TIMED = ("relative_step_time", "step_ms", "eager_step_ms", "graph_memory_bytes")
 """Fields of a recommendation that are null without times of the model."""
+_WIDTH = 120
+"""Most characters of a line of sentences."""
 _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
@@ -56,7 +58,7 @@ def print_report(
         then: what the user does next; empty where nothing is to be said of it.
     """
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console)
+    print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console, width=_WIDTH)
 
 
 def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
@@ -97,7 +99,8 @@ def _captured(analysis: Analysis) -> str:
         text = sentence(analysis)
         return f"{text[0].lower()}{text[1:]}"
     text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
-    return f"{text}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
+    router = ", of each layer up to its router" if analysis.settings.experts == "dropless" else ""
+    return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
@@ -131,7 +134,7 @@ def _parts(
     amounts = (
         write_count(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
-    yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
+    yield Text(f"{name_dataset(data)}: {', '.join(amounts)}", no_wrap=True)
     if table.exact or analysis.drawn:
         origin = "replayed exactly" if table.exact else "drawn, not replayed"
     else:

@@ -15,25 +15,23 @@ from thdprof.plan import DatasetPart
 from thdprof.training import Model
 from thdprof.words import join_words, memory_size, write_count, write_range, write_savings
 
-_WIDTH = 120
-"""Most characters of a line of sentences."""
 
-
-def print_parts(parts: Iterable[str | Table | Text], console: Console, *, markup: bool | None = None) -> None:
-    """Write the parts of a report to `console`: sentences are broken into lines of at most `_WIDTH` characters, tables
-    are fitted to its width.
+def print_parts(
+    parts: Iterable[str | Table | Text], console: Console, *, markup: bool | None = None, width: int | None = None
+) -> None:
+    """Write the parts of a report to `console`: sentences are broken into lines of at most `width` characters, where it
+    is given, and tables are fitted to the console's width.
     """
     for part in parts:
-        for piece in _broken(part) if isinstance(part, Text) else [part]:
+        for piece in _break(part, width) if width and isinstance(part, Text) and not part.no_wrap else [part]:
             console.print(piece, highlight=False, soft_wrap=not isinstance(part, Table), markup=markup)
 
 
-def _broken(text: Text) -> Iterator[Text]:
+def _break(text: Text, width: int) -> Iterator[Text]:
     """The lines of a sentence; those behind the first are indented a little more."""
     indent = " " * (len(text.plain) - len(text.plain.lstrip()) + 2)
-    for line in textwrap.wrap(
-        text.plain, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    ) or [""]:
+    wrapped = textwrap.wrap(text.plain, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    for line in wrapped or [""]:
         yield Text(line, style=text.style)
 
 

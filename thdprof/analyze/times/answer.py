@@ -54,7 +54,9 @@ def predict_capture(*, num_buckets: int, slots: Sequence[Sequence[int]], costs: 
 LOSS_ABOVE = 1.02
 """Share of the eager step time above which a step by the plan is a loss that has to be ruled out by measuring."""
 NO_GAIN_ABOVE = 0.97
-"""Share of the eager step time from which on there is no clear gain."""
+"""Share of the eager step time from which on there is no clear gain, on a host in the middle of the range."""
+LITTLE_GAIN_ABOVE = 0.9
+"""Share from which on there is then little gain on the slowest host."""
 _COMPILE_SECONDS = 18
 """Seconds that torch.compile takes for the layers of the shape of Qwen3-0.6B, once in a run."""
 MEASURED_GAIN_BELOW = 0.98
@@ -94,9 +96,9 @@ def modelled_verdict(modelled: ModelledTimes, relative: Sequence[float], middle:
 
 def rule(least: float, middle: float, most: float) -> Ruling:
     """The verdict on what a step takes of its eager time at least, in the middle of the range and at most."""
-    if least < NO_GAIN_ABOVE and most > LOSS_ABOVE:
-        return "measure first"
-    return "graphs pay" if middle < NO_GAIN_ABOVE else "graphs do not pay"
+    if middle < NO_GAIN_ABOVE:
+        return "graphs pay" if most <= LOSS_ABOVE else "measure first"
+    return "graphs do not pay" if least >= LITTLE_GAIN_ABOVE else "measure first"
 
 
 def _measured_verdict(times: Times) -> Verdict:
