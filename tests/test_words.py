@@ -6,9 +6,10 @@ import ast
 import tomllib
 from pathlib import Path
 
+import pytest
 from support.paths import ROOT
 
-from thdprof.words import add_article, install_line, write_savings
+from thdprof.words import add_article, install_line, write_saved_share, write_savings
 
 SOURCES = [path for name in ("thdprof", "examples", "docs") for path in sorted((ROOT / name).rglob("*.*"))]
 
@@ -51,3 +52,18 @@ def test_savings_that_may_be_losses_are_told_as_such():
         == "from 0.0002 GPU-hours more than eagerly to 0.095 GPU-hours saved"
     )
     assert write_savings((-2.0, -1.0), "GPU-hours") == "1.00 to 2.00 GPU-hours more than eagerly"
+
+
+@pytest.mark.parametrize(
+    ("relative", "text"),
+    [
+        ((0.25, 0.76), "save 24% to 75% of a step"),
+        ((0.5, 0.5), "save 50% of a step"),
+        ((0.9, 1.003), "save 0% to 10% of a step"),
+        ((0.95, 1.05), "make a step up to 5% longer or 5% shorter"),
+        ((1.02, 1.05), "make a step 2% to 5% longer"),
+        ((1.03, 1.03), "make a step 3% longer"),
+    ],
+)
+def test_a_negative_saving_is_a_loss(relative, text):
+    assert write_saved_share(relative) == text

@@ -685,3 +685,56 @@ def test_the_settings_file_is_never_replaced(thdprof, packs, tmp_path):
     done = thdprof("analyze", packs, "--settings", settings, "-o", settings, "--force")
     assert done.returncode == 2
     assert settings.read_text() == "loader: single\n"
+
+
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 28, "vocab_size": 151936,
+}  # fmt: skip
+SFT = {
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_length": 8, "packing": True,
+    "packing_strategy": "bfd", "num_train_epochs": 1, "bf16": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def sft(thdprof, packs, tmp_path):
+    """Runs `analyze` on the arguments of an SFTTrainer, some of which are changed, and on its model."""
+
+    def run(*more, model_type="qwen3", **changed):
+        (tmp_path / "args.json").write_text(json.dumps({**SFT, **changed}))
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": model_type}))
+        files = ("--training-args", tmp_path / "args.json", "--model", tmp_path / "config.json", "--gpu", "h100")
+        return thdprof("analyze", packs, *files, "--data-parallel-size", 1, *more)
+
+    return run
+
+
+def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
+    done = sft("-o", tmp_path / "plan.yaml")
+    assert done.returncode == 0, done.stderr
+    answer, _, rest = done.stdout.partition("\n\n")
+    headings = [line.split()[0] for line in answer.splitlines() if not line.startswith(" ")]
+    assert headings == ["capture", "eager", "step", "memory", "next"]
+    said = " ".join(answer.split())
+    assert "graphs pay: with PlanCallback(compile=True) they save " in said
+    assert ", without it they save " in said
+    assert f'callbacks=[PlanCallback("{tmp_path}/plan.yaml")]' in said
+    assert "peak memory:" not in rest
+    details = sft("-o", tmp_path / "plan.yaml", "--force", "--details").stdout
+    assert "peak memory:" in details
+    assert max(len(line) for line in (done.stdout + details).splitlines() if str(tmp_path) not in line) <= 120
+
+
+def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    done = sft("-o", plan, model_type="mamba", deepspeed="zero3.json", torch_compile=True)
+    assert done.returncode == 3
+    said = " ".join(done.stdout.partition("\ncapture")[0].split())
+    told = ("DeepSpeed keeps parameters", "torch_compile is set", "model_type 'mamba' was not checked")
+    assert all(text in said for text in told)
+    assert all(any(text in line for line in load_plan(plan).predictions.refused) for text in told)
+    assert "next     change what is refused, and analyse again\n" in done.stdout
+    assert done.stderr.splitlines()[-1].endswith("and 2 more")
+    assert len(json.loads(sft("--json", deepspeed="zero3.json").stdout)["refused"]) == 1
+    assert json.loads(sft("--json").stdout)["refused"] == []

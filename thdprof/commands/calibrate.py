@@ -49,7 +49,9 @@ def calibrate(
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds of measurement; the median is written.")] = 7,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    megatron_args: Annotated[str | None, typer.Option(hidden=True)] = None,
+    megatron_args: Annotated[
+        str | None, typer.Option(hidden=True, help="Gone: --stats reads what a run measured.")
+    ] = None,
 ) -> None:
     """Write a cost table for analyze --cost-table: from two runs of training, or of a module that is measured here."""
     import importlib.util
