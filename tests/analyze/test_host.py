@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
+from thdprof.analyze import analyze_dataset
 from thdprof.analyze.times import modelled_costs
 from thdprof.analyze.times.gpus import GPUS
 from thdprof.analyze.times.modelled_costs import STATED, HostRate, measure_host
+from thdprof.errors import DataError
+from thdprof.training import Model
+
+
+HOST = "schema: thdprof.host/1"
 
 
 @pytest.fixture
@@ -74,6 +80,29 @@ def test_nothing_is_run_without_a_gpu_or_without_torch(machine, monkeypatch):
     monkeypatch.setattr(modelled_costs, "has_gpu", lambda: False)
     assert measure_host() is None
     assert asked == []
+
+
+def test_a_hosts_file_narrows_the_range(tmp_path):
+    file = tmp_path / "host.yaml"
+    file.write_text("schema: thdprof.host/1\nlaunch_us: 6.0\n")
+    rate = modelled_costs.load_host(file)
+    assert rate.high_us / rate.low_us == pytest.approx(2.25)
+    assert rate.low_us == pytest.approx(6.0 * 4.7 / 1.5)
+    model = Model(num_layers=28, hidden_size=1024, num_attention_heads=16, vocab_size=32000)
+    lengths = [200, 600, 900] * 100
+    run = {"model": model, "gpu": "h100", "seq_length": 4096, "packer": "first_fit_decreasing"}
+    wide, narrow = (analyze_dataset(lengths, **run, host=host).times for host in (None, file))
+    assert narrow.eager_step_ms[1] / narrow.eager_step_ms[0] < 2.3 < wide.eager_step_ms[1] / wide.eager_step_ms[0]
+    assert "the host of host.yaml, measured" in narrow.basis
+
+
+@pytest.mark.parametrize(
+    "text", ["launch_us: 6", "schema: thdprof.host/1", "schema: thdprof.host/1\nlaunch_us: -1", "[]"]
+)
+def test_what_is_no_hosts_file_is_refused(tmp_path, text):
+    (tmp_path / "host.yaml").write_text(text)
+    with pytest.raises(DataError, match="not a file of thdprof calibrate --host"):
+        modelled_costs.load_host(tmp_path / "host.yaml")
 
 
 @pytest.mark.parametrize(("here", "taken"), [("h100", "measured"), ("h200", "stated"), (None, "stated")])

@@ -325,7 +325,7 @@ PANELS = {
         --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
         --max-seqlen-per-dp-cp-rank""",
     "Where settings come from": "--megatron-args --training-args --settings",
-    "Costs and limits": "--cost-table --attention --max-fallback-rate --graph-memory-gib",
+    "Costs and limits": "--cost-table --host --attention --max-fallback-rate --graph-memory-gib",
     "What to capture": "--buckets --experts --impl --offload --offload-fraction",
     "Output": "--output --profile --part --microbatches --json --details --force --help",
 }
@@ -342,7 +342,7 @@ def test_help_names_every_option_in_its_panel(thdprof):
         found = re.findall(r"--[a-z][a-z-]+|DATASET", left + " " + " ".join(re.findall(r"^│   (--no-\S+)", text, re.M)))
         assert sorted(found) == sorted(PANELS[title].split()), title
     options = [name for names in PANELS.values() for name in names.split() if not name.startswith("--no-")]
-    assert len(options) - 1 <= 43  # a dataset is no option, and an option's off switch is no other one
+    assert len(options) - 1 <= 44  # a dataset is no option, and an option's off switch is no other one
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -571,6 +571,10 @@ def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):
         pytest.skip("there is a GPU")
     done = thdprof("calibrate", "-o", tmp_path / "costs.yaml")
     assert (done.returncode, done.stderr) == (1, "thdprof: calibrate needs an NVIDIA GPU, and torch sees none here\n")
+    done = thdprof("calibrate", "--host", "-o", tmp_path / "host.yaml")
+    assert (done.returncode, done.stderr) == (
+        1, "thdprof: calibrate --host needs an NVIDIA GPU and torch, and finds none here\n",
+    )  # fmt: skip
     done = thdprof("calibrate", "-o", tmp_path / "costs.yaml", "--max-seqs", "0")
     assert done.stderr.startswith("thdprof: --max-seqs 0: must be whole numbers of at least 1")
     done = thdprof("calibrate", "-o", tmp_path / "costs.yaml", "--megatron-args", "train.sh")

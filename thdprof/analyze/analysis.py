@@ -256,7 +256,7 @@ class Study:
             unknown = explain_missing_times(run.settings, self.request.attention)
             if unknown is None:
                 gpu, note = gpu_of(self.request.gpu)
-                modelled = model_times(run, gpu)
+                modelled = model_times(run, gpu, self.request.host)
                 return modelled.table(), modelled, [] if note is None else [note], FOREIGN_TABLE
         return built_in_costs(self.request.attention, run.n_tokens), None, [], unknown or FOREIGN_TABLE
 

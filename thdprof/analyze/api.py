@@ -33,6 +33,7 @@ class AnalysisOptions(TrainingOptions, total=False):
 
     format: str
     cost_table: str | Path | None
+    host: str | Path | None
     attention: Attention
     buckets: int
     max_fallback_rate: float | None
@@ -49,6 +50,7 @@ def analyze_dataset(
     *locations: str | Path | Lengths,
     format: str = "auto",
     cost_table: str | Path | None = None,
+    host: str | Path | None = None,
     attention: Attention = "transformer_engine",
     buckets: int = DEFAULT_BUCKETS,
     max_fallback_rate: float | None = None,
@@ -68,6 +70,7 @@ def analyze_dataset(
             documents in tokens: a list or array of whole numbers for documents that are not packed yet, shape
             [documents]; a list of such lists or arrays for packed rows.
         format: name of the format of the files, or "auto".
+        host: a file of `thdprof calibrate --host`, by which modelled eager times are of that host.
         cost_table: a file of measured costs; None: costs are modelled where `model` is given. Without either there are
             no times, and built-in costs of another model rank the choices.
         attention: attention backend of the model; times of Transformer Engine's are modelled.
@@ -93,6 +96,7 @@ def analyze_dataset(
     request = Request(
         given={**settings},
         cost_table=None if cost_table is None else Path(cost_table),
+        host=None if host is None else Path(host),
         attention=attention,
         limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
         gpu=gpu,

@@ -85,7 +85,7 @@ def analyze(
     for note in request.notes:
         streams.say(note)
     script = None if megatron_args is None else megatron_args.file
-    check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table])
+    check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table, request.host])
     with streams.progress_bar() as progress:
         analysis = analyze_files(request, offload=choice, impl=impl, progress=progress)
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from thdprof.commands import streams
-from thdprof.errors import UsageError
+from thdprof.errors import MachineError, UsageError
 from thdprof.words import install_line
 
 _GONE = (
@@ -29,6 +29,9 @@ def calibrate(
         float | None,
         typer.Option(min=0.001, help="With --stats: milliseconds of a step without a plan, as the run's log has them."),
     ] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure how fast this host launches, in 10 seconds, for analyze --host.")
+    ] = False,
     module: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +70,15 @@ def calibrate(
     check_not_inputs([output], stats or [])
     if eager_step_ms is not None and not stats:
         raise UsageError("--eager-step-ms: only with --stats")
+    if host:
+        from thdprof.analyze.times.modelled_costs import HOST_SCHEMA, measure_launch_us
+
+        launch_us = measure_launch_us()
+        if launch_us is None:
+            raise MachineError("calibrate --host needs an NVIDIA GPU and torch, and finds none here")
+        write_text(output, yaml.safe_dump({"schema": HOST_SCHEMA, "launch_us": launch_us}), force=force)
+        streams.say(f"{launch_us:.1f} us a launch, written to {output}")
+        return
     if stats:
         from thdprof.compare.costs import costs_of_runs
 

@@ -62,6 +62,15 @@ class AnalysisOptions:
         Setting("Measured costs: a file of calibrate.", panel=_COSTS, assumed="modelled, if the model is known"),
     ] = None
     """A file of measured costs."""
+    host: Annotated[
+        Path | None,
+        Setting(
+            "How fast the host of the run launches: a file of calibrate --host.",
+            panel=_COSTS,
+            assumed="measured, where this machine has the GPU",
+        ),
+    ] = None
+    """A file that `thdprof calibrate --host` wrote on the host that trains."""
     attention: Annotated[
         Attention, Setting("Attention backend; times of transformer_engine's are modelled.", panel=_COSTS)
     ] = "transformer_engine"

@@ -55,6 +55,8 @@ class Request:
     """Name of the dataset's format, or "auto"."""
     cost_table: Path | None = None
     """Measured costs; None: costs are modelled where the model is known, else built-in ones rank the choices."""
+    host: Path | None = None
+    """A file of the rate at which the run's host launches; None: it is measured here, or a range."""
     attention: Attention = "transformer_engine"
     limits: Limits = field(default_factory=Limits)
     """Limits that the recommendation must keep to."""
@@ -150,6 +152,7 @@ def read_request(
         given=given,
         format=_text("--format", command.get("format", usual_format)),
         cost_table=Path(_text("--cost-table", command["cost_table"])) if "cost_table" in command else None,
+        host=Path(_text("--host", command["host"])) if "host" in command else None,
         attention=command.get("attention", "transformer_engine"),
         limits=read_limits(command),
         model=resolved.model,

@@ -19,7 +19,8 @@ from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, round_do
 from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.parameters import stage_parameters, stages
-from thdprof.errors import UsageError
+from thdprof.errors import DataError, UsageError
+from thdprof.files import read_yaml
 from thdprof.training import Attention, Model, TrainingSettings
 from thdprof.words import add_article
 
@@ -43,6 +44,7 @@ _GAPS = 1.05
 _SHARP = 6
 _SPREAD = 1.5
 """Factor by which that ratio differs between models."""
+HOST_SCHEMA = "thdprof.host/1"
 _SECONDS = 60
 """Longest time that the measurement may take."""
 
@@ -98,15 +100,40 @@ def measure_host() -> HostRate | None:
     The measurement runs in a process of its own, because analysis does not import torch. It runs once: all analyses of
     a sweep have the same host.
     """
+    us = measure_launch_us()
+    return None if us is None else _rate(us, "this machine's processor, measured")
+
+
+def measure_launch_us() -> float | None:
+    """Microseconds in which this machine launches a kernel from torch; None where there is no GPU or no torch."""
     if not has_gpu() or importlib.util.find_spec("torch") is None:
         return None
     command = [sys.executable, "-m", "thdprof.runtime.timing"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        us = float(json.loads(done.stdout)["launch_us"]) * _MEGATRON
+        return float(json.loads(done.stdout)["launch_us"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None
-    return HostRate(low_us=us / _SPREAD, high_us=us * _SPREAD, basis="this machine's processor, measured")
+
+
+def load_host(path: Path) -> HostRate:
+    """The rate in a file that `thdprof calibrate --host` wrote.
+
+    Raises:
+        DataError: the file cannot be read, or is no such file.
+    """
+    where = f"--host {path}"
+    loaded = read_yaml(path, where=where)
+    us = loaded.get("launch_us") if isinstance(loaded, dict) and loaded.get("schema") == HOST_SCHEMA else None
+    if isinstance(us, bool) or not isinstance(us, int | float) or not 0 < us < math.inf:
+        raise DataError(f"{where}: not a file of thdprof calibrate --host")
+    return _rate(float(us), f"the host of {path.name}, measured")
+
+
+def _rate(launch_us: float, basis: str) -> HostRate:
+    """The range in which a host launches from Megatron's modules that takes `launch_us` from torch's own."""
+    us = launch_us * _MEGATRON
+    return HostRate(low_us=us / _SPREAD, high_us=us * _SPREAD, basis=basis)
 
 
 def has_gpu() -> bool:
@@ -275,10 +302,15 @@ def explain_missing_times(settings: TrainingSettings, attention: Attention) -> s
     return None
 
 
-def model_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
+def model_times(run: AnalyzedRun, gpu: Gpu, host: Path | None = None) -> ModelledTimes:
     """The model of times for the micro-batches of a run whose model is known.
 
+    Args:
+        gpu: the GPU that computes.
+        host: a file of the rate at which the run's host launches; None: as `host_of` finds it.
+
     Raises:
+        DataError: the file is none of `thdprof calibrate --host`.
         UsageError: the model is trained in FP8, which the GPU has not.
     """
     assert run.model is not None
@@ -287,7 +319,7 @@ def model_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
             f"--gpu {gpu.name}: {add_article(gpu.label)} has no FP8, and the model is trained with the FP8 recipe "
             f"{run.model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
         )
-    return ModelledTimes(run, gpu, host_of(gpu))
+    return ModelledTimes(run, gpu, host_of(gpu) if host is None else load_host(host))
 
 
 def host_of(gpu: Gpu) -> HostRate:
