@@ -17,7 +17,6 @@ from thdprof.analyze.times.modelled_costs import STATED, HostRate, measure_host
 from thdprof.errors import DataError
 from thdprof.training import Model
 
-
 HOST = "schema: thdprof.host/1"
 
 

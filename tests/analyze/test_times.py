@@ -12,9 +12,10 @@ from support.paths import ROOT
 from support.schedules import analyzed_run, make_table
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.analysis import sentence
 from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
 from thdprof.analyze.predictions import Times
-from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
+from thdprof.analyze.report.analysis import to_dict, verdict_sentence
 from thdprof.analyze.times import answer
 from thdprof.analyze.times.answer import find_worth
 from thdprof.analyze.times.decoder import Decoder, round_documents

@@ -730,6 +730,14 @@ def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
     assert max(len(line) for line in (done.stdout + details).splitlines() if str(tmp_path) not in line) <= 120
 
 
+def test_python_prints_the_same_answer(thdprof, packs):
+    from thdprof import analyze_dataset
+
+    lines = str(analyze_dataset(packs, loader="single", seq_length=8)).splitlines()
+    assert [line.split()[0] for line in lines] == ["capture", "eager", "step", "memory"]
+    assert " ".join(" ".join(lines).split()) in " ".join(analyze(thdprof, packs).stdout.split())
+
+
 def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):
     plan = tmp_path / "plan.yaml"
     done = sft("-o", plan, model_type="mamba", deepspeed="zero3.json", torch_compile=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.plan import DatasetPart, Percentiles
 from thdprof.training import Model, TrainingSettings
+from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
 
 if TYPE_CHECKING:
     from thdprof.analyze.predictions import OffloadPrediction
@@ -102,6 +103,10 @@ class Analysis(Predictions):
     """Sentences that the user should know before trusting the numbers: settings without effect, the notes, and the
     conditions under which the figures hold."""
 
+    def __str__(self) -> str:
+        """The answer: what to capture, what runs eagerly, what it saves, and memory, a line each."""
+        return "\n".join(f"{heading:<8} {line}" for heading, line in answer(self))
+
     @property
     def steps(self) -> int:
         """Optimizer steps analysed."""
@@ -116,6 +121,85 @@ class Analysis(Predictions):
     def timed(self) -> bool:
         """Whether times of the user's own model are known."""
         return self.times.origin != "none"
+
+
+def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
+    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done."""
+    chosen, offload = analysis.recommendation, analysis.offload
+    unseen = ""
+    if chosen.buckets:
+        unseen = f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}%"
+    eager = "no micro-batch seen"
+    if (rate := chosen.fallback_rate).microbatch:
+        eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
+    memory = "not known: it takes the model (--megatron-args or --model)"
+    if analysis.memory is not None:
+        memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
+    size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
+    if size and analysis.timed:
+        graphs = memory_size(size / 2**30)
+        memory = f"{graphs} of graphs" + (f"; {memory}" if analysis.memory is not None else "")
+    ruling, times = analysis.verdict.ruling, analysis.times
+    step = f"no times: {analysis.verdict.reason}"
+    if ruling is not None and times.relative_step_time is not None:
+        would = "they" if chosen.buckets else "they would"
+        saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
+        step = f"{ruling}: {saves} ({times.origin}, {analysis.costs.hardware})"
+    then = "change what is refused, and analyse again" if refused else then
+    return [
+        ("capture", _captured(analysis)),
+        ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
+        ("step", step),
+        ("memory", memory),
+        *([("next", then)] if then else []),
+    ]
+
+
+def _captured(analysis: Analysis) -> str:
+    """What the plan captures, or why nothing."""
+    if not analysis.recommendation.buckets:
+        text = sentence(analysis)
+        return f"{text[0].lower()}{text[1:]}"
+    text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
+    router = ", of each layer up to its router" if analysis.settings.experts == "dropless" else ""
+    return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
+
+
+def sentence(analysis: Analysis) -> str:
+    """The recommendation in one sentence."""
+    chosen = analysis.recommendation
+    if not chosen.buckets:
+        best = chosen.unlimited_relative_step_time
+        if not analysis.timed:
+            if best > 1 - analysis.costs.least_gain:
+                return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
+            return "Capture no graphs: none keep to the limits."
+        if best >= 1:
+            return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
+        if best > 1 - analysis.costs.least_gain:
+            if analysis.verdict.ruling == "measure first":
+                return (
+                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
+                    f"take {best:.3f} of the eager step time, no clear gain."
+                )
+            busy = "the host" if analysis.settings.experts == "dropless" else "the GPU"
+            return (
+                f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
+                f"{busy} is busy without them too."
+            )
+        gain = f"{analysis.costs.least_gain:.0%}"
+        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
+    caps = [
+        f"{b.max_seqs} ({f'{write_count(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
+        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+    ]
+    documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
+    fallbacks = (
+        "no micro-batch seen falls back"
+        if chosen.fallback_rate.microbatch == 0
+        else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
+    )
+    return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
 Progress = Callable[[str, float, int], None]

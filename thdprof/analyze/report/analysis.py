@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.analysis import Analysis, answer, sentence
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.caveats import MODELLED
 from thdprof.analyze.predictions import OffloadPrediction
@@ -29,7 +29,7 @@ from thdprof.analyze.report.shared import (
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.plan import CostsPart
 from thdprof.training import name_setting
-from thdprof.words import join_words, memory_size, percent, percentile_name, write_count, write_saved_share
+from thdprof.words import percent, percentile_name, write_count, write_saved_share
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
@@ -59,48 +59,6 @@ def print_report(
     """
     block = "█" if console.encoding.lower().startswith("utf") else "#"
     print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console, width=_WIDTH)
-
-
-def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
-    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done."""
-    chosen, offload = analysis.recommendation, analysis.offload
-    unseen = ""
-    if chosen.buckets:
-        unseen = f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}%"
-    eager = "no micro-batch seen"
-    if (rate := chosen.fallback_rate).microbatch:
-        eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
-    memory = "not known: it takes the model (--megatron-args or --model)"
-    if analysis.memory is not None:
-        memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
-    size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
-    if size and analysis.timed:
-        graphs = memory_size(size / 2**30)
-        memory = f"{graphs} of graphs" + (f"; {memory}" if analysis.memory is not None else "")
-    ruling, times = analysis.verdict.ruling, analysis.times
-    step = f"no times: {analysis.verdict.reason}"
-    if ruling is not None and times.relative_step_time is not None:
-        would = "they" if chosen.buckets else "they would"
-        saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
-        step = f"{ruling}: {saves} ({times.origin}, {analysis.costs.hardware})"
-    then = "change what is refused, and analyse again" if refused else then
-    return [
-        ("capture", _captured(analysis)),
-        ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
-        ("step", step),
-        ("memory", memory),
-        *([("next", then)] if then else []),
-    ]
-
-
-def _captured(analysis: Analysis) -> str:
-    """What the plan captures, or why nothing."""
-    if not analysis.recommendation.buckets:
-        text = sentence(analysis)
-        return f"{text[0].lower()}{text[1:]}"
-    text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
-    router = ", of each layer up to its router" if analysis.settings.experts == "dropless" else ""
-    return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
@@ -233,43 +191,6 @@ def _caps(analysis: Analysis, block: str) -> Table:
             *([f"{time:.3f} {bar}"] if is_timed else []),
         )
     return table
-
-
-def sentence(analysis: Analysis) -> str:
-    """The recommendation in one sentence."""
-    chosen = analysis.recommendation
-    if not chosen.buckets:
-        best = chosen.unlimited_relative_step_time
-        if not analysis.timed:
-            if best > 1 - analysis.costs.least_gain:
-                return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
-            return "Capture no graphs: none keep to the limits."
-        if best >= 1:
-            return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
-        if best > 1 - analysis.costs.least_gain:
-            if analysis.verdict.ruling == "measure first":
-                return (
-                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
-                    f"take {best:.3f} of the eager step time, no clear gain."
-                )
-            busy = "the host" if analysis.settings.experts == "dropless" else "the GPU"
-            return (
-                f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
-                f"{busy} is busy without them too."
-            )
-        gain = f"{analysis.costs.least_gain:.0%}"
-        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
-    caps = [
-        f"{b.max_seqs} ({f'{write_count(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
-        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
-    ]
-    documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
-    fallbacks = (
-        "no micro-batch seen falls back"
-        if chosen.fallback_rate.microbatch == 0
-        else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
-    )
-    return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
 def verdict_sentence(analysis: Analysis) -> str:
