@@ -82,6 +82,24 @@ def find_device() -> Device | None:
     )
 
 
+_LOOK = """
+import json, sys, torch
+index = int(sys.argv[1]) if int(sys.argv[1]) < torch.cuda.device_count() else 0
+free, total = torch.cuda.mem_get_info(index)
+print(json.dumps([torch.cuda.get_device_name(index), free, 0, total]))
+"""
+
+
+def find_device_apart(index: int) -> Device | None:
+    """GPU `index`, looked up in a process of its own: in this one CUDA begins when the training script wants it."""
+    command = [sys.executable, "-c", _LOOK, str(index)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        return None
+    return Device(*json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What the plan of a run is made from."""
@@ -103,7 +121,7 @@ class Start:
     with the reason where the run cannot be planned. While it reads, it calls its second argument, which raises past the
     deadline."""
     objections: Callable[[Plan], Sequence[str]]
-    """Reasons of this rank against training by a plan."""
+    """Reasons of this rank against training by a plan that pays; called on every rank."""
     say: Callable[[str], None]
     """Writes one line to the log, on one rank alone."""
     deadline_s: float = DEADLINE_S
@@ -120,13 +138,28 @@ class Start:
         try:
             plan = self._settle(ranks, device)
         except NoPlanError as error:
-            reason = " ".join(str(error).split())[:_MOST_OF_REASON]
-            if self.require:
-                raise UsageError(f"no plan for this run, and one is required: {reason}") from error
-            self.say(f"training goes on without graphs: {reason}")
+            self._go_on_without(str(error))
             return None
         self.say(f"{describe_verdict(plan)}; training by {self.path}")
         return plan
+
+    def is_refused(self, ranks: Ranks, lines: Sequence[str]) -> bool:
+        """Whether any rank has a reason against the plan that the model as it was built shows; the log then has it.
+        Every rank calls it, with its own reasons.
+
+        Raises:
+            UsageError: one has, and a plan is required.
+        """
+        reason = ranks.agree("; ".join(lines))
+        if reason:
+            self._go_on_without(reason)
+        return bool(reason)
+
+    def _go_on_without(self, reason: str) -> None:
+        reason = " ".join(reason.split())[:_MOST_OF_REASON]
+        if self.require:
+            raise UsageError(f"no plan for this run, and one is required: {reason}")
+        self.say(f"training goes on without graphs: {reason}")
 
     def _settle(self, ranks: Ranks, device: Device | None) -> Plan:
         """The plan that every rank agrees to.
@@ -137,28 +170,24 @@ class Start:
         late = _as_reason(self._late())
         made = ranks.share("plan", self._make if ranks.rank == 0 else None, self.deadline_s + _GRACE_S, late)
         plan = parse_plan(yaml.safe_load(_read(made)), where=str(self.path))
-        own = self._objection(plan, device)
-        ranks.store.set(ranks.key(f"objection of {ranks.rank}"), own)
-        late = _as_reason("the ranks have not agreed on the plan in time")
-        _read(ranks.share("decision", ranks.collect if ranks.rank == 0 else None, 2 * _GRACE_S, late))
+        if reason := ranks.agree(self._objection(plan, device)):
+            raise NoPlanError(reason)
         return plan
 
     def _objection(self, plan: Plan, device: Device | None) -> str:
         """This rank's reasons against the plan; "" where it has none."""
         try:
-            found = [*find_reasons(plan, device), *self.objections(plan)]
-        except ThdprofError as error:
-            found = [str(error)]
+            found = find_reasons(plan, device) or self.objections(plan)
+        except Exception as error:  # the other ranks wait for this one's answer
+            found = [_describe_error(error)]
         return "; ".join(found)
 
     def _make(self) -> str:
         """The text of the plan, or of the reason why there is none."""
         try:
             return self._earlier_or_new()
-        except ThdprofError as error:
-            return _as_reason(str(error))
         except Exception as error:  # planning ends no run, whatever it meets in the user's objects
-            return _as_reason(f"planning failed: {type(error).__name__}: {error}")
+            return _as_reason(_describe_error(error))
 
     def _earlier_or_new(self) -> str:
         ends = time.monotonic() + self.deadline_s
@@ -199,6 +228,8 @@ class Ranks:
     size: int
     store: Store
     number: int = field(default_factory=lambda: next(_STARTS))
+    votes: int = 0
+    """How often the ranks have agreed, for keys of their own."""
 
     @classmethod
     def find(cls) -> Ranks:
@@ -236,23 +267,40 @@ class Ranks:
             return bytes(self.store.compare_set(key, "", late)).decode()
         return bytes(self.store.compare_set(key, "", make())).decode()
 
-    def collect(self) -> str:
-        """The objections of all ranks as one reason, or a text without one."""
-        keys = [self.key(f"objection of {rank}") for rank in range(self.size)]
+    def agree(self, objection: str) -> str:
+        """The reason against the plan that one of the ranks has, the same on all of them; "" where none has one. Every
+        rank calls it, with its own `objection` or "".
+        """
+        self.votes += 1
+        self.store.set(self.key(f"objection {self.votes} of {self.rank}"), objection)
+        collect = self._collect if self.rank == 0 else None
+        return self.share(f"decision {self.votes}", collect, 2 * _GRACE_S, _LATE_RANK).removeprefix(_AGREED)
+
+    def _collect(self) -> str:
+        """The first objection of a rank, or that there is none."""
+        keys = [self.key(f"objection {self.votes} of {rank}") for rank in range(self.size)]
         try:
             self.store.wait(keys, timedelta(seconds=_GRACE_S))
         except RuntimeError:
-            return _as_reason("a rank has not looked at the plan in time")
+            return _LATE_RANK
         found = [bytes(self.store.get(key)).decode() for key in keys]
         ranks = [rank for rank, objection in enumerate(found) if objection]
         if not ranks:
-            return "agreed"
+            return _AGREED
         of_one = "" if len(ranks) == self.size else f"rank {ranks[0]}: "
-        return _as_reason(of_one + found[ranks[0]])
+        return of_one + found[ranks[0]]
 
 
+_AGREED = "agreed"
+"""Value of the store where no rank has an objection; an empty one would count as none."""
+_LATE_RANK = "a rank has not looked at the plan in time"
 _REASON = "no plan: "
 """First words of a value of the store that is a reason."""
+
+
+def _describe_error(error: Exception) -> str:
+    """The text of an error of thdprof's; of another, that planning failed by it."""
+    return str(error) if isinstance(error, ThdprofError) else f"planning failed: {type(error).__name__}: {error}"
 
 
 def _as_reason(text: str) -> str:
@@ -344,14 +392,12 @@ def describe_verdict(plan: Plan) -> str:
     return f"{text}; {percent(predicted.fallback_rate.step)} of the steps have an eager micro-batch"
 
 
-def digest_files(paths: Sequence[Path]) -> Mapping[str, Sequence[int] | None]:
-    """Size and time of change of each file, by which one that was written anew is found; None where there is none."""
-    found: dict[str, Sequence[int] | None] = {}
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError:
-            found[str(path)] = None
-            continue
-        found[str(path)] = [status.st_size, status.st_mtime_ns]
-    return found
+def files_of(names: Sequence[str]) -> list[Path]:
+    """The files that `names` are, or the indices of Megatron datasets of these prefixes."""
+    paths = [Path(name) for name in names if name]
+    return [file for path in paths for file in (path, Path(f"{path}.idx")) if file.is_file()]
+
+
+def digest_files(paths: Sequence[Path]) -> Mapping[str, Sequence[int]]:
+    """Size and time of change of each file, by which one that was written anew is found."""
+    return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
