@@ -165,11 +165,21 @@ sys.exit(run.main(sys.argv[1:]))
 """
 
 
+MEETS = """
+import torch
+torch.distributed.init_process_group("gloo")
+one = torch.ones(1)
+torch.distributed.all_reduce(one)
+print("meets", int(one))
+"""
+
+
 @pytest.mark.parametrize(("free", "follows"), [((79, 79), True), ((79, 1), False)])
 def test_two_ranks_do_the_same_and_the_least_memory_counts(script, arguments, free, follows):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    script.write_text(script.read_text() + MEETS)
     ranks = []
     for rank, gib in enumerate(free):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -180,7 +190,7 @@ def test_two_ranks_do_the_same_and_the_least_memory_counts(script, arguments, fr
     ended = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
     assert [code for *_, code in ended] == [0, 0], ended
     assert ["follows 2\n" in out for out, *_ in ended] == [follows, follows]
-    assert all(out.endswith("ran --num-layers 24\n") for out, *_ in ended)
+    assert all(out.endswith("ran --num-layers 24\nmeets 2\n") for out, *_ in ended)
     told = [[line for line in errors.splitlines() if line.startswith("thdprof.run: ")] for _, errors, _ in ended]
     assert [len(lines) for lines in told] == [1, 0]
     if not follows:

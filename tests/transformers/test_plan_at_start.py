@@ -13,6 +13,7 @@ pytest.importorskip("trl", reason="needs the extra transformers")
 import numpy as np
 from datasets import Dataset
 from support.trl_training import dataset_of, documents, losses, small_model, trainer
+from transformers import TrainerCallback
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare.statistics import compare, read_stats
@@ -213,3 +214,24 @@ def test_rows_are_counted_as_the_collator_sees_them(tmp_path):
         (tmp_path / f"{name}-chosen").mkdir()
         assert counted(dataset.select([2, 0]), tmp_path / f"{name}-chosen") == [lengths[2], lengths[0]]
     assert counted(Dataset.from_dict(tokens), tmp_path) == [[7], [5], [3]]
+
+
+class Failing(TrainerCallback):
+    """Ends a run by an error after its first step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        raise RuntimeError("the disk is full")
+
+
+def test_a_model_that_another_run_has_left_changed_is_its_own_again(tmp_path, monkeypatch, log):
+    model = small_model()
+    with monkeypatch.context() as once:
+        seem_to_have(once)
+        broken = trainer(model, dataset_of(ROWS), tmp_path / "a", callbacks=[Failing()], max_steps=4)
+        broken.add_callback(PlanCallback())  # too late to see how `train` ends
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            broken.train()
+    assert "forward" in model.model.__dict__
+    trainer(model, dataset_of(ROWS), tmp_path / "b", callbacks=[PlanCallback()], max_steps=2).train()
+    assert startup.NO_GPU in log()[-1]
+    assert "forward" not in model.model.__dict__

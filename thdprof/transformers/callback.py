@@ -159,6 +159,9 @@ class PlanCallback(TrainerCallback):
         trainer = trainer_in_call(self)
         on_gpu = getattr(args, "device", torch.device("cpu")).type == "cuda"
         decoder_module = refusals.decoder_of(model)
+        unseen = None if decoder_module is None else _FOLLOWED.get(decoder_module)
+        if unseen is not None and (before := unseen()) is not None:
+            before.give_back()  # from a run that an error has ended, unseen by its callback
         name = getattr(getattr(decoder_module, "config", None), "_attn_implementation", None) or ""
         own = self._wanted == "auto" and "flash" in name  # one of transformers' flash attentions
         backend = None if own else attention.register(self._wanted)
@@ -174,9 +177,6 @@ class PlanCallback(TrainerCallback):
             callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
             callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         assert decoder_module is not None  # `refuse_model` has looked for it
-        unseen = _FOLLOWED.get(decoder_module)
-        if unseen is not None and (before := unseen()) is not None:
-            before.give_back()  # from a run that an error has ended, unseen by its callback
         decoder = GraphedDecoder(
             decoder_module,
             with_covered_tail(self._plan),
