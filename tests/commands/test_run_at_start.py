@@ -195,4 +195,4 @@ def test_two_ranks_do_the_same_and_the_least_memory_counts(script, arguments, fr
     assert [len(lines) for lines in told] == [1, 0]
     if not follows:
         assert "rank 1: too little memory: the plan needs " in told[0][0]
-        assert ", and 1.0 of the GPU's 79.0 GiB are free" in told[0][0]
+        assert " and 3.9 to spare, and 1.0 of the GPU's 79.0 GiB are free" in told[0][0]

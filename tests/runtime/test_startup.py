@@ -84,7 +84,10 @@ def test_all_ranks_get_the_plan_that_the_first_has_made(analysis, tmp_path):
     [
         ({"verdict": "graphs do not pay"}, "graphs do not pay; "),
         ({"verdict": None}, "whether graphs pay is not known"),
-        ({"peak_gib": 77}, "too little memory: the plan needs 77.0 GiB, and 79.0 of the GPU's 79.0 GiB are free"),
+        (
+            {"peak_gib": 77},
+            "too little memory: the plan needs 77.0 GiB and 3.9 to spare, and 79.0 of the GPU's 79.0 GiB are free",
+        ),
     ],
 )
 def test_a_plan_that_does_not_serve_leaves_all_ranks_without_one(analysis, tmp_path, given, reason):
@@ -119,7 +122,7 @@ def test_the_memory_of_any_rank_decides_for_all(analysis, tmp_path, short):
     devices[short] = Device(H100.name, 12 * GIB, 0, 79 * GIB)
     found, said = start_ranks(tmp_path / "plan.yaml", 3, devices=devices)
     assert found == [None] * 3
-    assert f"rank {short}: too little memory: the plan needs 20.0 GiB, and 12.0 of" in said[0]
+    assert f"rank {short}: too little memory: the plan needs 20.0 GiB and 3.9 to spare, and 12.0 of" in said[0]
 
 
 def test_an_objection_of_one_rank_is_that_of_all(analysis, tmp_path):
@@ -198,12 +201,12 @@ def decide(rank, world, store):
     ranks = Ranks.find()
     print(ranks.rank, ranks.size, ranks.share("a", (lambda: "from 0") if rank == 0 else None, 30.0, "late"))
     print(ranks.agree("" if rank == 0 else "too little memory"))
-    print(Ranks.find().number)
+    print(Ranks.find().share("a", (lambda: "another start") if rank == 0 else None, 30.0, "late"))
     dist.destroy_process_group()
 
 
 def test_ranks_find_the_store_of_their_process_group(tmp_path):
-    agreed = "from 0\nrank 1: too little memory\n1\n"
+    agreed = "from 0\nrank 1: too little memory\nanother start\n"
     assert printed_by_ranks(decide, 2, tmp_path / "store") == [f"{rank} 2 {agreed}" for rank in range(2)]
 
 

@@ -69,6 +69,23 @@ def test_a_run_plans_when_it_starts(h100, tmp_path, log):
     assert [b.observed_share for b in comparison.buckets] == [b.predicted_share for b in comparison.buckets]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"packing_strategy": "wrapped"},
+        {"packing_strategy": "bfd_split", "shuffle_dataset": True},
+        {"packing": False, "padding_free": True, "max_length": None, "per_device_train_batch_size": 3},
+    ],
+)
+def test_the_plan_counts_the_micro_batches_of_every_way_to_pack(h100, tmp_path, arguments):
+    run(tmp_path, PlanCallback(stats=tmp_path / "stats.jsonl"), **arguments).train()
+    plan = load_plan(tmp_path / "thdprof-plan.yaml")
+    comparison = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=0.0)
+    assert comparison.microbatches == plan.microbatches.count == 4
+    assert comparison.observed_fallback_rate == comparison.predicted_fallback_rate
+    assert [b.observed_share for b in comparison.buckets] == [b.predicted_share for b in comparison.buckets]
+
+
 def test_losses_are_those_of_a_run_without_the_callback(h100, tmp_path):
     alone, followed = run(tmp_path / "a"), run(tmp_path / "b", PlanCallback())
     alone.train()

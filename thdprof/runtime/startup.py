@@ -369,11 +369,14 @@ def find_reasons(plan: Plan, device: Device | None) -> list[str]:
     if predicted.verdict is None:
         basis = "" if predicted.times is None else f": {predicted.times.basis}"
         return [f"whether graphs pay is not known{basis}"]
-    needed = predicted.peak_memory_bytes or device.held_bytes + (predicted.graph_memory_bytes or 0)
+    needed: int = predicted.peak_memory_bytes or device.held_bytes + (predicted.graph_memory_bytes or 0)
     spare = int(_SPARE_SHARE * device.total_bytes)
     if needed + spare > device.free_bytes:
-        gib = [f"{n / 2**30:.1f}" for n in (needed, device.free_bytes, device.total_bytes)]
-        return [f"too little memory: the plan needs {gib[0]} GiB, and {gib[1]} of the GPU's {gib[2]} GiB are free"]
+        gib = [f"{n / 2**30:.1f}" for n in (needed, spare, device.free_bytes, device.total_bytes)]
+        return [
+            f"too little memory: the plan needs {gib[0]} GiB and {gib[1]} to spare, and {gib[2]} of the GPU's {gib[3]} "
+            "GiB are free"
+        ]
     return []
 
 
