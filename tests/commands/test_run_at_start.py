@@ -21,6 +21,7 @@ from thdprof.runtime import startup
 
 GIB = 2**30
 H100 = startup.Device("NVIDIA H100 80GB HBM3", 79 * GIB, 0, 79 * GIB)
+LOOK = startup.find_device_apart
 ARGUMENTS = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --position-embedding-type rope --seq-length 4096 "
     "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --bf16 "
@@ -138,13 +139,16 @@ def test_planning_past_the_deadline_lets_the_script_run_alone(script, arguments,
     assert "planning has not ended after 0.01 s" in capfd.readouterr().err
 
 
-def test_a_look_at_gpus_leaves_this_process_without_cuda():
-    import torch
-
-    if torch.cuda.is_initialized():
-        pytest.skip("CUDA has begun already")
-    startup.find_device_apart(0)
-    assert not torch.cuda.is_initialized()
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [("""echo "[\\"GPU $3\\", 5, 0, 9]" """, startup.Device("GPU 2", 5, 0, 9)), ("echo no driver; exit 1", None)],
+)
+def test_a_gpu_is_looked_up_in_another_process(tmp_path, monkeypatch, ends, found):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{ends}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    assert LOOK(2) == found
 
 
 RANK = """

@@ -131,6 +131,16 @@ def test_an_objection_of_one_rank_is_that_of_all(analysis, tmp_path):
     assert said == ["training goes on without graphs: rank 1: a hook; a dropout"]
 
 
+def test_a_rank_that_cannot_judge_a_plan_has_an_objection(analysis, tmp_path):
+    class Broken:
+        def __iter__(self):
+            raise ValueError("no such layer")
+
+    found, said = start_ranks(tmp_path / "plan.yaml", objections=[[], Broken()])
+    assert found == [None, None]
+    assert said == ["training goes on without graphs: rank 1: planning failed: ValueError: no such layer"]
+
+
 def fail(error):
     raise error
 

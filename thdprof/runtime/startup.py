@@ -177,10 +177,9 @@ class Start:
     def _objection(self, plan: Plan, device: Device | None) -> str:
         """This rank's reasons against the plan; "" where it has none."""
         try:
-            found = find_reasons(plan, device) or self.objections(plan)
+            return "; ".join(find_reasons(plan, device) or self.objections(plan))
         except Exception as error:  # the other ranks wait for this one's answer
-            found = [_describe_error(error)]
-        return "; ".join(found)
+            return _describe_error(error)
 
     def _make(self) -> str:
         """The text of the plan, or of the reason why there is none."""
