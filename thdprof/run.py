@@ -9,7 +9,7 @@ import re
 import runpy
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,9 +18,12 @@ from thdprof.errors import DataError, ThdprofError, UsageError
 if TYPE_CHECKING:
     from thdprof.plan import Plan
 
-_USAGE = "torchrun ... -m thdprof.run --plan PLAN [--replay on|off] [--stats FILE] SCRIPT.py ARGUMENTS OF THE SCRIPT"
-_WITH_VALUE = ("--plan", "--replay", "--stats")
+_USAGE = "torchrun ... -m thdprof.run [--plan PLAN] [--replay on|off] [--stats FILE] SCRIPT.py ARGUMENTS OF THE SCRIPT"
+_WITH_VALUE = ("--plan", "--replay", "--stats", "--deadline")
+_ALONE = ("--require",)
 
+IsRefused = Callable[[Sequence[str]], bool]
+"""Takes this rank's reasons against graphs of its model; returns whether all ranks train without graphs."""
 SILENT_RANKS_WAIT_S = 10.0
 """Seconds that ranks which do not say an error themselves wait before they end, for the rank that says it."""
 
@@ -74,7 +77,11 @@ def parser() -> argparse.ArgumentParser:
         "pretrain_gpt.py and pretrain_hybrid.py.",
         allow_abbrev=False,
     )
-    of_run.add_argument("--plan", type=Path, required=True, help="plan file that thdprof analyze wrote")
+    of_run.add_argument(
+        "--plan",
+        type=Path,
+        help="plan file that thdprof analyze wrote [made at the start, as thdprof-plan.yaml in the folder of --save]",
+    )
     of_run.add_argument(
         "--replay",
         choices=("on", "off"),
@@ -82,6 +89,12 @@ def parser() -> argparse.ArgumentParser:
         help="off: pad micro-batches as the plan says, but run them eagerly, for a run to compare with [on]",
     )
     of_run.add_argument("--stats", type=Path, help="append what was observed to this file, for thdprof compare")
+    of_run.add_argument("--require", action="store_true", help="without --plan: end a run that no plan is made for")
+    of_run.add_argument(
+        "--deadline",
+        type=float,
+        help="without --plan: seconds that planning may take; then training has no graphs [120]",
+    )
     of_run.add_argument("script", type=Path, help="training script")
     of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     return of_run
@@ -91,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the script by the plan; returns the exit code. Errors of the script itself pass through."""
     try:
         options = _options(sys.argv[1:] if argv is None else argv)
-        plan = _checked(options)
-    except DataError as error:  # of files, which each node has its own of
+        plan, is_refused = _plan_at_start(options) if options.plan is None else (_checked(options), None)
+    except (DataError, ModuleNotFoundError) as error:  # of files, which each node has its own of
         return exit_with(error, report_on="LOCAL_RANK")
     except ThdprofError as error:  # of arguments, which all ranks have alike
         return exit_with(error, report_on="RANK")
-    return _train(options, plan)
+    return _train_alone(options) if plan is None else _train(options, plan, is_refused)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -132,7 +145,7 @@ def _script_at(argv: Sequence[str]) -> int:
         name, equals, _ = argv[at].partition("=")
         if name == "--":
             return at + 1
-        if name not in (*_WITH_VALUE, "-h", "--help"):
+        if name not in (*_WITH_VALUE, *_ALONE, "-h", "--help"):
             raise UsageError(
                 f"{name}: not an option of thdprof.run; the script's own arguments stand behind its name; "
                 f"usage: {_USAGE}"
@@ -150,13 +163,9 @@ def _checked(options: argparse.Namespace) -> Plan:
     """
     from thdprof.plan import load_plan
 
-    script = options.script
-    if not script.is_file():
-        raise DataError(f"{script}: {'is no file' if script.exists() else 'no such script'}")
-    if options.stats is not None and (problem := _find_problem(options.stats)):
-        raise DataError(f"--stats {options.stats}: {problem}")
+    _check_files(options)
     plan = load_plan(options.plan)
-    found = compared(plan, [str(script), *options.arguments], replay=options.replay == "on")
+    found = compared(plan, [str(options.script), *options.arguments], replay=options.replay == "on")
     refused, differing = ("\n".join(f"- {line}" for line in lines) for lines in found)
     if refused:
         raise UsageError(
@@ -166,6 +175,83 @@ def _checked(options: argparse.Namespace) -> Plan:
     if differing and os.environ.get("RANK", "0") == "0":
         print(f"thdprof.run: warning: {options.plan} may not count this run:\n{differing}", file=sys.stderr)
     return plan
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse a script that cannot be read, and a statistics file that cannot be written.
+
+    Raises:
+        DataError: naming it.
+    """
+    script = options.script
+    if not script.is_file():
+        raise DataError(f"{script}: {'is no file' if script.exists() else 'no such script'}")
+    if options.stats is not None and (problem := _find_problem(options.stats)):
+        raise DataError(f"--stats {options.stats}: {problem}")
+
+
+def _plan_at_start(options: argparse.Namespace) -> tuple[Plan | None, IsRefused]:
+    """The plan that rank 0 makes now from the script's own arguments, or None where the script runs without one; and
+    what decides, once the model is built, whether its graphs are installed.
+
+    Raises:
+        DataError: the script cannot be read, or the statistics file not be written.
+        UsageError: there is no plan, and one is required.
+    """
+    from thdprof.runtime import startup
+
+    _check_files(options)
+    command = [str(options.script), *options.arguments]
+    ranks, device = startup.Ranks.find(), startup.find_device_apart(int(os.environ.get("LOCAL_RANK", "0")))
+
+    def gather(folder: Path, check_time: Callable[[], None]) -> startup.Inputs:
+        del check_time
+        if device is None:
+            raise startup.NoPlanError(startup.NO_GPU)
+        if any(word.partition("=")[0] == _SETTINGS_FILE for word in command):
+            raise startup.NoPlanError(f"{_SETTINGS_FILE}: the file is not read")
+        settings = folder / "settings.yaml"
+        settings.write_text(f"world_size: {ranks.size}\n", encoding="utf-8")
+        words = ["--settings", str(settings), "--gpu", device.name, "--", *command]
+        files = startup.files_of([name for word in command for name in (word, word.partition("=")[2])])
+        return startup.Inputs(words=words, facts=[ranks.size, device.name, command, startup.digest_files(files)])
+
+    def objections(plan: Plan) -> list[str]:
+        refused, differing = compared(plan, command, replay=options.replay == "on")
+        return refused or differing or _find_unserved_packages(options)
+
+    start = startup.Start(
+        path=_find_value(options.arguments, "--save") / startup.PLAN_NAME,
+        gather=gather,
+        objections=objections,
+        say=lambda line: print(f"thdprof.run: {line}", file=sys.stderr, flush=True) if ranks.rank == 0 else None,
+        deadline_s=startup.DEADLINE_S if options.deadline is None else options.deadline,
+        require=options.require,
+    )
+    return start.plan(ranks, device), lambda lines: start.is_refused(ranks, lines)
+
+
+def _find_unserved_packages(options: argparse.Namespace) -> list[str]:
+    """Why the packages that the script would import cannot train by a plan; empty where they can."""
+    _take_place_of_script(options)
+    try:
+        from thdprof.runtime.megatron import versions
+    except ModuleNotFoundError as error:
+        return [str(error)]
+    try:
+        versions.check(*versions.INSTALL, versions.MEGATRON_LM)
+    except versions.VersionError as error:
+        return [str(error)]
+    return []
+
+
+def _find_value(arguments: Sequence[str], flag: str) -> Path:
+    """The folder that `flag` names; this one without it."""
+    for at, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name == flag and (equals or at + 1 < len(arguments)):
+            return Path(value if equals else arguments[at + 1])
+    return Path()
 
 
 def _find_problem(stats: Path) -> str:
@@ -217,9 +303,21 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     return [*misfit, *refused], differing
 
 
-def _train(options: argparse.Namespace, plan: Plan) -> int:
+def _take_place_of_script(options: argparse.Namespace) -> None:
+    """Let arguments and imports be those of the script, before any import of Megatron: it may lie beside the script."""
     sys.argv = [str(options.script), *options.arguments]
-    sys.path[0] = str(options.script.resolve().parent)  # before any import of Megatron: it may lie beside the script
+    sys.path[0] = str(options.script.resolve().parent)
+
+
+def _train_alone(options: argparse.Namespace) -> int:
+    """Run the script as Python would."""
+    _take_place_of_script(options)
+    runpy.run_path(str(options.script), run_name="__main__")
+    return 0
+
+
+def _train(options: argparse.Namespace, plan: Plan, is_refused: IsRefused | None) -> int:
+    _take_place_of_script(options)
     try:
         from thdprof.runtime.megatron.refusals import SettingsError
         from thdprof.runtime.megatron.trainers.megatron_lm import following
@@ -227,10 +325,13 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
     except ModuleNotFoundError as error:  # of packages, which each node has its own of
         return exit_with(error, report_on="LOCAL_RANK")
     try:
-        with following(plan, replay=options.replay == "on", stats=options.stats and options.stats.absolute()):
+        stats = options.stats and options.stats.absolute()
+        with following(plan, replay=options.replay == "on", stats=stats, is_refused=is_refused):
             runpy.run_path(str(options.script), run_name="__main__")
     except VersionError as error:  # of packages, which each node has its own of
         return exit_with(error, report_on="LOCAL_RANK")
+    except UsageError as error:  # of a plan that is required, which all ranks miss
+        return exit_with(error, report_on="RANK")
     except SettingsError as error:  # of a model as it was built, which may differ between ranks
         return exit_with(error, report_on=None)
     except BaseException:

@@ -58,6 +58,7 @@ def followed(monkeypatch):
 
     @contextmanager
     def following(plan, **options):
+        assert options.pop("is_refused") is None
         asked.append(options)
         yield
 
@@ -217,7 +218,7 @@ def test_arguments_that_are_not_megatrons_are_not_compared(plan, script, capsys)
         (["--plan", "{plan}"], 2, "no training script: name it behind the options of thdprof.run"),
         (["--plan"], 2, "no training script"),
         ([], 2, "no training script"),
-        (["{script}", "--num-layers", "2"], 2, "the following arguments are required: --plan"),
+        (["--deadline", "soon", "{script}"], 2, "argument --deadline: invalid float value: 'soon'"),
         (["{script}", "--plan", "{plan}"], 2, "--plan stands behind {script}, so that it is the script's own"),
         (["--plan", "{plan}", "--seq-length", "4", "{script}"], 2, "--seq-length: not an option of thdprof.run"),
         (["--plan", "{plan}", "--replay", "maybe", "{script}"], 2, "argument --replay: invalid choice: 'maybe'"),

@@ -8,9 +8,10 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,10 +22,12 @@ from transformers import TrainerCallback
 from thdprof.errors import UsageError
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_plan
 from thdprof.plan import Plan, load_plan
+from thdprof.runtime import startup
 from thdprof.runtime.stats import Stats
 from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import follow_collator
 from thdprof.transformers.decoder import GraphedDecoder, without_random_states
+from thdprof.transformers.inputs import gather_inputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +72,12 @@ _FOLLOWED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GraphedDecoder]] = w
 
 
 class PlanCallback(TrainerCallback):
-    """Makes a run follow a plan: `SFTTrainer(..., callbacks=[PlanCallback("plan.yaml")])`.
+    """Makes a run follow a plan: `SFTTrainer(..., callbacks=[PlanCallback()])`.
+
+    Without a plan of the user's, one is made when training starts, from the Trainer's packed dataset, arguments, model
+    and GPU, and written to `thdprof-plan.yaml` in `output_dir`. A later start with the same data and settings uses that
+    file again. Where graphs do not pay, cannot serve the run or lack memory, training goes on as without the callback,
+    and the log says why.
 
     The model's decoder layers are captured at the first micro-batch, and replayed wherever a micro-batch fits one of
     the plan's buckets. Embeddings, loss, evaluation, checkpoints and the model's state_dict are what they are without
@@ -82,17 +90,20 @@ class PlanCallback(TrainerCallback):
 
     def __init__(
         self,
-        plan: Plan | str | Path,
+        plan: Plan | str | Path | None = None,
         *,
         replay: bool = True,
         stats: str | Path | None = None,
         attention: Literal["auto"] | attention.Backend = "auto",
         compile: bool = False,
+        require: bool = False,
+        deadline_s: float = startup.DEADLINE_S,
     ) -> None:
         """A callback for one run on this rank.
 
         Args:
-            plan: the plan to follow, or the file that `thdprof analyze` wrote it to.
+            plan: the plan to follow, or the file that `thdprof analyze` wrote it to; None: one is made when training
+                starts.
             replay: False: pad as the plan says but run eagerly, for a run to compare with.
             stats: file to append the run's counters to, for `thdprof compare`; None for none.
             attention: the package whose attention kernels run on a GPU; auto: the first that is installed of
@@ -100,11 +111,14 @@ class PlanCallback(TrainerCallback):
                 attentions keeps it under auto.
             compile: whether torch.compile fuses the kernels of each layer, which the graphs then hold. Losses are those
                 of compiled layers, with `replay` and without.
+            require: without a plan: whether a run that is not given one at its start is an error.
+            deadline_s: without a plan: seconds that planning may take; past them training goes on without one.
 
         Raises:
             DataError: the file is no plan.
         """
         self._plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+        self._plans_at_start, self._require, self._deadline_s = plan is None, require, deadline_s
         self._replay, self._stats_file = replay, None if stats is None else Path(stats)
         self._wanted, self._compile = attention, compile
         self._decoder: GraphedDecoder | None = None
@@ -132,29 +146,37 @@ class PlanCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Check the plan against the run, and let the model's layers follow it.
+        """Check the plan against the run, or make one, and let the model's layers follow it.
 
         Raises:
-            UsageError: what cannot be served, and settings that the plan was not made for; all of them at once.
+            UsageError: what cannot be served, and settings that the plan was not made for; all of them at once. Without
+                a plan of the user's: one is required, and there is none.
         """
         del kwargs
         self._end()  # of a run that this callback was given to before
         if model is None or train_dataloader is None:
             raise UsageError("PlanCallback needs a Trainer that gives its callbacks the model and the data loader")
         trainer = trainer_in_call(self)
-        if trainer is not None:  # what this callback adds to logs then reaches the loggers of the others
-            callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
-            callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         on_gpu = getattr(args, "device", torch.device("cpu")).type == "cuda"
         decoder_module = refusals.decoder_of(model)
+        unseen = None if decoder_module is None else _FOLLOWED.get(decoder_module)
+        if unseen is not None and (before := unseen()) is not None:
+            before.give_back()  # from a run that an error has ended, unseen by its callback
         name = getattr(getattr(decoder_module, "config", None), "_attn_implementation", None) or ""
         own = self._wanted == "auto" and "flash" in name  # one of transformers' flash attentions
         backend = None if own else attention.register(self._wanted)
-        self._check(args, model, backend=backend, own=own, on_gpu=on_gpu)
+        find = partial(self._find_refusals, args, model, backend=backend, own=own, on_gpu=on_gpu)
+        if self._plans_at_start:
+            dataset = getattr(trainer, "train_dataset", None)
+            self._plan = self._plan_at_start(args, decoder_module, dataset, lambda plan: find(plan)[0])
+            if self._plan is None:
+                return
+        assert self._plan is not None
+        self._check(args, model, *find(self._plan))
+        if trainer is not None:  # what this callback adds to logs then reaches the loggers of the others
+            callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
+            callbacks.insert(0, callbacks.pop(callbacks.index(self)))
         assert decoder_module is not None  # `refuse_model` has looked for it
-        unseen = _FOLLOWED.get(decoder_module)
-        if unseen is not None and (before := unseen()) is not None:
-            before.give_back()  # from a run that an error has ended, unseen by its callback
         decoder = GraphedDecoder(
             decoder_module,
             with_covered_tail(self._plan),
@@ -173,27 +195,58 @@ class PlanCallback(TrainerCallback):
         self._decoder = decoder
         _FOLLOWED[decoder_module] = weakref.ref(decoder)
 
-    def _check(self, args: Any, model: nn.Module, *, backend: Any, own: bool, on_gpu: bool) -> None:
+    def _plan_at_start(
+        self, args: Any, decoder: nn.Module | None, dataset: Any, refusals_of: Callable[[Plan | None], list[str]]
+    ) -> Plan | None:
+        """The plan that is made now, on rank 0 for all; None where training goes on without one."""
+        ranks, device = startup.Ranks.find(), startup.find_device()
+
+        def gather(folder: Path, check_time: Callable[[], None]) -> startup.Inputs:
+            if refused := refusals_of(None):
+                raise startup.NoPlanError("; ".join(refused))
+            if device is None:
+                raise startup.NoPlanError(startup.NO_GPU)
+            assert decoder is not None  # `refusals_of` has looked for it
+            return gather_inputs(args, decoder.config, dataset, device.name, folder=folder, check_time=check_time)
+
+        start = startup.Start(
+            path=Path(args.output_dir) / startup.PLAN_NAME,
+            gather=gather,
+            objections=refusals_of,
+            say=lambda line: logger.warning("thdprof: %s", line) if ranks.rank == 0 else None,
+            deadline_s=self._deadline_s,
+            require=self._require,
+        )
+        return start.plan(ranks, device)
+
+    def _find_refusals(
+        self, args: Any, model: nn.Module, plan: Plan | None, *, backend: Any, own: bool, on_gpu: bool
+    ) -> tuple[list[str], list[str]]:
+        """Every reason against the run, and what makes the plan's predictions untrue. Without a plan: the reasons that
+        hold by any plan.
+        """
+        arguments = args.to_dict()
+        lines = [] if plan is None else [*refuse_plan(plan)]
+        lines += refuse_arguments({"n_gpu": getattr(args, "n_gpu", 1), **arguments}, os.environ)
+        lines += refusals.refuse_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
+        if self._compile:
+            lines += refusals.refuse_compiling(backend=backend, own_attention=own)
+        if plan is None:
+            return lines, []
+        refused, untrue = refusals.compare_settings(plan, arguments, getattr(args, "world_size", 1))
+        return [*lines, *(f"{line}; analyse for this run" for line in refused)], untrue
+
+    def _check(self, args: Any, model: nn.Module, lines: Sequence[str], untrue: Sequence[str]) -> None:
         """Refuse the run with every reason there is, and warn of what makes predictions untrue.
 
         Raises:
             UsageError: naming each of them.
         """
-        arguments = args.to_dict()
-        lines = [
-            *refuse_plan(self._plan),
-            *refuse_arguments({"n_gpu": getattr(args, "n_gpu", 1), **arguments}, os.environ),
-        ]
-        lines += refusals.refuse_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
-        if self._compile:
-            lines += refusals.refuse_compiling(backend=backend, own_attention=own)
-        refused, untrue = refusals.compare_settings(self._plan, arguments, getattr(args, "world_size", 1))
-        lines += [f"{line}; analyse for this run" for line in refused]
         if lines:
             raise UsageError("thdprof cannot train this run by the plan:\n" + "\n".join(f"  - {n}" for n in lines))
         for line in untrue:
             logger.warning("thdprof: %s", line)
-        unread = refusals.unread_settings(args, arguments, model)
+        unread = refusals.unread_settings(args, args.to_dict(), model)
         if unread:
             logger.warning(
                 "thdprof has never looked at these settings, which are off their default: %s; compare the losses of "
@@ -215,14 +268,14 @@ class PlanCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write and tell what was observed, and free the graphs."""
         del control, kwargs
-        stats = self.stats
-        if stats is None:
+        stats, plan = self.stats, self._plan
+        if stats is None or plan is None:
             return
         self.last = total = _of_all_ranks(stats, getattr(args, "world_size", 1))
         if getattr(state, "is_world_process_zero", True):
             logger.info("thdprof: %s", total)
             if self._stats_file is not None:
-                total.append_jsonl(self._stats_file, step=state.global_step, plan=self._plan.identity, all_ranks=True)
+                total.append_jsonl(self._stats_file, step=state.global_step, plan=plan.identity, all_ranks=True)
         self._end()
 
     def _end(self) -> None:

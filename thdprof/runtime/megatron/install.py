@@ -98,12 +98,7 @@ def install(
     versions.check()
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     models = [parts.unwrap_model(model) for model in chunks]
-    facts = parts.facts_of(chunks, models)
-    if replay:
-        refusals.check(config, plan, facts)
-    else:
-        as_chunk = plan.graphs.model_copy(update={"impl": "chunk", "modules": []})
-        refusals.check(config, plan.model_copy(update={"graphs": as_chunk}), replace(facts, replay=False))
+    check_model(chunks, plan, config, replay=replay)
     verify_every = verified_every(plan, config, say) if replay else 0
     _warn(plan, config, getattr(chunks[0], "ddp_config", None), replay=replay)
     installation = _prepare(
@@ -127,6 +122,19 @@ def install(
             installation.close()
         raise
     return installation
+
+
+def check_model(chunks: Sequence[nn.Module], plan: Plan, config: Any, *, replay: bool) -> None:
+    """Refuse what graphs cannot serve of the models as they were built; nothing is changed. As for `install`.
+
+    Raises:
+        SettingsError: settings that graphs cannot serve, each with the value to use.
+    """
+    facts = parts.facts_of(chunks, [parts.unwrap_model(model) for model in chunks])
+    if replay:
+        refusals.check(config, plan, facts)
+    else:
+        refusals.check(config, _as_chunk(plan), replace(facts, replay=False))
 
 
 def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:

@@ -124,6 +124,10 @@ TORCH = Package(
     root="torch",
     oldest="2.6",
     newest_run="2.11.0",
+    names="""
+distributed.distributed_c10d | _get_default_store
+distributed | rendezvous HashStore
+""",
     tried={"autograd: gradients are reduced between the graphs of a chunk's pieces": _hooks_run_between_nodes},
 )
 MEGATRON = Package(

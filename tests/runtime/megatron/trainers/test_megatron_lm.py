@@ -14,6 +14,7 @@ from support.trainer_fakes import FakeInstallation, FakeObserver, Writer
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
 from thdprof.runtime.megatron.opening import MetadataForm
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.trainers import megatron_lm, training_loops
 
 
@@ -88,6 +89,27 @@ def test_graphs_are_installed_when_the_model_is_ready_and_closed_after_the_loop(
         "closed",
     ]
     assert training.train is own
+
+
+def test_a_model_that_a_plan_of_the_start_cannot_serve_trains_without_graphs(loop, megatron_plan, monkeypatch):
+    found = []
+
+    def is_refused(lines):
+        found.append(lines)
+        return bool(lines)
+
+    def refuse(model, plan, config, *, replay):
+        raise SettingsError("thdprof cannot install graphs:\n- qk_clip is True: leave it out\n- b is 2")
+
+    monkeypatch.setattr(training_loops, "check_model", lambda *args, **kwargs: None)
+    run(megatron_plan, is_refused=is_refused)
+    assert loop.seen.count("installed chunk replay=True") == 1
+    loop.seen.clear()
+    monkeypatch.setattr(training_loops, "check_model", refuse)
+    run(megatron_plan, is_refused=is_refused)
+    assert found == [[], ["qk_clip is True: leave it out", "b is 2"]]
+    assert loop.seen == ["model is ready"]
+    assert loop.lines[-2].endswith("| lm loss: 1.0 |")
 
 
 def test_graphs_are_captured_for_the_metadata_that_megatrons_scripts_make(loop, megatron_plan, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from thdprof.compare.fit import describe
+from thdprof.runtime import startup
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals import SettingsError
@@ -34,20 +37,36 @@ if TYPE_CHECKING:
 
 
 class ThdprofCallback(Callback):  # type: ignore[misc]
-    """Makes a run of Megatron-Bridge follow a plan: `pretrain(config, forward_step, callbacks=[ThdprofCallback(p)])`.
+    """Makes a run of Megatron-Bridge follow a plan: `pretrain(config, forward_step, callbacks=[ThdprofCallback()])`.
+
+    Without a plan of the user's, one is made when training starts, from the configuration, its data and the GPU, and
+    written to `thdprof-plan.yaml` in the folder of `checkpoint.save`. A later start with the same data and settings
+    uses that file again. Where graphs do not pay, cannot serve the run or lack memory, training goes on as without the
+    callback, and the log says why.
 
     Graphs are installed when training starts, after model, optimizer and checkpoint are ready. They are closed when it
     ends, in whatever way, before Bridge destroys its process groups. Evaluation runs eagerly. The configuration is
     never changed. One callback serves one run at a time; it can be given to the next one.
     """
 
-    def __init__(self, plan: Plan | str | Path, *, replay: bool = True, stats: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan | str | Path | None = None,
+        *,
+        replay: bool = True,
+        stats: str | Path | None = None,
+        require: bool = False,
+        deadline_s: float = startup.DEADLINE_S,
+    ) -> None:
         """A callback for one run on this rank.
 
         Args:
-            plan: the plan to follow, or the file that `thdprof analyze` wrote it to.
+            plan: the plan to follow, or the file that `thdprof analyze` wrote it to; None: one is made when training
+                starts.
             replay: False: pad as the plan says but run eagerly.
             stats: file to append the run's counters to; None for none.
+            require: without a plan: whether a run that is not given one at its start is an error.
+            deadline_s: without a plan: seconds that planning may take; past them training goes on without one.
 
         Raises:
             DataError: the file is no plan.
@@ -55,7 +74,9 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         from thdprof.plan import load_plan
 
         loaded = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
-        self._run = FollowedRun(loaded, replay=replay, stats=None if stats is None else Path(stats), say=_say)
+        self._follow = partial(FollowedRun, replay=replay, stats=None if stats is None else Path(stats), say=_say)
+        self._run = None if loaded is None else self._follow(loaded)
+        self._plans_at_start, self._require, self._deadline_s = plan is None, require, deadline_s
         self._around = ExitStack()
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -64,8 +85,14 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         Raises:
             SettingsError: settings that cannot be served, or that the plan was not made for; all of them at once.
             VersionError: a package lacks what thdprof relies on.
+            UsageError: without a plan of the user's: one is required, and there is none.
         """
         self._end()  # of a run that this callback was given to before
+        if self._plans_at_start:
+            plan = self._plan_at_start(context)
+            self._run = None if plan is None else self._follow(plan)
+        if (run := self._run) is None:
+            return
         versions.check(*versions.INSTALL, versions.BRIDGE)
         from megatron.bridge.training import gpt_step, pretrain, vlm_step
         from megatron.bridge.training.utils import train_utils
@@ -74,27 +101,27 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
 
         def destroy_after_graphs(*args: Any, **kwargs: Any) -> Any:
             """Bridge calls it first when a run ends by an exception, with its process groups still alive."""
-            self._run.end_by(sys.exc_info()[1])
+            run.end_by(sys.exc_info()[1])
             self._end()
             return own_destroy(*args, **kwargs)
 
         with ExitStack() as around:
-            around.callback(self._run.end)  # where the rest fails, of which nothing was observed
-            around.enter_context(packed_schedule_plans(self._run.say))
-            self._install(context)
+            around.callback(run.end)  # where the rest fails, of which nothing was observed
+            around.enter_context(packed_schedule_plans(run.say))
+            self._install(context, run)
             constant_length = bridge_runs.pads_to_constant(context.state.cfg)
             around.enter_context(
                 bridge_runs.host_boundaries_of_bridge(gpt_step, vlm_step, constant_length=constant_length)
             )
-            around.enter_context(checked_once_a_step(on_restore=self._run.recapture))
-            around.enter_context(self._run.counted_in(train_utils))
+            around.enter_context(checked_once_a_step(on_restore=run.recapture))
+            around.enter_context(run.counted_in(train_utils))
             around.enter_context(replaced(pretrain, "destroy_global_state", destroy_after_graphs))
-            self._run.observe()
+            run.observe()
             self._around = around.pop_all()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Write the counters where Bridge's own writers are, as often as they write."""
-        observer = self._run.observer
+        observer = None if self._run is None else self._run.observer
         if observer is None:
             return
         state = context.state
@@ -112,9 +139,47 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         del context
         self._end(together=True)
 
-    def _install(self, context: CallbackContext) -> None:
+    def _plan_at_start(self, context: CallbackContext) -> Plan | None:
+        """The plan that is made now, on rank 0 for all; None where training goes on without one."""
+        config = context.state.cfg
+        ranks, device = startup.Ranks.find(), startup.find_device()
+
+        def gather(folder: Path, check_time: Callable[[], None]) -> startup.Inputs:
+            del check_time
+            if device is None:
+                raise startup.NoPlanError(startup.NO_GPU)
+            return bridge_runs.gather_inputs(config, device.name, folder=folder)
+
+        start = startup.Start(
+            path=Path(getattr(getattr(config, "checkpoint", None), "save", None) or "") / startup.PLAN_NAME,
+            gather=gather,
+            objections=partial(self._find_objections, context),
+            say=lambda line: _say(f"thdprof: {line}"),
+            deadline_s=self._deadline_s,
+            require=self._require,
+        )
+        return start.plan(ranks, device)
+
+    def _find_objections(self, context: CallbackContext, plan: Plan) -> list[str]:
+        """Every reason of this rank against following a plan that it has made."""
+        try:
+            versions.check(*versions.INSTALL, versions.BRIDGE)
+        except versions.VersionError as error:
+            return [str(error)]
+        config, run = context.state.cfg, self._follow(plan)
+        return [
+            *bridge_runs.refusals(config, run.plan, replay=run.replay),
+            *(
+                line
+                for lines in describe(bridge_runs.misfits_of(config, run.plan), bridge_runs.FIELDS)
+                for line in lines
+            ),
+            *run.find_refusals(context.model),
+        ]
+
+    def _install(self, context: CallbackContext, run: FollowedRun) -> None:
         """The plan's graphs on the model, or every reason against them."""
-        config, run = context.state.cfg, self._run
+        config = context.state.cfg
         lines = [*bridge_runs.refusals(config, run.plan, replay=run.replay)]
         refused, differing = describe(bridge_runs.misfits_of(config, run.plan), bridge_runs.FIELDS)
         lines += [f"{line}; analyse for this run" for line in refused]
@@ -141,7 +206,8 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         ranks end here `together`, or this one alone.
         """
         with self._around.pop_all():
-            self._run.end(together=together)
+            if self._run is not None:
+                self._run.end(together=together)
 
 
 def _say(message: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 
 from thdprof.compare.fit import Misfit, misfits
@@ -16,6 +18,7 @@ from thdprof.runtime.megatron.decoder.packed_seq_params import keep_on_host
 from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import attach_host_values, host_boundaries
+from thdprof.runtime.startup import Inputs, NoPlanError, digest_files, files_of
 from thdprof.training import shared_capture_ranks
 
 if TYPE_CHECKING:
@@ -117,6 +120,23 @@ def data_paths_of(config: Any) -> list[str] | None:
         return None if packed is None else [str(packed)]
     blend = getattr(config.dataset, "blend", None)
     return None if not blend else [str(path) for path in blend[0]]
+
+
+def gather_inputs(config: Any, gpu: str, *, folder: Path) -> Inputs:
+    """What the analysis of this run reads, with files in `folder`.
+
+    Raises:
+        NoPlanError: the run's data is not in files that can be named before training.
+    """
+    paths = data_paths_of(config)
+    if not paths:
+        raise NoPlanError("Megatron-Bridge finds or makes this run's data itself: analyse its files, and give the plan")
+    settings, settings_file, recipe = settings_of(config), folder / "settings.yaml", folder / "recipe.yaml"
+    settings_file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    config.to_yaml(str(recipe))
+    model = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("model")
+    words = [*paths, "--settings", str(settings_file), "--model", str(recipe), "--gpu", gpu]
+    return Inputs(words=words, facts=[settings, model, gpu, digest_files(files_of(paths))])
 
 
 def pads_to_constant(config: Any) -> bool:

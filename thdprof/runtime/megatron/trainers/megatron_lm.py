@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,13 @@ _ITERATION = 3
 
 
 @contextmanager
-def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> Iterator[None]:
+def following(
+    plan: Plan,
+    *,
+    replay: bool = True,
+    stats: Path | None = None,
+    is_refused: Callable[[Sequence[str]], bool] | None = None,
+) -> Iterator[None]:
     """Inside the block, every `megatron.training.pretrain` trains by `plan`.
 
     Enter it before the training script is imported, because scripts import Megatron's functions by name. Graphs are
@@ -90,6 +96,8 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     Args:
         replay: False: pad as the plan says but run eagerly.
         stats: file to append the run's counters to; None for none.
+        is_refused: called on every rank with what graphs cannot serve of its model, which differs between pipeline
+            stages; returns, on all ranks the same, whether training goes on without graphs. None: that is an error.
 
     Raises:
         VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
@@ -104,18 +112,22 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
         stack.enter_context(datasets_on_all_stages(run.say))
         stack.enter_context(packed_schedule_plans(run.say))
         stack.enter_context(checked_once_a_step(on_restore=run.recapture))
-        for name, function in _replacements(run, training).items():
+        for name, function in _replacements(run, training, is_refused).items():
             stack.enter_context(replaced(training, name, function))
         yield
 
 
-def _replacements(run: FollowedRun, training: Any) -> dict[str, Callable[..., Any]]:
+def _replacements(
+    run: FollowedRun, training: Any, is_refused: Callable[[Sequence[str]], bool] | None
+) -> dict[str, Callable[..., Any]]:
     """The functions around which `run` is followed, by the names of Megatron's own in the module `training`."""
     own_setup, own_train, own_log = training.setup_model_and_optimizer, training.train, training.training_log
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         run.end()  # a run that was restarted in this process
         model, optimizer, scheduler = own_setup(*args, **kwargs)
+        if is_refused is not None and is_refused(run.find_refusals(model)):
+            return model, optimizer, scheduler
         settings = training.get_args()
         form = MetadataForm(tokens_per_sample=getattr(settings, "seq_length", None))
         run.install(model, form=form, host_timeout=find_host_timeout(settings))
@@ -124,7 +136,7 @@ def _replacements(run: FollowedRun, training: Any) -> dict[str, Callable[..., An
 
     def train(*args: Any, **kwargs: Any) -> Any:
         try:
-            with left_to_the_plan(training.get_args()):
+            with nullcontext() if run.observer is None else left_to_the_plan(training.get_args()):
                 result = own_train(*args, **kwargs)
         except BaseException as error:
             run.end_by(error)

@@ -15,7 +15,8 @@ import torch
 
 from thdprof.megatron_limits.run import find_kind
 from thdprof.runtime.megatron.decoder.packed_seq_params import is_of_a_bucket
-from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.install import Installation, check_model, install
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.observer import Observer
 
@@ -80,6 +81,16 @@ class FollowedRun:
 
         config = get_model_config(model[0])
         self._installation = install(model, self.plan, config, replay=self.replay, say=self.say, **how)
+
+    def find_refusals(self, model: Any) -> list[str]:
+        """Every setting of the model as it was built that the plan's graphs cannot serve; nothing is changed."""
+        from megatron.core.utils import get_model_config
+
+        try:
+            check_model(model, self.plan, get_model_config(model[0]), replay=self.replay)
+        except SettingsError as error:
+            return [line.removeprefix("- ") for line in str(error).splitlines() if line.startswith("- ")]
+        return []
 
     def observe(self) -> None:
         """Begin to count what was installed."""

@@ -1,0 +1,202 @@
+"""`python -m thdprof.run` without a plan: one is made at the start, or the script runs as it would without thdprof."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from support.paths import ROOT
+
+pytest.importorskip("torch")
+
+from thdprof import run
+from thdprof.analyze.sources.demo import write_demo
+from thdprof.plan import load_plan
+from thdprof.runtime import startup
+
+GIB = 2**30
+H100 = startup.Device("NVIDIA H100 80GB HBM3", 79 * GIB, 0, 79 * GIB)
+LOOK = startup.find_device_apart
+ARGUMENTS = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --position-embedding-type rope --seq-length 4096 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --bf16 "
+    "--te-rng-tracker --tokenizer-type NullTokenizer --vocab-size 32000 --data-path {data} --split 100,0,0 "
+    "--dataloader-inter-document-masking --save {save}"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder / "demo")
+    return folder / "demo" / "megatron" / "documents"
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "pretrain_gpt.py"
+    path.write_text("import sys\nprint('ran', *sys.argv[1:3])\nassert __name__ == '__main__'\n")
+    return path
+
+
+@pytest.fixture
+def arguments(data, tmp_path):
+    return shlex.split(ARGUMENTS.format(data=data, save=tmp_path / "saved"))
+
+
+@pytest.fixture(autouse=True)
+def followed(monkeypatch):
+    """The plans that were followed."""
+    from thdprof.runtime.megatron.trainers import megatron_lm
+
+    plans = []
+
+    @contextmanager
+    def following(plan, **options):
+        assert options.pop("is_refused")([]) is False
+        plans.append((plan, options))
+        yield
+
+    monkeypatch.setattr(megatron_lm, "following", following)
+    monkeypatch.setattr(run, "_find_unserved_packages", lambda options: [])
+    monkeypatch.setattr(startup, "find_device_apart", lambda index: H100)
+    monkeypatch.setattr(sys, "argv", ["thdprof.run"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return plans
+
+
+def test_a_script_without_a_plan_trains_by_one_of_its_own(script, arguments, followed, tmp_path, capfd):
+    assert run.main([str(script), *arguments]) == 0
+    path = tmp_path / "saved" / "thdprof-plan.yaml"
+    plan = load_plan(path)
+    assert [plan for plan, _ in followed] == [plan]
+    assert plan.graphs.impl == "chunk"
+    assert plan.microbatches.count == 160
+    printed = capfd.readouterr()
+    assert printed.out == "ran --num-layers 24\n"
+    [line] = printed.err.splitlines()
+    assert line.startswith("thdprof.run: graphs pay: a step takes 0.")
+    assert line.endswith(f"; training by {path}")
+
+
+def test_a_restarted_script_uses_the_plan_again_unless_its_data_changed(script, arguments, followed, data, capfd):
+    assert run.main([str(script), *arguments]) == 0
+    capfd.readouterr()
+    assert run.main(["--replay", "off", str(script), *arguments]) == 0
+    assert "is of an earlier start with the same data and settings" in capfd.readouterr().err
+    assert followed[1] == (followed[0][0], {"replay": False, "stats": None})
+    os.utime(f"{data}.idx", (1, 1))
+    assert run.main([str(script), *arguments]) == 0
+    assert "earlier start" not in capfd.readouterr().err
+    assert len(followed) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (["--qk-clip"], "--qk-clip: it keeps a maximum in Python; leave it out"),
+        (["--data-path", "nowhere"], "nowhere"),
+        (["--yaml-cfg", "run.yaml"], "--yaml-cfg"),
+    ],
+)
+def test_a_script_that_cannot_be_served_runs_alone(script, arguments, followed, capfd, change, reason):
+    assert run.main([str(script), *arguments, *change]) == 0
+    assert followed == []
+    printed = capfd.readouterr()
+    assert printed.out == "ran --num-layers 24\n"
+    [line] = printed.err.splitlines()
+    assert line.startswith("thdprof.run: training goes on without graphs: ")
+    assert reason in line
+
+
+def test_without_a_gpu_the_script_runs_alone(script, arguments, followed, monkeypatch, capfd):
+    monkeypatch.setattr(startup, "find_device_apart", lambda index: None)
+    assert run.main([str(script), *arguments]) == 0
+    assert followed == []
+    printed = capfd.readouterr()
+    assert printed.out == "ran --num-layers 24\n"
+    assert printed.err == f"thdprof.run: training goes on without graphs: {startup.NO_GPU}\n"
+
+
+def test_a_plan_that_is_required_and_not_made_ends_the_run(script, arguments, monkeypatch, capfd):
+    monkeypatch.setattr(startup, "find_device_apart", lambda index: None)
+    assert run.main(["--require", str(script), *arguments]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"thdprof.run: no plan for this run, and one is required: {startup.NO_GPU}\n"
+
+
+def test_planning_past_the_deadline_lets_the_script_run_alone(script, arguments, followed, capfd):
+    assert run.main(["--deadline=0.01", str(script), *arguments]) == 0
+    assert followed == []
+    assert "planning has not ended after 0.01 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [("""echo "[\\"GPU $3\\", 5, 0, 9]" """, startup.Device("GPU 2", 5, 0, 9)), ("echo no driver; exit 1", None)],
+)
+def test_a_gpu_is_looked_up_in_another_process(tmp_path, monkeypatch, ends, found):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{ends}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    assert LOOK(2) == found
+
+
+RANK = """
+import sys
+from contextlib import contextmanager
+from thdprof import run
+from thdprof.runtime import startup
+from thdprof.runtime.megatron.trainers import megatron_lm
+free = float(sys.argv.pop(1))
+startup.find_device_apart = lambda index: startup.Device("NVIDIA H100 80GB HBM3", int(free * 2**30), 0, 79 * 2**30)
+run._find_unserved_packages = lambda options: []
+@contextmanager
+def following(plan, **options):
+    print("follows", plan.training.data_parallel_size)
+    yield
+megatron_lm.following = following
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+MEETS = """
+import torch
+torch.distributed.init_process_group("gloo")
+one = torch.ones(1)
+torch.distributed.all_reduce(one)
+print("meets", int(one))
+"""
+
+
+@pytest.mark.parametrize(("free", "follows"), [((79, 79), True), ((79, 1), False)])
+def test_two_ranks_do_the_same_and_the_least_memory_counts(script, arguments, free, follows):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script.write_text(script.read_text() + MEETS)
+    ranks = []
+    for rank, gib in enumerate(free):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+        command = [sys.executable, "-c", RANK, str(gib), str(script), *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+    ended = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
+    assert [code for *_, code in ended] == [0, 0], ended
+    assert ["follows 2\n" in out for out, *_ in ended] == [follows, follows]
+    assert all(out.endswith("ran --num-layers 24\nmeets 2\n") for out, *_ in ended)
+    told = [[line for line in errors.splitlines() if line.startswith("thdprof.run: ")] for _, errors, _ in ended]
+    assert [len(lines) for lines in told] == [1, 0]
+    if not follows:
+        assert "rank 1: too little memory: the plan needs " in told[0][0]
+        assert " and 3.9 to spare, and 1.0 of the GPU's 79.0 GiB are free" in told[0][0]
