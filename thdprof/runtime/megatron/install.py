@@ -134,7 +134,8 @@ def check_model(chunks: Sequence[nn.Module], plan: Plan, config: Any, *, replay:
     if replay:
         refusals.check(config, plan, facts)
     else:
-        refusals.check(config, _as_chunk(plan), replace(facts, replay=False))
+        as_chunk = plan.graphs.model_copy(update={"impl": "chunk", "modules": []})
+        refusals.check(config, plan.model_copy(update={"graphs": as_chunk}), replace(facts, replay=False))
 
 
 def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:
