@@ -63,7 +63,7 @@ def test_a_run_plans_when_it_starts(h100, tmp_path, log):
     assert plan.captured
     assert plan.training.global_batch_size == 2
     [told] = [line for line in log() if "training by" in line]
-    assert told.startswith(f"thdprof: {plan.predictions.verdict}: a step takes 0.")
+    assert told.startswith(f"thdprof: {plan.predictions.verdict}: they save ")
     comparison = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=0.0)
     assert comparison.microbatches == plan.microbatches.count == 8
     assert [b.observed_share for b in comparison.buckets] == [b.predicted_share for b in comparison.buckets]
