@@ -6,6 +6,7 @@ import logging
 import os
 
 import pytest
+import yaml
 
 pytest.importorskip("torch")
 pytest.importorskip("trl", reason="needs the extra transformers")
@@ -20,7 +21,7 @@ from thdprof.compare.statistics import compare, read_stats
 from thdprof.errors import UsageError
 from thdprof.plan import load_plan
 from thdprof.runtime import startup
-from thdprof.transformers import PlanCallback
+from thdprof.transformers import PlanCallback, refusals
 from thdprof.transformers.inputs import gather_inputs
 
 ROWS = documents(60)
@@ -84,6 +85,26 @@ def test_the_plan_counts_the_micro_batches_of_every_way_to_pack(h100, tmp_path, 
     assert comparison.microbatches == plan.microbatches.count == 4
     assert comparison.observed_fallback_rate == comparison.predicted_fallback_rate
     assert [b.observed_share for b in comparison.buckets] == [b.predicted_share for b in comparison.buckets]
+
+
+def test_adapters_are_counted_as_adapters(h100, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = small_model(hidden_size=256)
+    words = {}
+    for name, given in (("whole", None), ("adapters", config)):
+        made = trainer(model, dataset_of(ROWS), tmp_path / name, peft_config=given)
+        (tmp_path / name).mkdir(exist_ok=True)
+        decoder = refusals.decoder_of(made.model)
+        found = gather_inputs(
+            made.args, made.model, decoder.config, made.train_dataset, "h100", folder=tmp_path / name,
+            check_time=lambda: None,
+        )  # fmt: skip
+        words[name] = startup.run_analysis(found.words, tmp_path / f"{name}.yaml", 60.0)
+    settings = yaml.safe_load((tmp_path / "adapters" / "settings.yaml").read_text())
+    assert settings == {"lora_dim": 4, "lora_target_modules": ["linear_fc2", "linear_qkv"]}
+    peaks = [yaml.safe_load(words[name])["predictions"]["peak_memory_bytes"] for name in ("whole", "adapters")]
+    assert peaks[1] < peaks[0]
 
 
 def test_losses_are_those_of_a_run_without_the_callback(h100, tmp_path):
@@ -214,8 +235,7 @@ def counted(dataset, tmp_path, **arguments):
     made = run(tmp_path, **arguments)
     folder = tmp_path / "inputs"
     folder.mkdir()
-    config = small_model().config
-    gather_inputs(made.args, config, dataset, "h100", folder=folder, check_time=lambda: None)
+    gather_inputs(made.args, made.model, made.model.config, dataset, "h100", folder=folder, check_time=lambda: None)
     return pq.read_table(folder / "rows.parquet").column("seq_lengths").to_pylist()
 
 

@@ -168,7 +168,7 @@ class PlanCallback(TrainerCallback):
         find = partial(self._find_refusals, args, model, backend=backend, own=own, on_gpu=on_gpu)
         if self._plans_at_start:
             dataset = getattr(trainer, "train_dataset", None)
-            self._plan = self._plan_at_start(args, decoder_module, dataset, lambda plan: find(plan)[0])
+            self._plan = self._plan_at_start(args, model, dataset, lambda plan: find(plan)[0])
             if self._plan is None:
                 return
         assert self._plan is not None
@@ -196,7 +196,7 @@ class PlanCallback(TrainerCallback):
         _FOLLOWED[decoder_module] = weakref.ref(decoder)
 
     def _plan_at_start(
-        self, args: Any, decoder: nn.Module | None, dataset: Any, refusals_of: Callable[[Plan | None], list[str]]
+        self, args: Any, model: nn.Module, dataset: Any, refusals_of: Callable[[Plan | None], list[str]]
     ) -> Plan | None:
         """The plan that is made now, on rank 0 for all; None where training goes on without one."""
         ranks, device = startup.Ranks.find(), startup.find_device()
@@ -206,8 +206,8 @@ class PlanCallback(TrainerCallback):
                 raise startup.NoPlanError("; ".join(refused))
             if device is None:
                 raise startup.NoPlanError(startup.NO_GPU)
-            assert decoder is not None  # `refusals_of` has looked for it
-            return gather_inputs(args, decoder.config, dataset, device.name, folder=folder, check_time=check_time)
+            config = getattr(refusals.decoder_of(model), "config", None)
+            return gather_inputs(args, model, config, dataset, device.name, folder=folder, check_time=check_time)
 
         start = startup.Start(
             path=Path(args.output_dir) / startup.PLAN_NAME,

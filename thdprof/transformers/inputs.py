@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from torch import nn
 
 from thdprof.runtime.startup import Inputs, NoPlanError
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
@@ -20,14 +22,24 @@ _LENGTHS, _POSITIONS, _TOKENS = "seq_lengths", "position_ids", "input_ids"
 """Columns that tell the documents of a row, in the order in which collators look for them."""
 
 
+_ADAPTED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "linear_qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "linear_fc1"),
+    "o_proj": "linear_proj",
+    "down_proj": "linear_fc2",
+}
+"""Linear layers of these families, with the names that megatron-core has for them."""
+
+
 def gather_inputs(
-    args: Any, config: Any, dataset: Any, gpu: str, *, folder: Path, check_time: Callable[[], None]
+    args: Any, model: nn.Module, config: Any, dataset: Any, gpu: str, *, folder: Path, check_time: Callable[[], None]
 ) -> Inputs:
     """The inputs of the analysis, with files in `folder`.
 
     Args:
         args: TrainingArguments or SFTConfig.
-        config: the config of the model's decoder.
+        model: the model as the Trainer holds it, perhaps with adapters.
+        config: the config of its decoder.
         dataset: the Trainer's training dataset, packed if the Trainer packs.
         gpu: name of the GPU, as its driver gives it.
         folder: where files are written that the analysis reads.
@@ -37,15 +49,30 @@ def gather_inputs(
         NoPlanError: the rows of the dataset cannot be counted.
         UsageError: the order in which the run reads its data is not known.
     """
-    arguments, model = args.to_dict(), config.to_dict()
+    arguments, sizes, adapters = args.to_dict(), config.to_dict(), _find_adapters(model)
     settings = trainer_settings(arguments, where="the Trainer's arguments", num_processes=args.world_size)
     rows, arguments_file, model_file = folder / "rows.parquet", folder / "args.json", folder / "config.json"
     digest = _write_rows(dataset, rows, check_time)
     arguments_file.write_text(json.dumps(arguments, default=str), encoding="utf-8")
-    model_file.write_text(json.dumps(model, default=str), encoding="utf-8")
+    model_file.write_text(json.dumps(sizes, default=str), encoding="utf-8")
     words = [str(rows), "--training-args", str(arguments_file), "--data-parallel-size", str(args.world_size)]
     words += ["--model", str(model_file), "--gpu", gpu]
-    return Inputs(words=words, facts=[settings, trainer_model(arguments), model, gpu, digest])
+    if adapters:
+        settings_file = folder / "settings.yaml"
+        settings_file.write_text(yaml.safe_dump(adapters), encoding="utf-8")
+        words += ["--settings", str(settings_file)]
+    return Inputs(words=words, facts=[settings, trainer_model(arguments), sizes, adapters, gpu, digest])
+
+
+def _find_adapters(model: nn.Module) -> dict[str, Any]:
+    """LoRA of peft over frozen weights, by the names of `thdprof.training.Model`; empty without adapters."""
+    adapted = [
+        (name, module.r) for name, module in model.named_modules() if isinstance(getattr(module, "r", None), dict)
+    ]
+    names = {_ADAPTED[last] for name, _ in adapted if (last := name.rpartition(".")[2]) in _ADAPTED}
+    if not names:
+        return {}
+    return {"lora_dim": max(max(ranks.values()) for _, ranks in adapted if ranks), "lora_target_modules": sorted(names)}
 
 
 def _write_rows(dataset: Any, path: Path, check_time: Callable[[], None]) -> str:
