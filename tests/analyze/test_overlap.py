@@ -388,7 +388,7 @@ def test_the_command_reads_megatrons_flags_and_writes_the_plan(thdprof, rows, tm
     assert thdprof(*run, "--settings", forced).returncode == 0
     assert load_plan(tmp_path / "plan.yaml").graphs.layers_per_graph == 5
     forced.write_text("layers_per_graph: all")
-    done = thdprof(*run, "--settings", forced)
+    done = thdprof(*run, "--details", "--settings", forced)
     assert "overlap: with --impl chunk, graphs of" in done.stdout.replace("\n", " ")
     assert load_plan(tmp_path / "plan.yaml").graphs.layers_per_graph is None
     forced.write_text("layers_per_graph: none")
