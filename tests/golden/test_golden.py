@@ -49,5 +49,5 @@ def test_each_setting_is_off_its_default_in_two_cases():
         given = yaml.safe_load(case.files.get("settings.yaml", "{}"))
         counted.update(name for name in given if name in known and given[name] != known[name].default)
     assert len(known) > 100
-    elsewhere = {"world_size", "model"}  # in the groups of demo data and of models
+    elsewhere = {"world_size", "model", "host"}  # in the groups of demo data and of models, and in test_host.py
     assert {name for name in known if counted[name] < 2} == elsewhere
