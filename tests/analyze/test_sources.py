@@ -562,18 +562,22 @@ class TestNotRecognised:
         data = huggingface.Dataset.from_dict({"input_ids": [[1] * sum(row) for row in ROWS], "seq_lengths": ROWS})
         huggingface.DatasetDict({"train": data}).save_to_disk(tmp_path / "one")
         assert_rows(read_dataset([str(tmp_path / "one")]), ROWS, "trl")
-        huggingface.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "two")
+        other = data.select(range(1))
+        huggingface.DatasetDict({"train": data, "test": other}).save_to_disk(tmp_path / "two")
+        assert_rows(read_dataset([str(tmp_path / "two")]), ROWS, "trl")  # what people train on
+        assert_rows(read_dataset([str(tmp_path / "two" / "test")]), ROWS[:1], "trl")
+        huggingface.DatasetDict({"first": data, "second": data}).save_to_disk(tmp_path / "three")
         refused(
-            tmp_path / "two",
-            f"a DatasetDict with the splits train, test; give the path of one, as {tmp_path / 'two' / 'train'}",
+            tmp_path / "three",
+            f"a DatasetDict with the splits first, second; give the path of one, as {tmp_path / 'three' / 'first'}",
         )
-        assert_rows(read_dataset([str(tmp_path / "two" / "test")]), ROWS, "trl")
 
     @pytest.mark.parametrize(
         ("content", "text"),
         [
             (b'{"message": []}\n', "it begins with b'{\"message\": []}\\n'"),
-            (b"\x28\xb5\x2f\xfd..", "it is compressed by zstd: unpack it first"),
+            (b"BZh91AY", "it is compressed by bzip2: unpack it first"),
+            (b"\x28\xb5\x2f\xfd..", "its zstd begins with b''"),
             (gzip.compress(b"plain text", mtime=0), "its gzip begins with b'plain text'"),
             (b"PAR1", "it begins as parquet files do, and cannot be read"),
         ],

@@ -122,6 +122,8 @@ Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
 """Progress-bar estimates: reading ends at 10% of the total time, replaying the schedule at 85%."""
+_COUNTED_SHARE = 0.95
+"""Progress-bar estimate: where tokens of text are counted, that takes 95% of the total time."""
 
 
 def _show_nothing(stage: str, done: float, documents: int) -> None:
@@ -163,8 +165,21 @@ def analyze(
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     progress("reading", 0.0, 0)
-    dataset = read_dataset(request.locations, format=request.format, settings=request.given)
-    return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
+    counted = 0.0
+
+    def tick(done: float, documents: int) -> None:
+        nonlocal counted
+        counted = _COUNTED_SHARE * done
+        progress("counting tokens", counted, documents)
+
+    dataset = read_dataset(
+        request.locations, format=request.format, settings=request.given, cache=request.cache, tick=tick
+    )
+
+    def go_on(stage: str, done: float, documents: int) -> None:
+        progress(stage, counted + (1 - counted) * done, documents)
+
+    return Study(request, dataset, measured, offload=offload, impl=impl, progress=go_on).analyze()
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,8 @@ def sweep(
         raise requests[0] if isinstance(requests[0], UsageError) else UsageError("sweep: names nothing to vary")
     costs = {path: load_costs(path) for path in sorted({r.cost_table for r in good if r.cost_table is not None})}
     progress("reading", 0.0, 0)
-    dataset = read_dataset(good[0].locations, format=good[0].format, settings=good[0].given)
+    first = next((r for r in good if r.given.get("packer") == "none"), good[0])  # it alone asks what is trained
+    dataset = read_dataset(first.locations, format=first.format, settings=first.given, cache=first.cache)
     varied = [axis.name for axis in axes if len(axis.values) > 1]
     memo, done, share = Memo(), dict[int, Combination](), (1 - _READ_SHARE) / len(value_sets)
     for count, index in enumerate(analysis_order(axes)):

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
@@ -57,6 +57,10 @@ class Setting:
     """Whether the option takes text that is parsed later, such as `0.5%` or `0.3,0.7`."""
     swept: bool = True
     """Whether a sweep can vary the setting. False where a value holds commas, or says how files are read."""
+    flag: str | None = None
+    """The option that gives the setting, where it is not the setting's name."""
+    aliases: Mapping[str, str] = MappingProxyType({})
+    """Other names of a choice, such as those of the trainer -> the choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,7 @@ class Definition:
     @property
     def option(self) -> str:
         """The option that gives the setting, or that gave it before it moved to the settings file."""
-        return "--" + self.name.replace("_", "-")
+        return self.setting.flag or "--" + self.name.replace("_", "-")
 
     @property
     def off_option(self) -> str:
@@ -100,6 +104,10 @@ class Definition:
         """The setting as `shown`, and where to give it if no option does: `microbatch_group_size 4 in --settings`."""
         return self.shown(*value) + ("" if self.setting.everyday else " in --settings")
 
+    def canonical(self, value: Any) -> Any:
+        """The choice that `value` is another name of; any other value itself."""
+        return self.setting.aliases.get(value, value) if isinstance(value, str) else value
+
     def check(self, value: object) -> None:
         """Refuse a value of a wrong type or out of bounds.
 
@@ -107,8 +115,9 @@ class Definition:
             UsageError: naming the setting, the value and what it must be.
         """
         if self.choices:
-            if value not in self.choices:
-                raise UsageError(f"{self.shown(value)}: choose one of {', '.join(self.choices)}")
+            names = (*self.choices, *self.setting.aliases)
+            if value not in names:
+                raise UsageError(f"{self.shown(value)}: choose one of {', '.join(names)}")
         elif self.type is bool:
             if not isinstance(value, bool):
                 raise UsageError(f"{self.shown(repr(value))}: must be true or false")
@@ -157,7 +166,7 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
         most=bounds.le,  # type: ignore[arg-type]
         below=bounds.lt,  # type: ignore[arg-type]
         setting=setting,
-        label="--" + name.replace("_", "-") if setting.everyday else name,
+        label=(setting.flag or "--" + name.replace("_", "-")) if setting.everyday else name,
     )
 
 
@@ -227,6 +236,7 @@ Packer = Literal[
     "best_fit_decreasing",
     "best_fit_split",
     "wrapped",
+    "none",
     "dp_balanced",
     "balanced_cp",
     "dynamic_cp",
@@ -235,8 +245,14 @@ DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 """Packers that give every micro-batch a context-parallel size of its own."""
 STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
-TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped")
-"""Packers that pack as TRL's packing strategies do."""
+TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped", "none")
+"""Packers that pack as TRL's packing strategies do; `none` makes a row of every document, as TRL without packing."""
+PACKER_ALIASES: Mapping[str, Packer] = MappingProxyType(
+    {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_split", "ffd": "first_fit_decreasing"}
+)
+"""Short names of packers; the first two are TRL's."""
+TRL_MAX_LENGTH = 1024
+"""TRL's max_length where nobody gives another."""
 Attention = Literal["transformer_engine", "torch"]
 Experts = Literal["none", "padded", "dropless"]
 GraphKind = Literal["module", "chunk", "local", "transformer_engine"]
@@ -253,6 +269,7 @@ _PACKING = functools.partial(Setting, panel="Packing and padding")
 _DATASET = functools.partial(Setting, panel="Dataset")
 _CAPTURE = functools.partial(Setting, panel="What to capture")
 _RARE: Mapping[str, Any] = {"everyday": False, "in_every_plan": False}
+_TRL_TEXT: Mapping[str, Any] = {"kinds": ("documents",), "swept": False, "in_every_plan": False}
 _OF_TRAINER: tuple[Kind, ...] = ("trl", "packs", "documents")
 _ANY = Interval(ge=1, le=2**63 - 1)
 _RANKS = Interval(ge=1, le=2**20)
@@ -394,9 +411,15 @@ class TrainingSettings:
         ),
     ] = 1
     """Tokens to whose multiple documents (with TRL: micro-batches) are padded."""
-    packer: Annotated[Packer, _PACKING("How unpacked documents become rows.", kinds=("documents",))] = (
-        "first_fit_decreasing"
-    )
+    packer: Annotated[
+        Packer,
+        _PACKING(
+            "How unpacked documents become rows.",
+            kinds=("documents",),
+            aliases=PACKER_ALIASES,
+            assumed="best_fit_decreasing for TRL's data, else first_fit_decreasing",
+        ),
+    ] = "first_fit_decreasing"
     """How unpacked lengths become rows."""
     packing_processes: Annotated[
         int,
@@ -431,14 +454,50 @@ class TrainingSettings:
     tokenizer_model: Annotated[
         str | None,
         _DATASET(
-            "Tokenizer of conversations: a directory, or its name in the Hugging Face Hub's cache.",
-            assumed="none: conversations cannot be counted",
-            kinds=("conversations",),
+            "Tokenizer of text: a directory, or its name in the Hugging Face Hub's cache.",
+            assumed="none: text cannot be counted",
+            kinds=("conversations", "documents"),
             swept=False,
-            **_RARE,
+            flag="--tokenizer",
+            in_every_plan=False,
         ),
     ] = None
     """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
+    chat_template: Annotated[
+        str | None,
+        _DATASET("Jinja file of TRL's chat template.", assumed="the tokenizer's own", **_TRL_TEXT),
+    ] = None
+    """File of the chat template, or a tokenizer whose template is taken: TRL's chat_template_path; null: none."""
+    text_column: Annotated[
+        str, _DATASET("Column of plain text, TRL's dataset_text_field.", everyday=False, **_TRL_TEXT)
+    ] = "text"
+    """Column of plain text, TRL's dataset_text_field."""
+    eos_token: Annotated[
+        str | None,
+        _DATASET("TRL's eos_token.", everyday=False, assumed="the tokenizer's own", **_TRL_TEXT),
+    ] = None
+    """Token that ends a text, TRL's eos_token; null: the tokenizer's own."""
+    completion_only_loss: Annotated[
+        bool | None,
+        _DATASET(
+            "TRL's completion_only_loss.", everyday=False, assumed="true for prompts and completions", **_TRL_TEXT
+        ),
+    ] = None
+    """TRL's completion_only_loss; null: true for prompts and completions. Without packing, rows that train no token
+    are left out."""
+    assistant_only_loss: Annotated[bool, _DATASET("TRL's assistant_only_loss.", everyday=False, **_TRL_TEXT)] = False
+    """TRL's assistant_only_loss, by which TRL takes another chat template for some models."""
+    length_column: Annotated[
+        str | None,
+        _DATASET(
+            "Column or key that holds the lengths.",
+            assumed="length, num_tokens and other usual names",
+            kinds=("documents", "packs"),
+            swept=False,
+            in_every_plan=False,
+        ),
+    ] = None
+    """Column or key that holds the lengths; null: the first of the usual names."""
     sft_tokenizer_prompt_format: Annotated[
         PromptFormat | None,
         _DATASET(
@@ -509,6 +568,12 @@ class TrainingOptions(TypedDict, total=False):
     max_seqlen_per_dp_cp_rank: int | None
     min_dynamic_context_parallel_size: int
     tokenizer_model: str | None
+    chat_template: str | None
+    text_column: str
+    eos_token: str | None
+    completion_only_loss: bool | None
+    assistant_only_loss: bool
+    length_column: str | None
     sft_tokenizer_prompt_format: PromptFormat | None
 
 

@@ -10,7 +10,15 @@ from thdprof.analyze.schedule.rows import dataset_shuffle, schedule_rows
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, filled_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
-from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings
+from thdprof.training import (
+    DYNAMIC_CP,
+    STEP_PACKERS,
+    TRL_PACKERS,
+    Kind,
+    Loader,
+    TrainingSettings,
+    definitions,
+)
 
 
 def build_schedule(
@@ -53,10 +61,10 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, independent=independent, packing_efficiency=used)
     lengths = documents.document_tokens
-    if settings.shuffle_seed is not None:  # TRL shuffles before it packs, and the rows after
+    if settings.shuffle_seed is not None and settings.packer != "none":  # TRL shuffles before it packs, and the rows
         lengths = lengths[dataset_shuffle(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
-    packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings))
+    packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings, documents.trained_from))
     schedule = schedule_rows(packing.rows, settings)
     return Schedule(
         table=schedule.table,
@@ -76,6 +84,7 @@ _DEFAULT_LOADERS: dict[str, Loader] = {
     "megatron-sft": "single",
     "bridge": "batch",
     "bridge-npy": "batch",
+    "trl-text": "trainer",
 }
 """Format -> the sampler that its own training code uses by default."""
 
@@ -146,14 +155,20 @@ def replay(
         UsageError: settings that cannot be.
     """
     kind = _kind(dataset)
-    packed_by_step = kind == "documents" and given.get("packer") in STEP_PACKERS
+    packer = definitions()["packer"].canonical(given.get("packer"))
+    packed_by_step = kind == "documents" and packer in STEP_PACKERS
+    default_loader: Loader | None = "single" if packed_by_step else _DEFAULT_LOADERS.get(dataset.format)
+    if dataset.usual_packer is not None and packer in (None, *TRL_PACKERS):
+        default_loader = "trainer"
     fullest = _fullest_row(dataset)
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
         size_guessed=fullest is not None,
         dataset_format=dataset.format,
-        default_loader="single" if packed_by_step else _DEFAULT_LOADERS.get(dataset.format),
+        default_loader=default_loader,
+        usual_packer=dataset.usual_packer,
+        longest=_longest(dataset),
         num_datasets=len(dataset.uris),
         kind=kind,
     )
@@ -191,6 +206,13 @@ def _kind(dataset: Dataset) -> Kind:
             return "conversations"
         case _:
             return "streams"
+
+
+def _longest(dataset: Dataset) -> int | None:
+    """Tokens of the longest document that is not packed yet."""
+    if not isinstance(dataset.content, UnpackedDocuments):
+        return None
+    return max(1, int(dataset.content.document_tokens.max()))
 
 
 def _fullest_row(dataset: Dataset) -> int | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Tokenization
+from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Reading
 from thdprof.analyze.sources.readers.json_lines import first_object, read_values
 from thdprof.errors import DataError, UsageError
 from thdprof.words import install_line
@@ -85,17 +85,17 @@ def conversations_of(messages: Sequence[dict[str, Any]]) -> list[Conversation]:
     return [list(messages[begin:end]) for begin, end in pairwise([*begins, len(messages)])]
 
 
-def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
+def read_text(paths: Sequence[Path], reading: Reading) -> Dataset:
     """Count the tokens of every conversation of `paths`, one file after the other.
 
     Raises:
         UsageError: the run's tokenizer is not given, or the package that reads it is missing.
         DataError: a line is no object with messages, or the tokenizer cannot be loaded.
     """
-    if tokenization.tokenizer_model is None:
+    if reading.tokenizer_model is None:
         raise UsageError(
-            f"{paths[0]}: conversations are counted by the run's tokenizer: give tokenizer_model in --settings, or the "
-            "launch script with --tokenizer-model by --megatron-args"
+            f"{paths[0]}: conversations are counted by the run's tokenizer: give --tokenizer, or the launch "
+            "script with --tokenizer-model by --megatron-args"
         )
     lines = [list(lines_of(path)) for path in paths]
     empty = next((path for path, stored in zip(paths, lines, strict=True) if not stored), None)
@@ -105,8 +105,8 @@ def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
     counts = iter(
         _count_tokens(
             (conversation for of_file in split for of_line in of_file for conversation in of_line),
-            tokenizer_model=tokenization.tokenizer_model,
-            prompt_format=tokenization.prompt_format,
+            tokenizer_model=reading.tokenizer_model,
+            prompt_format=reading.prompt_format,
         )
     )
     files = []
@@ -152,6 +152,6 @@ FORMAT = Format(
     sign="JSON lines (also .gz) of objects with a list messages",
     suffixes=(".jsonl", ".jsonl.gz"),
     recognises=recognises,
-    read=partial(read_text, tokenization=Tokenization()),
-    read_text=read_text,
+    read=partial(read_text, reading=Reading()),
+    read_by=read_text,
 )

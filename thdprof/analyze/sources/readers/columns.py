@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,3 +34,21 @@ def open_columns(path: Path) -> Iterator[ParquetFile | ArrowFile]:
         return
     with arrow_errors(path):
         yield ArrowFile(path)
+
+
+_ROWS = 1000
+"""Rows of a batch."""
+
+
+def read_batches(path: Path, names: Collection[str]) -> Iterator[tuple[float, Any]]:
+    """The columns of `path` that are among `names`, as record batches, each with the share of rows before its end.
+
+    Raises:
+        DataError: the file is truncated or corrupt.
+    """
+    with open_columns(path) as file, arrow_errors(path):
+        wanted = [name for name in file.schema.names if name in names]
+        done, total = 0, max(1, file.num_rows())
+        for batch in file.batches(wanted, _ROWS):
+            done += batch.num_rows
+            yield done / total, batch

@@ -10,7 +10,7 @@ Format: parquet.thrift (PageHeader), thrift's compact protocol, and Encodings.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -453,6 +453,10 @@ class ParquetFile:
         if len(column) != self.num_rows():  # pyarrow stops at an empty page without an error
             raise DataError(f"{self.path}: column {name}: {len(column)} rows of the footer's {self.num_rows()}")
         return column
+
+    def batches(self, names: Sequence[str], rows: int) -> Iterator[Any]:
+        """Record batches of the columns `names`, of at most `rows` rows."""
+        return iter(self.arrow.iter_batches(batch_size=rows, columns=list(names), use_threads=False))
 
     def row_lengths(self, name: str) -> NDArray[np.int64]:
         """Lengths of the lists in top-level column `name`, shape [rows].

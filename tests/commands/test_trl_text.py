@@ -1,0 +1,171 @@
+"""`thdprof analyze` of text that TRL trains on: whose data it is, the tokenizer, the cache of counted tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import yaml
+from support import conversations
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="text needs transformers")
+
+
+def one_line_error(done, *, code):
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A file of conversations in a directory of its own."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    rng = np.random.default_rng(5)
+    return conversations.write_lines(
+        directory / "chat.jsonl", [conversations.conversation(rng, longest=30) for _ in range(60)]
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return conversations.write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tiny")
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 2, "packing": True, "max_length": 256}))
+    return path
+
+
+def test_conversations_are_read_as_the_trainer_given_reads_them(thdprof, data, tokenizer, arguments):
+    told = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=2)
+    assert told.endswith(
+        "chat.jsonl: conversations become other tokens in TRL than in Megatron-LM: give --training-args or --packer "
+        "bfd for TRL, --megatron-args or --format megatron-sft for Megatron-LM"
+    )
+    for of_trl in (("--training-args", arguments), ("--packer", "bfd"), ("--loader", "trainer")):
+        done = thdprof("analyze", data, "--tokenizer", tokenizer, *of_trl, "--json")
+        assert json.loads(done.stdout)["dataset"]["format"] == "trl-text"
+    done = thdprof("analyze", data, "--tokenizer", tokenizer, "--loader", "single", "--split", "1,0,0", "--json")
+    assert json.loads(done.stdout)["dataset"]["format"] == "megatron-sft"
+
+
+def test_a_second_analysis_counts_nothing(thdprof, data, tokenizer, arguments, tmp_path, monkeypatch):
+    command = ("analyze", data, "--tokenizer", tokenizer, "--training-args", arguments, "--json")
+    first = thdprof(*command)
+    assert first.returncode == 0, first.stderr
+    (kept,) = (data.parent / ".thdprof").glob("tokens-*.npy")
+    counted = np.load(kept)
+    assert counted.shape == (1, 60)
+    np.save(kept, counted + 1)  # a cache that is used shows in the numbers
+    tokens = json.loads(first.stdout)["dataset"]["tokens"]
+    assert json.loads(thdprof(*command).stdout)["dataset"]["tokens"] == tokens + 60
+    kept.write_bytes(b"broken")
+    assert json.loads(thdprof(*command).stdout)["dataset"]["tokens"] == tokens
+    shutil.rmtree(data.parent / ".thdprof")
+    assert thdprof(*command, "--cache", tmp_path / "cache").returncode == 0
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert not (data.parent / ".thdprof").exists()
+
+
+def test_what_changes_the_tokens_is_counted_anew(thdprof, data, tokenizer, arguments, tmp_path):
+    def tokens(*more):
+        done = thdprof("analyze", data, "--training-args", arguments, "--json", "--tokenizer", *more)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["dataset"]["tokens"]
+
+    before = tokens(tokenizer)
+    template = tmp_path / "short.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert tokens(tokenizer, "--chat-template", template) < before
+    template.write_text("{{ bos_token }}")
+    assert tokens(tokenizer, "--chat-template", template) == 60
+    other = conversations.write_tokenizer(tmp_path / "other", chat_template="{{ bos_token }}{{ bos_token }}")
+    assert tokens(other) == 120
+    data.write_text(data.read_text() * 2)
+    assert tokens(other) == 240
+
+
+def test_a_plan_reads_its_own_data_again(thdprof, data, tokenizer, arguments, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    done = thdprof("analyze", data, "--tokenizer", tokenizer, "--training-args", arguments, "-o", plan)
+    assert done.returncode == 0, done.stderr
+    training = yaml.safe_load(plan.read_text())["training"]
+    assert (training["packer"], training["loader"], training["seq_length"]) == ("best_fit_decreasing", "trainer", 256)
+    checked = json.loads(thdprof("check", plan, "--json").stdout)
+    assert checked["microbatches"]["now"] == checked["microbatches"]["planned"] > 0
+
+
+def test_without_packing_every_text_is_a_row(thdprof, tmp_path, tokenizer, arguments):
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": "fox " * n}) + "\n" for n in range(1, 41)))
+    arguments.write_text(json.dumps({"per_device_train_batch_size": 1, "packing": False, "max_length": 20}))
+    done = thdprof("analyze", data, "--tokenizer", tokenizer, "--training-args", arguments, "--json")
+    found = json.loads(done.stdout)
+    assert (found["microbatches"], found["n_tokens_max"], found["exact"]) == (40, 20, True)
+
+
+def test_a_models_name_is_looked_up_in_the_cache_alone(thdprof, data, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    command = ("analyze", data, "--packer", "bfd", "--tokenizer", "some/model")
+    told = one_line_error(thdprof(*command), code=1)
+    assert f"--tokenizer some/model: is no directory, and no model in the Hugging Face cache {tmp_path / 'hub'}" in told
+    assert "nothing is downloaded: run hf download some/model" in told
+    model = tmp_path / "hub" / "models--some--model"
+    shutil.copytree(tokenizer, model / "snapshots" / "abc")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    assert thdprof(*command).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"text": None}, "line 2: TRL cannot make tokens of it: AttributeError"),
+        ({"body": "x"}, "line 2: TRL cannot make tokens of it: KeyError: 'text'"),
+        ([1], "line 2: TRL cannot make tokens of it: "),
+    ],
+)
+def test_a_row_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line, told):
+    data = tmp_path / "text.jsonl"
+    data.write_text(json.dumps({"text": "fox"}) + "\n" + json.dumps(line) + "\n")
+    assert told in one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=1)
+
+
+def test_text_without_a_tokenizer_is_told_what_to_give(thdprof, tmp_path):
+    data = tmp_path / "text.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    told = one_line_error(thdprof("analyze", data), code=2)
+    assert "text in prompt and completion is counted by the run's tokenizer: give --tokenizer" in told
+
+
+def test_the_extra_is_named_where_it_is_missing(thdprof, data, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    told = one_line_error(thdprof("analyze", data, "--packer", "bfd", "--tokenizer", tokenizer), code=2)
+    assert "the package transformers is not installed: pip install '.[sft]'" in told
+
+
+def test_analysis_imports_neither_torch_nor_transformers(data, tokenizer):
+    code = (
+        "import sys; from thdprof.analyze import analyze_dataset; "
+        f"analyze_dataset({str(data)!r}, tokenizer_model={str(tokenizer)!r}, packer='bfd'); "
+        "sys.exit(bool({'torch', 'transformers', 'datasets'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_models_config_is_no_trainers_arguments(thdprof, data, tokenizer, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_cache": True}))
+    told = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer, "--training-args", config), code=1)
+    assert (
+        f"--training-args {config}: holds no arguments of a Trainer, but architectures, model_type, use_cache" in told
+    )
