@@ -15,12 +15,14 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pytest
 
 from support import conversations
 from support.trl_referee import seen_by
 from support.trl_training import small_model, trainer
 from thdprof.analyze.analysis import analyze
 from thdprof.analyze.settings.request import read_request
+from thdprof.errors import DataError
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% if loud %}LOUD{% endif %}"
@@ -151,23 +153,25 @@ def compare(seed: int, monkeypatch, directory: Path) -> tuple[int, str]:
         **arguments,
     )
     (directory / "args.json").write_text(sft.args.to_json_string())
-    seen = seen_by(sft, monkeypatch, ranks=run["ranks"], epochs=run["epochs"])
-    expected = [tuple(getattr(one, name) for name in COLUMNS) for one in seen]
     flags = {"tokenizer_model": str(tokenizer), "data_parallel_size": run["ranks"], "tail_policy": "none"}
     if arguments["eos_token"] is not None:  # which the Trainer's file hides
         flags["eos_token"] = arguments["eos_token"]
     request = read_request([str(path)], flags, settings=None, launch=None, training_args=directory / "args.json")
+    told = f"seed {seed}: {run['stored']}, {len(run['rows'])} rows, {run['ranks']} ranks, {arguments}"
+    if len(sft.train_dataset) == 0:
+        with pytest.raises(DataError, match="no document is left to train"):
+            analyze(request)
+        return 0, told
+    seen = seen_by(sft, monkeypatch, ranks=run["ranks"], epochs=run["epochs"])
+    expected = [tuple(getattr(one, name) for name in COLUMNS) for one in seen]
     table = analyze(request).microbatches
     assert table.exact
     found = [tuple(row) for row in table.to_pandas()[list(COLUMNS)].to_numpy().tolist()]
-    told = f"seed {seed}: {run['stored']}, {len(run['rows'])} rows, {run['ranks']} ranks, {arguments}"
     assert found == expected, f"{told}\n{len(found)} {found[:6]}\n{len(expected)} {expected[:6]}"
     return len(expected), told
 
 
 def main(first: int, last: int) -> None:
-    import pytest
-
     counted = 0
     for seed in range(first, last):
         with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as monkeypatch:

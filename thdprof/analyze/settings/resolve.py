@@ -180,14 +180,14 @@ def _most_tokens(values: Mapping[str, Any]) -> int:
 def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_format: str) -> tuple[str, ...]:
     """Take out of `values` what does not apply to a dataset of `kind`; a note for each."""
     notes = []
-    for name in _OF_TEXT if kind is not None and dataset_format not in _TEXT else ():
-        values.pop(name, None)  # a Trainer's arguments hold them, whatever the data are
     for name in sorted(values):
         setting = definitions()[name]
         kinds = setting.setting.kinds
-        if kind is None or kinds is None or kind in kinds:
+        of_text = name in _OF_TEXT
+        if kind is None or kinds is None or (kind in kinds and (not of_text or dataset_format in _TEXT)):
             continue
-        if values[name] != setting.default:
+        silent = of_text and values.get("loader") == "trainer"  # its arguments hold them, whatever the data are
+        if values[name] != setting.default and not silent:
             notes.append(f"{setting.shown()} has no effect on format {dataset_format} and was left out")
         del values[name]
     return tuple(notes)

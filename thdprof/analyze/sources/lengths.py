@@ -149,7 +149,7 @@ def make_format(reading: Reading) -> Format:
         summary=f"integers or lists of integers: JSON lines, parquet, Arrow or CSV ({', '.join(KEYS)}), .npy; or lists "
         f"{TOKENS}",
         sign=f"JSON lines (also .gz, .zst), parquet, Arrow or .csv with {', '.join(keys)}; or .npy of integers",
-        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet", ".pq", ".arrow", ".npy"),
+        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet", ".pq", ".arrow", ".npy"),
         recognises=partial(_recognises, keys=keys),
         read=partial(_read, keys=keys),
         yields=partial(_holds_tokens, keys=keys),

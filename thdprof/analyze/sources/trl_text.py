@@ -234,7 +234,7 @@ def make_format(reading: Reading) -> Format:
         name=NAME,
         summary="all text: the tokens of every row as TRL makes them, by the run's own tokenizer",
         sign="JSON lines (also .gz, .zst), parquet or Arrow with messages, prompt and completion, or text",
-        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".pq", ".arrow"),
+        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".pq", ".arrow"),
         recognises=partial(_recognises, reading=reading),
         read=partial(_read, reading=reading),
         read_by=_read,
