@@ -423,7 +423,7 @@ def test_what_else_the_user_should_know(template):
 
 
 def test_settings_that_no_longer_fit_the_data(thdprof, plan, packs, tmp_path):
-    long = write_lines(tmp_path / "long.jsonl", [[9]])
+    long = write_lines(tmp_path / "long.jsonl", [[9], [1]])
     done = thdprof("check", plan, long)
     assert done.returncode == 1
     assert done.stderr == (

@@ -143,7 +143,7 @@ def test_text_without_a_tokenizer_is_told_what_to_give(thdprof, tmp_path):
     data = tmp_path / "text.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     told = one_line_error(thdprof("analyze", data), code=2)
-    assert "text in prompt and completion is counted by the run's tokenizer: give --tokenizer" in told
+    assert "its text (prompt and completion) is counted by the run's tokenizer: give --tokenizer" in told
 
 
 def test_the_extra_is_named_where_it_is_missing(thdprof, data, tokenizer, tmp_path, monkeypatch):

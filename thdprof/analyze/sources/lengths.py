@@ -62,8 +62,10 @@ def _read(paths: Sequence[Path], keys: Keys) -> Dataset:
     if rows and documents:
         other = next(path for path, part in zip(paths, parts, strict=True) if not isinstance(part, tuple))
         raise DataError(f"{other}: holds single lengths where another file holds lists; analyse them apart")
-    if rows:
+    if rows and not all(len(offsets) == 2 and _is_list(path) for path, (_, offsets) in zip(paths, rows, strict=True)):
         content = base.join_rows(rows, "concatenate")
+    elif rows:
+        content = UnpackedDocuments(document_tokens=np.concatenate([tokens for tokens, _ in rows]))
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate(documents))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
@@ -75,6 +77,11 @@ def _read(paths: Sequence[Path], keys: Keys) -> Dataset:
         notes=(note,) if tokens else (),
         usual_packer="best_fit_decreasing" if tokens and all(map(holds_columns, paths)) else None,
     )
+
+
+def _is_list(path: Path) -> bool:
+    """Whether the file is JSON that begins with a list, and not with an object that has one."""
+    return not holds_columns(path) and json_lines.begins_with_list(path)
 
 
 def _read_file(path: Path, keys: Keys) -> Lengths:

@@ -75,7 +75,7 @@ def _read(paths: Sequence[Path], reading: Reading) -> Dataset:
     if reading.tokenizer_model is None:
         columns = text_columns(_column_names(paths[0]), reading.text_column)
         raise UsageError(
-            f"{paths[0]}: text in {' and '.join(columns)} is counted by the run's tokenizer: give --tokenizer, a "
+            f"{paths[0]}: its text ({' and '.join(columns)}) is counted by the run's tokenizer: give --tokenizer, a "
             "directory or a name in the Hugging Face cache"
         )
     tokenizer = _find_tokenizer("--tokenizer", reading.tokenizer_model)

@@ -71,6 +71,11 @@ def begins_with_tokens(path: Path, keys: Keys = USUAL_KEYS) -> bool:
     return value is not None and next((key for key in keys if key in value), None) == TOKENS
 
 
+def begins_with_list(path: Path) -> bool:
+    """Whether the first line begins as a list does."""
+    return sniff(path).lstrip(_BEFORE_A_VALUE).startswith(b"[")
+
+
 def first_object(path: Path) -> dict[str, Any] | None:
     """The object that the first line is; None where it is none."""
     value = _first_value(sniff(path).removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)[0])
@@ -165,19 +170,16 @@ def _some_lines(file: BinaryIO, enough_bytes: int, most_bytes: int) -> list[byte
 def read_lines(path: Path, keys: Keys = USUAL_KEYS) -> Lengths:
     """The lengths of a file of JSON lines, a chunk of whole lines at a time.
 
-    A list that is the only line holds documents. A list on each of several lines is a row.
-
     Raises:
         DataError: a line is no value of lengths, of another kind than the lines before it, or holds a length that
             cannot be; the message names the line.
     """
     lengths, sizes = [], []
-    kind, is_bare = None, False
+    kind = None
     for _, first, lines in read_parts(path, _CHUNK_BYTES):
         values, numbers = _parse(lines, first, path, keys)
         if not values:
             continue
-        is_bare = type(values[0]) is list
         values = _look_up(values, numbers, path, keys)
         kind = kind or type(values[0])
         _require(values, kind, numbers, path, keys)
@@ -193,7 +195,7 @@ def read_lines(path: Path, keys: Keys = USUAL_KEYS) -> Lengths:
     if not lengths:
         raise DataError(f"{path}: holds no lengths; write it again with data")
     joined = np.concatenate(lengths)
-    if kind is not list or (is_bare and sum(map(len, sizes)) == 1):
+    if kind is not list:
         return joined
     return joined, np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
 
