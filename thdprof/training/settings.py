@@ -51,6 +51,8 @@ class Setting:
     """The help text's words for the value that is taken where none is given; None: the default itself."""
     kinds: tuple[Kind, ...] | None = None
     """Kinds of dataset on which the setting has an effect; None: all."""
+    formats: tuple[str, ...] | None = None
+    """Formats to which it is limited besides; None: those of its kinds."""
     in_every_plan: bool = True
     """Whether a plan without the setting is refused. False for settings that were added after the first plans."""
     as_text: bool = False
@@ -103,6 +105,11 @@ class Definition:
     def to_give(self, *value: object) -> str:
         """The setting as `shown`, and where to give it if no option does: `microbatch_group_size 4 in --settings`."""
         return self.shown(*value) + ("" if self.setting.everyday else " in --settings")
+
+    def has_effect(self, kinds: Collection[Kind], dataset_format: str) -> bool:
+        """Whether the setting matters for a dataset of this format that holds one of `kinds`."""
+        readers, formats = self.setting.kinds, self.setting.formats
+        return (readers is None or not {*readers}.isdisjoint(kinds)) and (formats is None or dataset_format in formats)
 
     def canonical(self, value: Any) -> Any:
         """The choice that `value` is another name of; any other value itself."""
@@ -247,7 +254,8 @@ STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
 TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped", "none")
 """Packers that pack as TRL's packing strategies do; `none` makes a row of every document, as TRL without packing."""
-PACKER_ALIASES: Mapping[str, Packer] = MappingProxyType(
+PackerAlias = Literal["bfd", "bfd_split", "ffd"]
+PACKER_ALIASES: Mapping[PackerAlias, Packer] = MappingProxyType(
     {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_split", "ffd": "first_fit_decreasing"}
 )
 """Short names of packers; the first two are TRL's."""
@@ -269,7 +277,12 @@ _PACKING = functools.partial(Setting, panel="Packing and padding")
 _DATASET = functools.partial(Setting, panel="Dataset")
 _CAPTURE = functools.partial(Setting, panel="What to capture")
 _RARE: Mapping[str, Any] = {"everyday": False, "in_every_plan": False}
-_TRL_TEXT: Mapping[str, Any] = {"kinds": ("documents",), "swept": False, "in_every_plan": False}
+_TRL_TEXT: Mapping[str, Any] = {
+    "kinds": ("documents",),
+    "formats": ("trl-text",),
+    "swept": False,
+    "in_every_plan": False,
+}
 _OF_TRAINER: tuple[Kind, ...] = ("trl", "packs", "documents")
 _ANY = Interval(ge=1, le=2**63 - 1)
 _RANKS = Interval(ge=1, le=2**20)
@@ -457,6 +470,7 @@ class TrainingSettings:
             "Tokenizer of text: a directory, or its name in the Hugging Face Hub's cache.",
             assumed="none: text cannot be counted",
             kinds=("conversations", "documents"),
+            formats=("megatron-sft", "trl-text"),
             swept=False,
             flag="--tokenizer",
             in_every_plan=False,
@@ -493,6 +507,7 @@ class TrainingSettings:
             "Column or key that holds the lengths.",
             assumed="length, num_tokens and other usual names",
             kinds=("documents", "packs"),
+            formats=("lengths",),
             swept=False,
             in_every_plan=False,
         ),
@@ -562,7 +577,7 @@ class TrainingOptions(TypedDict, total=False):
     tail_policy: TailPolicy
     pad_to_max_length: bool
     pad_seq_to_mult: int
-    packer: Packer
+    packer: Packer | PackerAlias
     packing_processes: int
     max_docs_per_pack: int | None
     max_seqlen_per_dp_cp_rank: int | None

@@ -154,11 +154,6 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
         found["packer"] = PACKERS[strategy]
     elif "packing" in arguments:
         found["packer"] = "none"
-        if arguments.get("truncation_mode") == "keep_end":
-            raise UsageError(
-                f"{where}: truncation_mode 'keep_end': thdprof does not follow which rows TRL then leaves out; TRL 2 "
-                "has only keep_start"
-            )
     _take_text(arguments, where, found)
     _take_length(arguments, where, found)
     if num_processes is not None:

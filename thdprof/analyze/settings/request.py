@@ -117,6 +117,11 @@ def read_request(
                 f"--training-args {training_args}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
                 "give what SFTConfig's to_json_string() writes; a model's config goes to --model"
             )
+        if fields.get("truncation_mode") == "keep_end" and fields.get("packing") is False:
+            raise UsageError(
+                f"--training-args {training_args}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
+                "then leaves out; TRL 2 has only keep_start"
+            )
         given = trainer_settings(fields, where=f"--training-args {training_args}")
         own = {**trainer_model(fields), **own}
         notes.append(f"--training-args {training_args}: {_list_values(given)} taken from it")

@@ -36,11 +36,6 @@ class Assumption:
 
 _MOST_MICROBATCHES = 2_000_000_000
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
-_TEXT = ("megatron-sft", "trl-text")
-"""Formats of text."""
-_OF_TEXT = ("tokenizer_model", "chat_template", "text_column", "eos_token", "completion_only_loss",
-            "assistant_only_loss")  # fmt: skip
-"""Settings by which text becomes tokens."""
 _BLENDED = ("megatron", "megatron-sft")
 """Formats whose datasets Megatron-LM builds, with its own samplers and blends."""
 
@@ -182,11 +177,10 @@ def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_
     notes = []
     for name in sorted(values):
         setting = definitions()[name]
-        kinds = setting.setting.kinds
-        of_text = name in _OF_TEXT
-        if kind is None or kinds is None or (kind in kinds and (not of_text or dataset_format in _TEXT)):
+        if kind is None or setting.has_effect((kind,), dataset_format):
             continue
-        silent = of_text and values.get("loader") == "trainer"  # its arguments hold them, whatever the data are
+        # a Trainer's arguments tell how text becomes tokens, whatever the data are
+        silent = setting.setting.formats == ("trl-text",) and values.get("loader") == "trainer"
         if values[name] != setting.default and not silent:
             notes.append(f"{setting.shown()} has no effect on format {dataset_format} and was left out")
         del values[name]
