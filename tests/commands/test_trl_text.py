@@ -9,6 +9,8 @@ import sys
 from importlib.util import find_spec
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from support import conversations
@@ -110,6 +112,64 @@ def test_without_packing_every_text_is_a_row(thdprof, tmp_path, tokenizer, argum
     done = thdprof("analyze", data, "--tokenizer", tokenizer, "--training-args", arguments, "--json")
     found = json.loads(done.stdout)
     assert (found["microbatches"], found["n_tokens_max"], found["exact"]) == (40, 20, True)
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """A tokenizer whose conversations have a token for each message, and a file that several workers share."""
+    template = "{% for message in messages %}{{ bos_token }}{{ message.fails.now }}{% endfor %}"
+    tokenizer = conversations.write_tokenizer(tmp_path / "counting", chat_template=template)
+    numbers = np.random.default_rng(1).integers(1, 9, 8000).tolist()
+    message = {"role": "user", "content": "x" * 40}
+    path = conversations.write_lines(tmp_path / "many.jsonl", [[{**message, "fails": {}}] * n for n in numbers])
+    assert path.stat().st_size > 3 * 2**20
+    return tokenizer, path, numbers
+
+
+def test_several_workers_count_in_the_order_of_the_file(thdprof, counting, tmp_path):
+    tokenizer, path, numbers = counting
+    done = thdprof("analyze", path, "--tokenizer", tokenizer, "--packer", "bfd", "--cache", tmp_path / "kept", "--json")
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert np.load(kept).tolist() == [numbers]
+
+
+def test_what_stops_a_worker_ends_the_analysis(thdprof, counting):
+    tokenizer, path, _ = counting
+    lines = path.read_text().splitlines()
+    lines[100] = json.dumps({"messages": [{"role": "user", "content": "x"}]})  # the template fails on it
+    path.write_text("\n".join(lines))
+    told = one_line_error(thdprof("analyze", path, "--tokenizer", tokenizer, "--packer", "bfd"), code=1)
+    assert "many.jsonl: line 101: TRL cannot make tokens of it: UndefinedError" in told
+
+
+def test_rows_of_tokens_are_packed_as_trl_packs_them(thdprof, tmp_path):
+    path = tmp_path / "tokens.parquet"
+    rows = [[1] * int(n) for n in np.random.default_rng(1).integers(1, 300, 200)]
+    pq.write_table(pa.table({"input_ids": rows}), path)
+    found = json.loads(thdprof("analyze", path, "--json").stdout)
+    assumed = {entry["name"]: entry["value"] for entry in found["assumptions"]}
+    assert (assumed["packer"], assumed["loader"], assumed["seq_length"]) == ("best_fit_decreasing", "trainer", 1024)
+    assert found["exact"] is True
+    found = json.loads(thdprof("analyze", path, "--packer", "ffd", "--json").stdout)
+    assumed = {entry["name"]: entry["value"] for entry in found["assumptions"]}
+    assert "loader" not in assumed
+    assert assumed["seq_length"] == 4096
+
+
+def test_packers_have_short_names(thdprof, tmp_path):
+    data = tmp_path / "lengths.json"
+    data.write_text(json.dumps(np.random.default_rng(1).integers(1, 300, 200).tolist()))
+    for short, name in (
+        ("bfd", "best_fit_decreasing"),
+        ("bfd_split", "best_fit_split"),
+        ("ffd", "first_fit_decreasing"),
+    ):
+        one, other = (thdprof("analyze", data, "--seq-length", 256, "--packer", p, "-o", "-") for p in (short, name))
+        assert one.returncode == 0, one.stderr
+        assert one.stdout == other.stdout
+    done = thdprof("sweep", data, "packer=bfd,ffd", "--seq-length", 256)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_models_name_is_looked_up_in_the_cache_alone(thdprof, data, tokenizer, tmp_path, monkeypatch):

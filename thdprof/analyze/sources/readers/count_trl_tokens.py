@@ -372,17 +372,23 @@ def _map(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[
         return
     global _counter
     _counter = counter
-    free = threading.Semaphore(_AHEAD * workers)
+    free, ended = threading.Semaphore(_AHEAD * workers), threading.Event()
 
-    def bounded() -> Iterator[Part]:
+    def read_ahead() -> Iterator[Part]:
         for part in parts:
             free.acquire()
+            if ended.is_set():
+                return
             yield part
 
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        for result in pool.imap(_count_part, bounded()):
+        try:
+            for result in pool.imap(_count_part, read_ahead()):
+                free.release()
+                yield result
+        finally:  # the pool waits for the thread that reads ahead
+            ended.set()
             free.release()
-            yield result
 
 
 def _count_part(part: Part) -> tuple[float, NDArray[np.int32] | str]:
