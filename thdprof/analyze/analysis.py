@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
@@ -164,6 +165,20 @@ def analyze(
         UsageError: the settings or limits contradict each other or the dataset.
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
+    dataset, progress = read_showing(
+        request.locations, format=request.format, settings=request.given, cache=request.cache, progress=progress
+    )
+    return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
+
+
+def read_showing(
+    locations: Sequence[str], *, format: str, settings: Mapping[str, Any], cache: Path | None, progress: Progress
+) -> tuple[Dataset, Progress]:
+    """Read a dataset as `read_dataset` does, and show how far its text is counted; also `progress` of what remains.
+
+    Raises:
+        DataError, UsageError: as for `read_dataset`.
+    """
     progress("reading", 0.0, 0)
     counted = 0.0
 
@@ -172,14 +187,8 @@ def analyze(
         counted = _COUNTED_SHARE * done
         progress("counting tokens", counted, documents)
 
-    dataset = read_dataset(
-        request.locations, format=request.format, settings=request.given, cache=request.cache, tick=tick
-    )
-
-    def go_on(stage: str, done: float, documents: int) -> None:
-        progress(stage, counted + (1 - counted) * done, documents)
-
-    return Study(request, dataset, measured, offload=offload, impl=impl, progress=go_on).analyze()
+    dataset = read_dataset(locations, format=format, settings=settings, cache=cache, tick=tick)
+    return dataset, lambda stage, done, documents: progress(stage, counted + (1 - counted) * done, documents)
 
 
 @dataclass(frozen=True, slots=True)
