@@ -61,7 +61,7 @@ class Setting:
     """Whether a sweep can vary the setting. False where a value holds commas, or says how files are read."""
     flag: str | None = None
     """The option that gives the setting, where it is not the setting's name."""
-    aliases: Mapping[str, str] = MappingProxyType({})
+    aliases: Mapping[str, str] = dataclasses.field(default=MappingProxyType({}), hash=False)
     """Other names of a choice, such as those of the trainer -> the choice."""
 
 
