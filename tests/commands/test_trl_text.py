@@ -47,8 +47,8 @@ def arguments(tmp_path):
 
 
 def test_conversations_are_read_as_the_trainer_given_reads_them(thdprof, data, tokenizer, arguments):
-    told = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=2)
-    assert told.endswith(
+    error = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=2)
+    assert error.endswith(
         "chat.jsonl: conversations become other tokens in TRL than in Megatron-LM: give --training-args or --packer "
         "bfd for TRL, --megatron-args or --format megatron-sft for Megatron-LM"
     )
@@ -139,8 +139,8 @@ def test_what_stops_a_worker_ends_the_analysis(thdprof, counting):
     lines = path.read_text().splitlines()
     lines[100] = json.dumps({"messages": [{"role": "user", "content": "x"}]})  # the template fails on it
     path.write_text("\n".join(lines))
-    told = one_line_error(thdprof("analyze", path, "--tokenizer", tokenizer, "--packer", "bfd"), code=1)
-    assert "many.jsonl: line 101: TRL cannot make tokens of it: UndefinedError" in told
+    error = one_line_error(thdprof("analyze", path, "--tokenizer", tokenizer, "--packer", "bfd"), code=1)
+    assert "many.jsonl: line 101: TRL cannot make tokens of it: UndefinedError" in error
 
 
 def test_rows_of_tokens_are_packed_as_trl_packs_them(thdprof, tmp_path):
@@ -175,9 +175,11 @@ def test_packers_have_short_names(thdprof, tmp_path):
 def test_a_models_name_is_looked_up_in_the_cache_alone(thdprof, data, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     command = ("analyze", data, "--packer", "bfd", "--tokenizer", "some/model")
-    told = one_line_error(thdprof(*command), code=1)
-    assert f"--tokenizer some/model: is no directory, and no model in the Hugging Face cache {tmp_path / 'hub'}" in told
-    assert "nothing is downloaded: run hf download some/model" in told
+    error = one_line_error(thdprof(*command), code=1)
+    assert (
+        f"--tokenizer some/model: is no directory, and no model in the Hugging Face cache {tmp_path / 'hub'}" in error
+    )
+    assert "nothing is downloaded: run hf download some/model" in error
     model = tmp_path / "hub" / "models--some--model"
     shutil.copytree(tokenizer, model / "snapshots" / "abc")
     (model / "refs").mkdir()
@@ -186,31 +188,39 @@ def test_a_models_name_is_looked_up_in_the_cache_alone(thdprof, data, tokenizer,
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "error"),
     [
         ({"text": None}, "line 2: TRL cannot make tokens of it: AttributeError"),
         ({"body": "x"}, "line 2: TRL cannot make tokens of it: KeyError: 'text'"),
         ([1], "line 2: TRL cannot make tokens of it: "),
     ],
 )
-def test_a_row_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line, told):
+def test_a_row_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line, error):
     data = tmp_path / "text.jsonl"
     data.write_text(json.dumps({"text": "fox"}) + "\n" + json.dumps(line) + "\n")
-    assert told in one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=1)
+    assert error in one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=1)
 
 
-def test_text_without_a_tokenizer_is_told_what_to_give(thdprof, tmp_path):
+@pytest.mark.parametrize("line", ["{", '{"messages": []}', "[1]"])
+def test_a_first_row_that_is_no_text_is_named(thdprof, tmp_path, tokenizer, line):
+    data = tmp_path / "text.jsonl"
+    data.write_text(line + "\n")
+    error = one_line_error(thdprof("analyze", data, "--format", "trl-text", "--tokenizer", tokenizer), code=1)
+    assert f"{data}: the first row is no " in error
+
+
+def test_text_without_a_tokenizer_names_the_option(thdprof, tmp_path):
     data = tmp_path / "text.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
-    told = one_line_error(thdprof("analyze", data), code=2)
-    assert "its text (prompt and completion) is counted by the run's tokenizer: give --tokenizer" in told
+    error = one_line_error(thdprof("analyze", data), code=2)
+    assert "its text (prompt and completion) is counted by the run's tokenizer: give --tokenizer" in error
 
 
 def test_the_extra_is_named_where_it_is_missing(thdprof, data, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    told = one_line_error(thdprof("analyze", data, "--packer", "bfd", "--tokenizer", tokenizer), code=2)
-    assert "the package transformers is not installed: pip install '.[sft]'" in told
+    error = one_line_error(thdprof("analyze", data, "--packer", "bfd", "--tokenizer", tokenizer), code=2)
+    assert "the package transformers is not installed: pip install '.[sft]'" in error
 
 
 def test_analysis_imports_neither_torch_nor_transformers(data, tokenizer):
@@ -225,7 +235,7 @@ def test_analysis_imports_neither_torch_nor_transformers(data, tokenizer):
 def test_a_models_config_is_no_trainers_arguments(thdprof, data, tokenizer, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_cache": True}))
-    told = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer, "--training-args", config), code=1)
+    error = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer, "--training-args", config), code=1)
     assert (
-        f"--training-args {config}: holds no arguments of a Trainer, but architectures, model_type, use_cache" in told
+        f"--training-args {config}: holds no arguments of a Trainer, but architectures, model_type, use_cache" in error
     )

@@ -108,9 +108,9 @@ def test_settings_without_an_effect_on_the_plans_data_are_not_compared():
 
 
 def test_how_text_becomes_tokens_matters_to_plans_of_text_alone():
-    told = {"chat_template": "a.jinja", "assistant_only_loss": True}
-    assert differing(plan_of(dataset_format="lengths"), **told) == []
-    found = differing(plan_of(dataset_format="trl-text"), **told)
+    run = {"chat_template": "a.jinja", "assistant_only_loss": True}
+    assert differing(plan_of(dataset_format="lengths"), **run) == []
+    found = differing(plan_of(dataset_format="trl-text"), **run)
     assert sorted(found) == [("assistant_only_loss", "prediction"), ("chat_template", "prediction")]
 
 

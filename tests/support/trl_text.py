@@ -157,26 +157,26 @@ def compare(seed: int, monkeypatch, directory: Path) -> tuple[int, str]:
     if arguments["eos_token"] is not None:  # which the Trainer's file hides
         flags["eos_token"] = arguments["eos_token"]
     request = read_request([str(path)], flags, settings=None, launch=None, training_args=directory / "args.json")
-    told = f"seed {seed}: {run['stored']}, {len(run['rows'])} rows, {run['ranks']} ranks, {arguments}"
+    described = f"seed {seed}: {run['stored']}, {len(run['rows'])} rows, {run['ranks']} ranks, {arguments}"
     if len(sft.train_dataset) == 0:
         with pytest.raises(DataError, match="no document is left to train"):
             analyze(request)
-        return 0, told
+        return 0, described
     seen = seen_by(sft, monkeypatch, ranks=run["ranks"], epochs=run["epochs"])
     expected = [tuple(getattr(one, name) for name in COLUMNS) for one in seen]
     table = analyze(request).microbatches
     assert table.exact
     found = [tuple(row) for row in table.to_pandas()[list(COLUMNS)].to_numpy().tolist()]
-    assert found == expected, f"{told}\n{len(found)} {found[:6]}\n{len(expected)} {expected[:6]}"
-    return len(expected), told
+    assert found == expected, f"{described}\n{len(found)} {found[:6]}\n{len(expected)} {expected[:6]}"
+    return len(expected), described
 
 
 def main(first: int, last: int) -> None:
     counted = 0
     for seed in range(first, last):
         with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as monkeypatch:
-            number, told = compare(seed, monkeypatch, Path(directory))
-        print(f"{number} micro-batches equal: {told}", flush=True)
+            number, described = compare(seed, monkeypatch, Path(directory))
+        print(f"{number} micro-batches equal: {described}", flush=True)
         counted += number
     print(f"{last - first} runs, {counted} micro-batches, all equal")
 

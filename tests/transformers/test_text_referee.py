@@ -16,5 +16,5 @@ pytestmark = pytest.mark.referee
 @pytest.mark.parametrize("seed", range(8))  # more of them: tests/support/trl_text.py
 def test_equals_sft_trainer(seed, monkeypatch, tmp_path):
     datasets.disable_progress_bars()
-    number, told = compare(seed, monkeypatch, tmp_path)
-    assert number > 0, told
+    number, described = compare(seed, monkeypatch, tmp_path)
+    assert number > 0, described

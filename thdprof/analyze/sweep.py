@@ -126,7 +126,9 @@ def sweep(
     if not good:
         raise requests[0] if isinstance(requests[0], UsageError) else UsageError("sweep: names nothing to vary")
     costs = {path: load_costs(path) for path in sorted({r.cost_table for r in good if r.cost_table is not None})}
-    first = next((r for r in good if r.given.get("packer") == "none"), good[0])  # it alone asks what is trained
+    first = next(
+        (r for r in good if r.given.get("packer") == "none"), good[0]
+    )  # it alone needs to know what is trained
     dataset, progress = read_showing(
         first.locations, format=first.format, settings=first.given, cache=first.cache, progress=progress
     )

@@ -179,7 +179,7 @@ def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_
         setting = definitions()[name]
         if kind is None or setting.has_effect((kind,), dataset_format):
             continue
-        # a Trainer's arguments tell how text becomes tokens, whatever the data are
+        # a Trainer's arguments hold these settings, whatever the data are
         silent = setting.setting.formats == ("trl-text",) and values.get("loader") == "trainer"
         if values[name] != setting.default and not silent:
             notes.append(f"{setting.shown()} has no effect on format {dataset_format} and was left out")

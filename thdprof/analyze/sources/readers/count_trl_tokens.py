@@ -1,7 +1,7 @@
 """A program that counts the tokens of text as TRL's SFTTrainer makes them, in worker processes.
 
 It runs in a process of its own, where PyTorch is hidden. Standard input is a JSON object with the fields of `Task`.
-Lines of standard output tell how far the work is; the counts are written to a file.
+Lines of standard output say how far the work is; the counts are written to a file.
 
 Rules: TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.py`; values as datasets 5.2 gives them.
 """
@@ -89,33 +89,36 @@ def main() -> None:
     """Count all documents of a task."""
     task = Task(**json.load(sys.stdin))
     try:
-        np.save(task.output, count_all(task, lambda *told: print(json.dumps(told), flush=True)))
+        np.save(task.output, count_all(task, lambda *progress: print(json.dumps(progress), flush=True)))
     except Refused as refused:
         print(json.dumps({"kind": refused.kind, "error": str(refused)}), flush=True)
     except DataError as error:
         print(json.dumps({"kind": "data", "error": str(error)}), flush=True)
 
 
-def count_all(task: Task, tell: Callable[[float, int], None]) -> NDArray[np.int32]:
-    """The counts of all files; `tell` is called with the share of bytes that were counted and the documents so far."""
+def count_all(task: Task, report: Callable[[float, int], None]) -> NDArray[np.int32]:
+    """The counts of all files; `report` is called with the share of bytes and the number of documents so far."""
     tokenizer = load_tokenizer(task.tokenizer)
     parts = _read_parts([Path(file) for file in task.files], task.text_column)
     begun: list[Part] = []
     first = None
-    for part in parts:
-        begun.append(part)
-        if (first := next(part.rows(), None)) is not None:
-            break
-    if first is None:
-        raise DataError(f"{task.files[0]}: holds no rows; write it again with data")
-    counter = _Counter(task, tokenizer, first[1])
+    try:
+        for part in parts:
+            begun.append(part)
+            if (first := next(part.rows(), None)) is not None:
+                break
+        if first is None:
+            raise DataError(f"{task.files[0]}: holds no rows; write it again with data")
+        counter = _Counter(task, tokenizer, first[1])
+    except (ValueError, IndexError, TypeError) as error:
+        raise DataError(f"{task.files[0]}: the first row is no such text: {type(error).__name__}: {error}") from error
     found, documents = [], 0
     for share, result in _map(counter, chain(begun, parts), workers=_num_workers(task)):
         if isinstance(result, str):
             raise DataError(result)
         found.append(result)
         documents += result.shape[1]
-        tell(share, documents)
+        report(share, documents)
     return np.concatenate(found, axis=1)
 
 
