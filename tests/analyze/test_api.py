@@ -25,7 +25,10 @@ def test_options_and_settings_agree_in_names_and_types():
     assert [name for name in options if name not in ("train_iters", "gradient_accumulation")] == names
     assert options["train_iters"] == settings["train_samples"]
     differ = {name for name in names if options[name] != settings[name]}
-    assert differ == {"weights"}  # any sequence may be given; a tuple is kept
+    assert differ == {
+        "packer",
+        "weights",
+    }  # which have other names, or other types, too  # any sequence may be given; a tuple is kept
     assert (str(options["weights"]), str(settings["weights"])) == (
         "collections.abc.Sequence[float] | None",
         "tuple[float, ...] | None",
@@ -41,6 +44,7 @@ analyze_dataset("data", Path("more"), seq_length=8, loader="single", weights=[0.
 analyze_dataset([3, 4, 5], packer="next_fit", virtual_pipeline_size=None, buckets=2, max_fallback_rate=0.1)
 analyze_dataset(np.array([3, 4, 5]), seq_length=8)
 analyze_dataset([[3, 4], [5]], pad_to_max_length=False)
+analyze_dataset("text", packer="bfd", tokenizer_model="tokenizer", cache="kept")
 analyze_dataset([np.array([3, 4]), np.array([5])])
 profile_dataset("data", part="mine", global_batch_size=4, graph_memory_bytes=2**30)
 """
@@ -53,7 +57,7 @@ BAD = {
     "analyze_dataset('data', train_iters=1.5)": 'incompatible type "float"',
     "analyze_dataset([3.5, 4.5])": "incompatible type",
     "analyze_dataset('data', buckets='3')": 'incompatible type "str"; expected "int"',
-    "profile_dataset('data', packer='none')": "incompatible type",
+    "profile_dataset('data', packer='nobody')": "incompatible type",
     "profile_dataset('data', nonsense=1)": "Unexpected keyword argument",
 }
 

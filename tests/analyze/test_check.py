@@ -423,7 +423,7 @@ def test_what_else_the_user_should_know(template):
 
 
 def test_settings_that_no_longer_fit_the_data(thdprof, plan, packs, tmp_path):
-    long = write_lines(tmp_path / "long.jsonl", [[9]])
+    long = write_lines(tmp_path / "long.jsonl", [[9], [1]])
     done = thdprof("check", plan, long)
     assert done.returncode == 1
     assert done.stderr == (
@@ -489,7 +489,7 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
 
 def test_help_names_every_option(thdprof):
     found = set(re.findall(r"--[a-z][a-z-]+", thdprof("check", "--help").stdout))
-    assert found == {"--max-fallback-rate", "--level", "--json", "--help"}
+    assert found == {"--max-fallback-rate", "--level", "--cache", "--json", "--help"}
 
 
 def test_edits_of_the_plan_are_kept(template):

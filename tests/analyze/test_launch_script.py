@@ -551,7 +551,7 @@ def test_conversations_are_tokenised_as_the_script_says():
         parse(f"{text} --sft --tokenizer-type HuggingFaceTokenizer")
     with pytest.raises(UsageError, match="sft_tokenizer_prompt_format chatml: choose one of nemotron-h-aligned"):
         parse(f"{text} --sft --sft-tokenizer-prompt-format chatml")
-    with pytest.raises(UsageError, match=r"--tokenizer-model: \$WHERE is not set in the file; give tokenizer_model in"):
+    with pytest.raises(UsageError, match=r"--tokenizer-model: \$WHERE is not set in the file; give --tokenizer"):
         parse("pretrain_gpt.py --seq-length 8 --tokenizer-model $WHERE --sft")
 
 

@@ -512,6 +512,77 @@ class TestTokens:
         assert self.counted(tmp_path / "d").content.document_tokens.tolist() == [3, 0, 1, 2]
 
 
+class TestWhatPeopleHave:
+    def read(self, path, **given) -> Dataset:
+        return read_dataset([str(path)], settings=given)
+
+    @pytest.mark.parametrize("name", ["n_tokens", "token_count", "length", "lengths", "seq_len", "num_tokens"])
+    def test_usual_names_of_lengths_are_found(self, tmp_path, name):
+        pq.write_table(pa.table({"id": ["a", "b"], name: [3, 4]}), tmp_path / "a.parquet")
+        files.write_lines(tmp_path / "a.jsonl", [{"id": "a", name: 3}, {"id": "b", name: 4}])
+        (tmp_path / "a.csv").write_text(f"id,{name}\n1,3\n2,4\n")
+        for path in ("a.parquet", "a.jsonl", "a.csv"):
+            assert self.read(tmp_path / path).content.document_tokens.tolist() == [3, 4]
+
+    def test_a_column_by_name_is_read_before_any_other(self, tmp_path):
+        pq.write_table(pa.table({"length": [1, 1], "mine": [3, 4], "packs": [[1, 2], [3]]}), tmp_path / "a.parquet")
+        files.write_lines(tmp_path / "b.jsonl", [{"length": 1, "mine": 3}, {"length": 1, "mine": 4}])
+        (tmp_path / "c.csv").write_text("length,mine\n1,3\n1,4\n")
+        for path in ("a.parquet", "b.jsonl", "c.csv"):
+            assert self.read(tmp_path / path, length_column="mine").content.document_tokens.tolist() == [3, 4]
+        assert_rows(self.read(tmp_path / "a.parquet", length_column="packs"), [[1, 2], [3]], "concatenate")
+        with pytest.raises(DataError, match=r"no column .* is named nobodys; it has length, mine, packs"):
+            self.read(tmp_path / "a.parquet", length_column="nobodys")
+        with pytest.raises(DataError, match="line 1: has none of the keys nobodys"):
+            self.read(tmp_path / "b.jsonl", length_column="nobodys")
+
+    @pytest.mark.parametrize("compression", ["gzip", "zstd", None])
+    def test_csv_may_be_compressed_and_quoted(self, tmp_path, compression):
+        content = b'"text, with a comma","length"\r\n"a ""b""\nc",3\r\n,4\r\n'
+        path = tmp_path / {"gzip": "a.csv.gz", "zstd": "a.csv.zst", None: "a.csv"}[compression]
+        path.write_bytes(pa.compress(content, compression, asbytes=True) if compression else content)
+        assert self.read(path).content.document_tokens.tolist() == [3, 4]
+
+    def test_csv_of_other_things_is_refused(self, tmp_path):
+        (tmp_path / "a.csv").write_text("length\n3\nx\n")
+        refused(tmp_path / "a.csv", "column length: is string, not integers")
+        (tmp_path / "a.csv").write_text("length\n3\n-4\n")
+        refused(tmp_path / "a.csv", "row 1: length -4 is not between 0 and 2**31 - 1")
+        (tmp_path / "a.csv").write_text("width\n3\n")
+        refused(tmp_path / "a.csv", "format not recognised: it begins with b'width")
+
+    def test_zstd_is_read_in_several_frames(self, tmp_path):
+        path = tmp_path / "a.jsonl.zst"
+        path.write_bytes(b"".join(pa.compress(part, "zstd", asbytes=True) for part in (b"3\n4", b"0\n5\n")))
+        assert self.read(path).content.document_tokens.tolist() == [3, 40, 5]
+        assert self.read(tmp_path).content.document_tokens.tolist() == [3, 40, 5]
+
+    def test_broken_zstd_is_refused(self, tmp_path):
+        path, content = tmp_path / "a.jsonl.zst", pa.compress(b"3\n" * 10_000, "zstd", asbytes=True)
+        for broken in (content[:-3], content[:4] + b"other things"):
+            path.write_bytes(broken)
+            refused(path, "its zstd is truncated or corrupt", format="lengths")
+
+    def test_one_list_is_documents_and_several_are_rows(self, tmp_path):
+        path = tmp_path / "a.json"
+        for text in ("[3, 4, 0, 5]", "[3, 4, 0, 5]\n", "\n[3, 4, 0, 5]\n\n"):
+            path.write_text(text)
+            assert self.read(path).content.document_tokens.tolist() == [3, 4, 0, 5]
+            assert isinstance(self.read(path).content, UnpackedDocuments)
+        path.write_text("[3, 4]\n[5]\n")
+        assert_rows(self.read(path), [[3, 4], [5]], "concatenate")
+        path.write_text('{"lengths": [3, 4]}\n')
+        assert_rows(self.read(path), [[3, 4]], "concatenate")
+
+    def test_tokens_of_hugging_face_files_are_packed_by_trl(self, tmp_path):
+        pq.write_table(pa.table({"input_ids": DOCUMENTS}), tmp_path / "a.parquet")
+        assert self.read(tmp_path / "a.parquet").usual_packer == "best_fit_decreasing"
+        files.write_lines(tmp_path / "a.jsonl", [{"input_ids": tokens} for tokens in DOCUMENTS])
+        assert self.read(tmp_path / "a.jsonl").usual_packer is None
+        pq.write_table(pa.table({"input_ids": DOCUMENTS, "length": list(map(len, DOCUMENTS))}), tmp_path / "a.parquet")
+        assert self.read(tmp_path / "a.parquet").usual_packer is None
+
+
 class TestGzip:
     def test_reads_lengths_and_rows(self, tmp_path):
         path = tmp_path / "a.jsonl.gz"
@@ -562,18 +633,22 @@ class TestNotRecognised:
         data = huggingface.Dataset.from_dict({"input_ids": [[1] * sum(row) for row in ROWS], "seq_lengths": ROWS})
         huggingface.DatasetDict({"train": data}).save_to_disk(tmp_path / "one")
         assert_rows(read_dataset([str(tmp_path / "one")]), ROWS, "trl")
-        huggingface.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "two")
+        other = data.select(range(1))
+        huggingface.DatasetDict({"train": data, "test": other}).save_to_disk(tmp_path / "two")
+        assert_rows(read_dataset([str(tmp_path / "two")]), ROWS, "trl")  # what people train on
+        assert_rows(read_dataset([str(tmp_path / "two" / "test")]), ROWS[:1], "trl")
+        huggingface.DatasetDict({"first": data, "second": data}).save_to_disk(tmp_path / "three")
         refused(
-            tmp_path / "two",
-            f"a DatasetDict with the splits train, test; give the path of one, as {tmp_path / 'two' / 'train'}",
+            tmp_path / "three",
+            f"a DatasetDict with the splits first, second; give the path of one, as {tmp_path / 'three' / 'first'}",
         )
-        assert_rows(read_dataset([str(tmp_path / "two" / "test")]), ROWS, "trl")
 
     @pytest.mark.parametrize(
         ("content", "text"),
         [
             (b'{"message": []}\n', "it begins with b'{\"message\": []}\\n'"),
-            (b"\x28\xb5\x2f\xfd..", "it is compressed by zstd: unpack it first"),
+            (b"BZh91AY", "it is compressed by bzip2: unpack it first"),
+            (b"\x28\xb5\x2f\xfd..", "its zstd begins with b''"),
             (gzip.compress(b"plain text", mtime=0), "its gzip begins with b'plain text'"),
             (b"PAR1", "it begins as parquet files do, and cannot be read"),
         ],

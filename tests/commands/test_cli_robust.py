@@ -288,10 +288,10 @@ def test_a_dataset_without_tokens(thdprof, tmp_path):
 
 def test_a_long_first_line_is_recognised(thdprof, tmp_path):
     path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"text": "x" * 70_000, "length": 5}) + "\n" for _ in range(3)))
+    path.write_text("".join(json.dumps({"body": "x" * 70_000, "length": 5}) + "\n" for _ in range(3)))
     done = thdprof("analyze", path, "--json")
     assert json.loads(done.stdout)["dataset"]["tokens"] == 15
-    path.write_text(json.dumps({"text": "x" * 70_000, "other": 5}) + "\n")
+    path.write_text(json.dumps({"body": "x" * 70_000, "other": 5}) + "\n")
     refused(thdprof("analyze", path), 1, "format not recognised")
 
 

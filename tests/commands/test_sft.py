@@ -83,7 +83,7 @@ def test_the_very_command_line_is_analysed(thdprof, run, tmp_path):
 def test_settings_give_the_tokenizer_where_no_script_does(thdprof, run, tmp_path):
     settings = tmp_path / "settings.yaml"
     settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\nseq_length: 256\nsplit: '1,0,0'\n")
-    done = thdprof("analyze", run / "chat.jsonl", "--settings", settings, "--json")
+    done = thdprof("analyze", run / "chat.jsonl", "--format", "megatron-sft", "--settings", settings, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["dataset"]["format"], found["exact"], found["microbatches"]) == ("megatron-sft", True, 40)
@@ -92,7 +92,7 @@ def test_settings_give_the_tokenizer_where_no_script_does(thdprof, run, tmp_path
 @pytest.mark.usefixtures("warm")
 def test_a_directory_of_conversations_is_recognised(thdprof, run, tmp_path):
     settings = tmp_path / "settings.yaml"
-    settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\n")
+    settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\nformat: megatron-sft\n")
     done = thdprof("analyze", run, "--settings", settings, "--weights", "1,3", "--train-samples", "20", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["dataset"]["rows"] == 80
@@ -104,11 +104,11 @@ def test_a_directory_of_conversations_is_recognised(thdprof, run, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "code", "said"),
     [
-        ({"tokenizer_model": None}, 2, "give tokenizer_model in --settings, or the launch script with"),
+        ({"tokenizer_model": None}, 2, "give --tokenizer, or the launch script with"),
         (
             {"tokenizer_model": "$WHERE"},
             2,
-            "--tokenizer-model: $WHERE is not set in the file; give tokenizer_model in",
+            "--tokenizer-model: $WHERE is not set in the file; give --tokenizer",
         ),
         ({"tokenizer_model": "nowhere/to-be-found"}, 1, "tokenizer_model nowhere/to-be-found: no tokenizer could be"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, 2, "--tokenizer-type HuggingFaceTokenizer: Megatron's --sft"),
@@ -142,7 +142,7 @@ def test_a_missing_package_is_named_with_its_extra(thdprof, run, tmp_path, monke
 @pytest.mark.usefixtures("warm")
 def test_lines_that_are_no_conversations_are_refused(thdprof, run, tmp_path):
     settings = tmp_path / "settings.yaml"
-    settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\n")
+    settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\nformat: megatron-sft\n")
     good = json.dumps({"messages": [{"role": "user", "content": "x"}]})
     checked = 0
     for line, said in (
@@ -161,7 +161,8 @@ def test_lines_that_are_no_conversations_are_refused(thdprof, run, tmp_path):
 def test_analysis_imports_no_torch_for_conversations(run):
     code = (
         "import sys; from thdprof.analyze.sources import read_dataset; "
-        f"read_dataset([{str(run / 'chat.jsonl')!r}], settings={{'tokenizer_model': {str(run / 'tokenizer')!r}}}); "
+        f"settings = {{'tokenizer_model': {str(run / 'tokenizer')!r}, 'loader': 'single'}}; "
+        f"read_dataset([{str(run / 'chat.jsonl')!r}], settings=settings); "
         "sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

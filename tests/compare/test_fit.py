@@ -73,6 +73,8 @@ def test_every_setting_that_a_plan_holds_is_compared():
     numbers |= {"pad_to_max_length": True, "pad_seq_to_mult": 8, "packer": "next_fit", "max_docs_per_pack": 3}
     numbers |= {"max_seqlen_per_dp_cp_rank": 64, **GRAPHS, **PREDICTION}
     numbers |= {"tokenizer_model": "tokens", "sft_tokenizer_prompt_format": "identity"}
+    numbers |= {"chat_template": "a.jinja", "text_column": "body", "eos_token": "</s>", "length_column": "mine"}
+    numbers |= {"completion_only_loss": False, "assistant_only_loss": True}
     pipeline = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatch_group_size": 2}
     numbers |= {"shuffle_seed": 7, "train_epochs": 2, "packing_processes": 2, "min_dynamic_context_parallel_size": 2}
     for name in definitions():
@@ -92,7 +94,8 @@ def test_every_setting_that_a_plan_holds_is_compared():
                 "documents": "lengths",
                 "conversations": "megatron-sft",
             }
-            value, plan = numbers[name], plan_of(dataset_format=formats[kinds[0]])
+            only = definitions()[name].setting.formats
+            value, plan = numbers[name], plan_of(dataset_format=only[0] if only else formats[kinds[0]])
         paths = [uri.removesuffix(".idx") for uri in plan.dataset.uris]
         changed = {"train_samples": None, name: value} if name == "train_iters" else {name: value}
         assert differing(plan, data_paths=paths, **changed), name
@@ -102,6 +105,13 @@ def test_settings_without_an_effect_on_the_plans_data_are_not_compared():
     plan = plan_of(dataset_format="bridge")
     assert differing(plan, split="90,5,5", packer="next_fit", tail_policy="extend_last") == []
     assert differing(plan, pad_to_max_length=True) == [("pad_to_max_length", "graphs")]
+
+
+def test_how_text_becomes_tokens_matters_to_plans_of_text_alone():
+    run = {"chat_template": "a.jinja", "assistant_only_loss": True}
+    assert differing(plan_of(dataset_format="lengths"), **run) == []
+    found = differing(plan_of(dataset_format="trl-text"), **run)
+    assert sorted(found) == [("assistant_only_loss", "prediction"), ("chat_template", "prediction")]
 
 
 def test_an_order_that_the_plan_drew_is_not_held_against_the_run():

@@ -567,7 +567,8 @@ def test_formats_targets_and_packers_are_those_there_are():
     assert re.findall(r"^\| `([a-z-]+)` \|", targets, re.M) == [*TARGETS]
     table = text.split("| packer | packs like |")[1].split("```")[0]
     assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row))) == {
-        *definitions()["packer"].choices
+        *definitions()["packer"].choices,
+        *definitions()["packer"].setting.aliases,
     }
 
 

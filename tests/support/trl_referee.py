@@ -40,6 +40,11 @@ def seen_by_ranks(monkeypatch, documents, directory, *, ranks: int, epochs: int,
         arguments: fields of SFTConfig.
     """
     run = trainer(small_model(layers=1), dataset_of(documents), directory, num_train_epochs=epochs, **arguments)
+    return seen_by(run, monkeypatch, ranks=ranks, epochs=epochs)
+
+
+def seen_by(run, monkeypatch, *, ranks: int, epochs: int) -> list[Seen]:
+    """Every micro-batch of `epochs` epochs of a trainer, as each rank's own data loader gives it."""
     accumulation = run.args.gradient_accumulation_steps
     seen, steps_before = [], 0
     for rank in range(ranks):

@@ -52,7 +52,17 @@ def small_model(family: str = "qwen3", *, layers: int = 2, seed: int = 0, **chan
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def trainer(model, train_dataset, output_dir, *, callbacks=(), eval_dataset=None, peft_config=None, **arguments):
+def trainer(
+    model,
+    train_dataset,
+    output_dir,
+    *,
+    callbacks=(),
+    eval_dataset=None,
+    peft_config=None,
+    processing_class=None,
+    **arguments,
+):
     """TRL's trainer of `model` with packing, silent, on a processor where there is no GPU."""
     from trl import SFTConfig, SFTTrainer
 
@@ -74,7 +84,7 @@ def trainer(model, train_dataset, output_dir, *, callbacks=(), eval_dataset=None
         args=SFTConfig(**{**usual, **arguments}),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        processing_class=tokenizer(),
+        processing_class=processing_class or tokenizer(),
         callbacks=list(callbacks),
         peft_config=peft_config,
     )

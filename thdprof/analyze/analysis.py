@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captured, recommend
@@ -206,6 +207,8 @@ Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
 """Progress-bar estimates: reading ends at 10% of the total time, replaying the schedule at 85%."""
+_COUNTED_SHARE = 0.95
+"""Progress-bar estimate: where tokens of text are counted, that takes 95% of the total time."""
 
 
 def _show_nothing(stage: str, done: float, documents: int) -> None:
@@ -246,9 +249,30 @@ def analyze(
         UsageError: the settings or limits contradict each other or the dataset.
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
-    progress("reading", 0.0, 0)
-    dataset = read_dataset(request.locations, format=request.format, settings=request.given)
+    dataset, progress = read_showing(
+        request.locations, format=request.format, settings=request.given, cache=request.cache, progress=progress
+    )
     return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
+
+
+def read_showing(
+    locations: Sequence[str], *, format: str, settings: Mapping[str, Any], cache: Path | None, progress: Progress
+) -> tuple[Dataset, Progress]:
+    """Read a dataset as `read_dataset` does, and show how far its text is counted; also `progress` of what remains.
+
+    Raises:
+        DataError, UsageError: as for `read_dataset`.
+    """
+    progress("reading", 0.0, 0)
+    counted = 0.0
+
+    def tick(done: float, documents: int) -> None:
+        nonlocal counted
+        counted = _COUNTED_SHARE * done
+        progress("counting tokens", counted, documents)
+
+    dataset = read_dataset(locations, format=format, settings=settings, cache=cache, tick=tick)
+    return dataset, lambda stage, done, documents: progress(stage, counted + (1 - counted) * done, documents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class AnalysisOptions(TrainingOptions, total=False):
     """The keyword arguments of `analyze_dataset`, which describes them."""
 
     format: str
+    cache: str | Path | None
     cost_table: str | Path | None
     host: str | Path | None
     attention: Attention
@@ -49,6 +50,7 @@ class AnalysisOptions(TrainingOptions, total=False):
 def analyze_dataset(
     *locations: str | Path | Lengths,
     format: str = "auto",
+    cache: str | Path | None = None,
     cost_table: str | Path | None = None,
     host: str | Path | None = None,
     attention: Attention = "transformer_engine",
@@ -71,6 +73,7 @@ def analyze_dataset(
             [documents]; a list of such lists or arrays for packed rows.
         format: name of the format of the files, or "auto".
         host: a file of `thdprof calibrate --host`, by which modelled eager times are of that host.
+        cache: directory that keeps counts of text; None: beside the data.
         cost_table: a file of measured costs; None: costs are modelled where `model` is given. Without either there are
             no times, and built-in costs of another model rank the choices.
         attention: attention backend of the model; times of Transformer Engine's are modelled.
@@ -107,7 +110,7 @@ def analyze_dataset(
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     if model is not None:
         request = _add_model(request, model)
-    dataset = _dataset(locations, format, request.given)
+    dataset = _dataset(locations, format, request.given, None if cache is None else Path(cache))
     return Study(request, dataset, measured, offload=offload, impl=impl).analyze()
 
 
@@ -145,11 +148,13 @@ def _add_model(request: Request, model: Model | str | Path) -> Request:
     return replace(request, given=given, model=known, model_source=source)
 
 
-def _dataset(locations: tuple[str | Path | Lengths, ...], format: str, given: Mapping[str, Any]) -> Dataset:
+def _dataset(
+    locations: tuple[str | Path | Lengths, ...], format: str, given: Mapping[str, Any], cache: Path | None
+) -> Dataset:
     """The dataset in files, or in one list or array of lengths."""
     names = [str(location) for location in locations if isinstance(location, str | os.PathLike)]
     if len(names) == len(locations):
-        return read_dataset(names, format=format, settings=given)
+        return read_dataset(names, format=format, settings=given, cache=cache)
     if len(locations) > 1:
         raise UsageError(
             f"{len(locations)} datasets given, {len(locations) - len(names)} of them as lengths; give one list or "

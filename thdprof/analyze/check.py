@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.analysis import Progress
+from thdprof.analyze.analysis import Progress, read_showing
 from thdprof.analyze.buckets.statistics import Profile, fallback_rate
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import replay, summarize_dataset
-from thdprof.analyze.sources import format_of, read_dataset
+from thdprof.analyze.sources import format_of
 from thdprof.analyze.sources.base import Dataset
 from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
@@ -111,6 +112,7 @@ def check(
     max_fallback_rate: float | None = None,
     level: Level = "step",
     where: str = "plan",
+    cache: Path | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Check:
     """Replay a dataset with the plan's own training settings and dispatch its micro-batches to the plan's buckets.
@@ -119,12 +121,12 @@ def check(
         locations: files, globs, directories or Megatron prefixes; empty: the files that the plan names.
         max_fallback_rate: largest rate at `level` with which the plan holds; None: the rate that the plan predicts.
         where: name of the plan in errors.
+        cache: directory that keeps counts of text; None: beside the data.
 
     Raises:
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.
     """
-    progress("reading", 0.0, 0)
-    dataset = _read(plan, locations, where)
+    dataset, progress = _read(plan, locations, where, cache, progress)
     documents = dataset.num_documents()
     try:
         replayed = replay(
@@ -175,11 +177,15 @@ def check(
     )
 
 
-def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
-    """The dataset at `locations`, or the plan's dataset without any, read in the plan's format."""
-    planned = plan.dataset.format
+def _read(
+    plan: Plan, locations: Sequence[str], where: str, cache: Path | None, progress: Progress
+) -> tuple[Dataset, Progress]:
+    """The dataset at `locations`, or the plan's dataset without any, read in the plan's format, as `read_showing`."""
+    planned, settings = plan.dataset.format, asdict(plan.training)
     try:
-        return read_dataset(list(locations) or plan.dataset.uris, format=planned, settings=asdict(plan.training))
+        return read_showing(
+            list(locations) or plan.dataset.uris, format=planned, settings=settings, cache=cache, progress=progress
+        )
     except DataError as error:
         if locations and (other := format_of(locations)) not in (None, planned):
             raise DataError(

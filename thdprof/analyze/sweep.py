@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from thdprof.analyze.analysis import Progress, Study, check_gpu
+from thdprof.analyze.analysis import Progress, Study, check_gpu, read_showing
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
@@ -19,7 +19,6 @@ from thdprof.analyze.schedule.replay import summarize_dataset
 from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Axis, Request
 from thdprof.analyze.settings.resolve import Assumption
-from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import DatasetPart, Plan
@@ -242,8 +241,12 @@ def sweep(
     if not good:
         raise requests[0] if isinstance(requests[0], UsageError) else UsageError("sweep: names nothing to vary")
     costs = {path: load_costs(path) for path in sorted({r.cost_table for r in good if r.cost_table is not None})}
-    progress("reading", 0.0, 0)
-    dataset = read_dataset(good[0].locations, format=good[0].format, settings=good[0].given)
+    first = next(
+        (r for r in good if r.given.get("packer") == "none"), good[0]
+    )  # it alone needs to know what is trained
+    dataset, progress = read_showing(
+        first.locations, format=first.format, settings=first.given, cache=first.cache, progress=progress
+    )
     varied = [axis.name for axis in axes if len(axis.values) > 1]
     memo, done, share = Memo(), dict[int, Combination](), (1 - _READ_SHARE) / len(value_sets)
     for count, index in enumerate(analysis_order(axes)):

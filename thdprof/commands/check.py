@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,6 +35,9 @@ def check(
             "of steps with one on any rank, for which training waits."
         ),
     ] = "step",
+    cache: Annotated[
+        Path | None, typer.Option(help="Directory that keeps counts of text.", show_default="beside the data")
+    ] = None,
     json: JsonOutput = False,
 ) -> None:
     """Check whether a plan still fits a dataset; exit with 3 where it does not.
@@ -54,6 +58,7 @@ def check(
             max_fallback_rate=allowed,
             level=level,
             where=streams.name_plan(plan),
+            cache=cache,
             progress=progress,
         )
     streams.print_gate(result, json=json, to_dict=check_to_dict, print_text=print_check)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from typer.models import ArgumentInfo
@@ -94,6 +94,8 @@ def _parameter(definition: Definition) -> inspect.Parameter:
     assumed = setting.assumed or (None if definition.type is bool else str(definition.default))
     option = typer.Option(*names, help=setting.help, rich_help_panel=setting.panel, show_default=assumed or False)
     wanted = str if setting.as_text else definition.type
+    if setting.aliases:
+        wanted = Literal[(*definition.choices, *setting.aliases)]
     return inspect.Parameter(
         definition.name,
         inspect.Parameter.KEYWORD_ONLY,

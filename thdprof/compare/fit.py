@@ -55,7 +55,12 @@ _ROWS: tuple[tuple[Changes, str, str], ...] = (
     ("graphs", "another part of each layer is captured", "experts"),
     ("graphs", "micro-batches are padded in another way than graphs expect", "tail_policy pad_to_max_length"),
     ("prediction", "other ranks decide together, so that shares and times differ", "shared_capture_ranks"),
-    ("prediction", _OTHER_LENGTHS, "pad_seq_to_mult sft_tokenizer_prompt_format"),
+    (
+        "prediction",
+        _OTHER_LENGTHS,
+        "pad_seq_to_mult sft_tokenizer_prompt_format length_column chat_template text_column",
+    ),
+    ("prediction", _OTHER_LENGTHS, "eos_token completion_only_loss assistant_only_loss"),
     (
         "prediction",
         "a step holds other micro-batches, so that shares and times of steps differ",
@@ -82,6 +87,7 @@ _KINDS: Mapping[str, frozenset[Kind]] = {
     "bridge-npy": frozenset({"bridge"}),
     "trl": frozenset({"trl"}),
     "lengths": frozenset({"documents", "packs"}),
+    "trl-text": frozenset({"documents"}),
     "megatron-sft": frozenset({"conversations"}),
 }
 """What a dataset can hold, by the name of its format."""
@@ -126,11 +132,10 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
     if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
         settings = {name: value for name, value in settings.items() if name != "shared_capture_ranks"}
     kinds = _KINDS.get(plan.dataset.format)
-    read_by = {name: definitions()[name].setting.kinds for name in settings}
     known = {
-        name: settings[name]
-        for name, readers in read_by.items()
-        if readers is None or kinds is None or kinds & {*readers}  # others have no effect on data of this format
+        name: value
+        for name, value in settings.items()
+        if kinds is None or definitions()[name].has_effect(kinds, plan.dataset.format)
     }
     found = [*_plain(plan, known), *_packing(plan, known), *_slots(plan, known), *_length(plan, known)]
     found += _contents(plan, known, data_paths)

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
@@ -51,12 +51,18 @@ class Setting:
     """The help text's words for the value that is taken where none is given; None: the default itself."""
     kinds: tuple[Kind, ...] | None = None
     """Kinds of dataset on which the setting has an effect; None: all."""
+    formats: tuple[str, ...] | None = None
+    """Formats to which it is limited besides; None: those of its kinds."""
     in_every_plan: bool = True
     """Whether a plan without the setting is refused. False for settings that were added after the first plans."""
     as_text: bool = False
     """Whether the option takes text that is parsed later, such as `0.5%` or `0.3,0.7`."""
     swept: bool = True
     """Whether a sweep can vary the setting. False where a value holds commas, or says how files are read."""
+    flag: str | None = None
+    """The option that gives the setting, where it is not the setting's name."""
+    aliases: Mapping[str, str] = dataclasses.field(default=MappingProxyType({}), hash=False)
+    """Other names of a choice, such as those of the trainer -> the choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,7 @@ class Definition:
     @property
     def option(self) -> str:
         """The option that gives the setting, or that gave it before it moved to the settings file."""
-        return "--" + self.name.replace("_", "-")
+        return self.setting.flag or "--" + self.name.replace("_", "-")
 
     @property
     def off_option(self) -> str:
@@ -100,6 +106,15 @@ class Definition:
         """The setting as `describe` names it, and where to give it if no option does: `seed 4 in --settings`."""
         return self.describe(*value) + ("" if self.setting.everyday else " in --settings")
 
+    def has_effect(self, kinds: Collection[Kind], dataset_format: str) -> bool:
+        """Whether the setting matters for a dataset of this format that holds one of `kinds`."""
+        readers, formats = self.setting.kinds, self.setting.formats
+        return (readers is None or not {*readers}.isdisjoint(kinds)) and (formats is None or dataset_format in formats)
+
+    def canonical(self, value: Any) -> Any:
+        """The choice that `value` is another name of; any other value itself."""
+        return self.setting.aliases.get(value, value) if isinstance(value, str) else value
+
     def check(self, value: object) -> None:
         """Refuse a value of a wrong type or out of bounds.
 
@@ -107,8 +122,9 @@ class Definition:
             UsageError: naming the setting, the value and what it must be.
         """
         if self.choices:
-            if value not in self.choices:
-                raise UsageError(f"{self.describe(value)}: choose one of {', '.join(self.choices)}")
+            names = (*self.choices, *self.setting.aliases)
+            if value not in names:
+                raise UsageError(f"{self.describe(value)}: choose one of {', '.join(names)}")
         elif self.type is bool:
             if not isinstance(value, bool):
                 raise UsageError(f"{self.describe(repr(value))}: must be true or false")
@@ -157,7 +173,7 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
         most=bounds.le,  # type: ignore[arg-type]
         below=bounds.lt,  # type: ignore[arg-type]
         setting=setting,
-        label="--" + name.replace("_", "-") if setting.everyday else name,
+        label=(setting.flag or "--" + name.replace("_", "-")) if setting.everyday else name,
     )
 
 
@@ -227,6 +243,7 @@ Packer = Literal[
     "best_fit_decreasing",
     "best_fit_split",
     "wrapped",
+    "none",
     "dp_balanced",
     "balanced_cp",
     "dynamic_cp",
@@ -235,8 +252,15 @@ DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 """Packers that give every micro-batch a context-parallel size of its own."""
 STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
-TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped")
-"""Packers that pack as TRL's packing strategies do."""
+TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped", "none")
+"""Packers that pack as TRL's packing strategies do; `none` makes a row of every document, as TRL without packing."""
+PackerAlias = Literal["bfd", "bfd_split", "ffd"]
+PACKER_ALIASES: Mapping[PackerAlias, Packer] = MappingProxyType(
+    {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_split", "ffd": "first_fit_decreasing"}
+)
+"""Short names of packers; the first two are TRL's."""
+TRL_MAX_LENGTH = 1024
+"""TRL's max_length where nobody gives another."""
 Attention = Literal["transformer_engine", "torch"]
 Experts = Literal["none", "padded", "dropless"]
 GraphKind = Literal["module", "chunk", "local", "transformer_engine"]
@@ -253,6 +277,12 @@ _PACKING = functools.partial(Setting, panel="Packing and padding")
 _DATASET = functools.partial(Setting, panel="Dataset")
 _CAPTURE = functools.partial(Setting, panel="What to capture")
 _RARE: Mapping[str, Any] = {"everyday": False, "in_every_plan": False}
+_TRL_TEXT: Mapping[str, Any] = {
+    "kinds": ("documents",),
+    "formats": ("trl-text",),
+    "swept": False,
+    "in_every_plan": False,
+}
 _OF_TRAINER: tuple[Kind, ...] = ("trl", "packs", "documents")
 _ANY = Interval(ge=1, le=2**63 - 1)
 _RANKS = Interval(ge=1, le=2**20)
@@ -360,9 +390,15 @@ class TrainingSettings:
         ),
     ] = 1
     """Tokens to whose multiple documents (with TRL: micro-batches) are padded."""
-    packer: Annotated[Packer, _PACKING("How unpacked documents become rows.", kinds=("documents",))] = (
-        "first_fit_decreasing"
-    )
+    packer: Annotated[
+        Packer,
+        _PACKING(
+            "How unpacked documents become rows.",
+            kinds=("documents",),
+            aliases=PACKER_ALIASES,
+            assumed="best_fit_decreasing for TRL's data, else first_fit_decreasing",
+        ),
+    ] = "first_fit_decreasing"
     """How unpacked lengths become rows."""
     packing_processes: Annotated[int, Interval(ge=1, le=4096), _PACKING(kinds=("documents",), **_RARE)] = 1
     """Processes that pack a part of the documents each, TRL's dataset_num_proc."""
@@ -382,8 +418,55 @@ class TrainingSettings:
     null: one context-parallel size for all micro-batches."""
     min_dynamic_context_parallel_size: Annotated[int, _RANKS, _PACKING(kinds=("documents",), **_RARE)] = 1
     """Fewest ranks that share a micro-batch under `dynamic_cp`, the dev branch's option of that name."""
-    tokenizer_model: Annotated[str | None, _DATASET(kinds=("conversations",), swept=False, **_RARE)] = None
+    tokenizer_model: Annotated[
+        str | None,
+        _DATASET(
+            "Tokenizer of text: a directory, or its name in the Hugging Face Hub's cache.",
+            assumed="none: text cannot be counted",
+            kinds=("conversations", "documents"),
+            formats=("megatron-sft", "trl-text"),
+            swept=False,
+            flag="--tokenizer",
+            in_every_plan=False,
+        ),
+    ] = None
     """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
+    chat_template: Annotated[
+        str | None,
+        _DATASET("Jinja file of TRL's chat template.", assumed="the tokenizer's own", **_TRL_TEXT),
+    ] = None
+    """File of the chat template, or a tokenizer whose template is taken: TRL's chat_template_path; null: none."""
+    text_column: Annotated[
+        str, _DATASET("Column of plain text, TRL's dataset_text_field.", everyday=False, **_TRL_TEXT)
+    ] = "text"
+    """Column of plain text, TRL's dataset_text_field."""
+    eos_token: Annotated[
+        str | None,
+        _DATASET("TRL's eos_token.", everyday=False, assumed="the tokenizer's own", **_TRL_TEXT),
+    ] = None
+    """Token that ends a text, TRL's eos_token; null: the tokenizer's own."""
+    completion_only_loss: Annotated[
+        bool | None,
+        _DATASET(
+            "TRL's completion_only_loss.", everyday=False, assumed="true for prompts and completions", **_TRL_TEXT
+        ),
+    ] = None
+    """TRL's completion_only_loss; null: true for prompts and completions. Without packing, rows that train no token
+    are left out."""
+    assistant_only_loss: Annotated[bool, _DATASET("TRL's assistant_only_loss.", everyday=False, **_TRL_TEXT)] = False
+    """TRL's assistant_only_loss, by which TRL takes another chat template for some models."""
+    length_column: Annotated[
+        str | None,
+        _DATASET(
+            "Column or key that holds the lengths.",
+            assumed="length, num_tokens and other usual names",
+            kinds=("documents", "packs"),
+            formats=("lengths",),
+            swept=False,
+            in_every_plan=False,
+        ),
+    ] = None
+    """Column or key that holds the lengths; null: the first of the usual names."""
     sft_tokenizer_prompt_format: Annotated[
         PromptFormat | None, _DATASET(kinds=("conversations",), swept=False, **_RARE)
     ] = None
@@ -441,12 +524,18 @@ class TrainingOptions(TypedDict, total=False):
     tail_policy: TailPolicy
     pad_to_max_length: bool
     pad_seq_to_mult: int
-    packer: Packer
+    packer: Packer | PackerAlias
     packing_processes: int
     max_docs_per_pack: int | None
     max_seqlen_per_dp_cp_rank: int | None
     min_dynamic_context_parallel_size: int
     tokenizer_model: str | None
+    chat_template: str | None
+    text_column: str
+    eos_token: str | None
+    completion_only_loss: bool | None
+    assistant_only_loss: bool
+    length_column: str | None
     sft_tokenizer_prompt_format: PromptFormat | None
 
 

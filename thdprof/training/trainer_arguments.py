@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from thdprof.errors import UsageError
+from thdprof.training.settings import PACKER_ALIASES, definitions
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "seq_length": "max_length",
@@ -26,13 +27,18 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "pad_seq_to_mult": "pad_to_multiple_of",
     "train_samples": "samples of the run (max_steps)",
     "train_epochs": "num_train_epochs",
+    "chat_template": "chat_template_path",
+    "text_column": "dataset_text_field",
+    "eos_token": "eos_token",
+    "completion_only_loss": "completion_only_loss",
+    "assistant_only_loss": "assistant_only_loss",
 }
 """What Trainer's arguments call the settings of a run."""
 
 PACKERS: Mapping[str, str] = {
-    "bfd": "best_fit_decreasing",
-    "bfd_split": "best_fit_split",
-    "bfd-requeue": "best_fit_split",
+    "bfd": PACKER_ALIASES["bfd"],
+    "bfd_split": PACKER_ALIASES["bfd_split"],
+    "bfd-requeue": PACKER_ALIASES["bfd_split"],
     "wrapped": "wrapped",
 }
 """TRL's `packing_strategy` -> the packer that packs as it does."""
@@ -70,6 +76,20 @@ _OTHER_ORDERS: Mapping[str, Any] = {
     "use_seedable_sampler": True,
 }
 """Fields of `accelerator_config` that change the order of the data, and the values under which it is known."""
+
+
+_SIGNS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "output_dir")
+"""Fields of TrainingArguments of which every file of them has one, and no other file of a model."""
+_TEXT = ("chat_template", "text_column", "eos_token", "completion_only_loss", "assistant_only_loss")
+"""Settings by which TRL makes tokens of text, each a field of `TRAINER_ARGUMENTS`."""
+
+_HIDDEN_TOKEN = "<EOS_TOKEN>"
+"""What the Trainer writes for eos_token, as for every field whose name ends in `_token`."""
+
+
+def are_trainer_arguments(fields: Mapping[str, Any]) -> bool:
+    """Whether `fields` are of a Trainer's arguments, and not of a model's config or another file."""
+    return any(name in fields for name in _SIGNS)
 
 
 def _unknown_orders(arguments: Mapping[str, Any]) -> list[str]:
@@ -132,10 +152,27 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
         if not isinstance(strategy, str) or strategy not in PACKERS:
             raise UsageError(f"{where}: packing_strategy {strategy!r}: known are {', '.join(PACKERS)}")
         found["packer"] = PACKERS[strategy]
+    elif "packing" in arguments:
+        found["packer"] = "none"
+    _take_text(arguments, where, found)
     _take_length(arguments, where, found)
     if num_processes is not None:
         found["data_parallel_size"] = num_processes
     return found
+
+
+def _take_text(arguments: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
+    """Put how TRL makes tokens of text into `found`, as far as it is off TRL's default."""
+    for name in _TEXT:
+        field, definition = TRAINER_ARGUMENTS[name], definitions()[name]
+        value = arguments.get(field)
+        if value is None or value in (definition.default, _HIDDEN_TOKEN):
+            continue
+        try:
+            definition.check(value)
+        except UsageError:
+            raise UsageError(f"{where}: {field} {value!r}: is of another type than TRL's") from None
+        found[name] = value
 
 
 def trainer_model(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,6 +172,6 @@ def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: in
     accumulation = run.pop("gradient_accumulation", 1)
     if run.get("micro_batch_size") is not None:
         run["global_batch_size"] = run["micro_batch_size"] * accumulation * num_processes
-    if plan.dataset.format != "lengths" and run.pop("packer", None) is not None:
+    if plan.dataset.format not in ("lengths", "trl-text") and run.pop("packer", None) is not None:
         run.pop("shuffle_seed", None)  # rows that were saved after TRL packed them, and shuffled them last of all
     return describe(misfits(plan, run, data_paths=None), TRAINER_ARGUMENTS)

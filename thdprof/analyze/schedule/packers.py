@@ -43,7 +43,9 @@ class Packing:
     """Sentences on documents that were cut or left out."""
 
 
-def pack_rows(document_tokens: NDArray[np.int32], settings: TrainingSettings) -> Packing:
+def pack_rows(
+    document_tokens: NDArray[np.int32], settings: TrainingSettings, trained_from: NDArray[np.int32] | None = None
+) -> Packing:
     """Pack documents into rows of `seq_length` tokens with `settings.packer`, before training starts.
 
     - `first_fit_decreasing`, `first_fit_shuffle` (Megatron-Bridge, rule "bridge"): each document goes into the first
@@ -58,6 +60,8 @@ def pack_rows(document_tokens: NDArray[np.int32], settings: TrainingSettings) ->
     - `best_fit_split` (TRL's "bfd_split"): the same, but long documents become several of them.
     - `wrapped` (TRL's): the tokens of every 1000 documents are cut into rows, each of which is one document. The last
       row of the 1000 may be shorter. There is no cap on its documents.
+    - `none` (TRL without packing): every document is a row. Long ones are cut; those of which no token is trained are
+      left out.
 
     A row holds at most `max_docs_per_pack` documents, with the one that training may append for its unused tail. TRL's
     packers work on neighbouring parts of the documents in `packing_processes`, its dataset_num_proc.
@@ -65,6 +69,7 @@ def pack_rows(document_tokens: NDArray[np.int32], settings: TrainingSettings) ->
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents].
         settings: the run.
+        trained_from: fewest tokens of each document that train one, as in `UnpackedDocuments`; None: one.
 
     Raises:
         DataError: no document is left to pack.
@@ -97,6 +102,8 @@ def pack_rows(document_tokens: NDArray[np.int32], settings: TrainingSettings) ->
             notes += note_on_batches
             lengths = np.concatenate([np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)] or [lengths])
             place = partial(_best_fit, batches=batches)
+        case "none":
+            return _one_each(lengths, trained_from, pack_tokens)
         case "wrapped":
             return _wrapped(lengths, pack_tokens, batches, note_on_batches)
         case _:
@@ -115,6 +122,20 @@ def pack_rows(document_tokens: NDArray[np.int32], settings: TrainingSettings) ->
         without_cap = tokens / ((int(place(lengths, pack_tokens, NO_CAP).max()) + 1) * pack_tokens)
     efficiency = tokens / (rows.num_rows() * pack_tokens)
     return Packing(rows=rows, efficiency=efficiency, efficiency_without_cap=without_cap, notes=tuple(notes))
+
+
+def _one_each(lengths: NDArray[np.int64], trained_from: NDArray[np.int32] | None, pack_tokens: int) -> Packing:
+    """Rows of one document, cut and left out as TRL does it without packing."""
+    notes: list[str] = []
+    kept = (lengths > 0) if trained_from is None else trained_from <= pack_tokens
+    if left_out := int((~kept).sum()):
+        notes.append(f"{left_out} documents of which no token is trained were left out")
+    lengths = cut(lengths[kept], pack_tokens, 1, notes)
+    if len(lengths) == 0:
+        raise DataError(f"no document is left to train in rows of {pack_tokens} tokens: {'; '.join(notes)}")
+    rows = PackedRows(document_tokens=lengths.astype(np.int32), row_offsets=np.arange(len(lengths) + 1), rule="trl")
+    used = float(lengths.sum()) / (len(lengths) * pack_tokens)
+    return Packing(rows=rows, efficiency=used, efficiency_without_cap=None, notes=tuple(notes))
 
 
 def _cap(settings: TrainingSettings, tail_documents: int) -> int:

@@ -11,7 +11,15 @@ from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, f
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.plan import DatasetPart
-from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings
+from thdprof.training import (
+    DYNAMIC_CP,
+    STEP_PACKERS,
+    TRL_PACKERS,
+    Kind,
+    Loader,
+    TrainingSettings,
+    definitions,
+)
 
 
 def build_schedule(
@@ -54,10 +62,10 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, independent=independent, packing_efficiency=used)
     lengths = documents.document_tokens
-    if settings.shuffle_seed is not None:  # TRL shuffles before it packs, and the rows after
+    if settings.shuffle_seed is not None and settings.packer != "none":  # TRL shuffles before it packs, and the rows
         lengths = lengths[shuffle_dataset(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
-    packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings))
+    packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings, documents.trained_from))
     return replace(
         schedule_rows(packing.rows, settings),
         notes=packing.notes,
@@ -74,6 +82,7 @@ _DEFAULT_LOADERS: dict[str, Loader] = {
     "megatron-sft": "single",
     "bridge": "batch",
     "bridge-npy": "batch",
+    "trl-text": "trainer",
 }
 """Format -> the sampler that its own training code uses by default."""
 
@@ -126,16 +135,20 @@ def replay(
         UsageError: settings that cannot be.
     """
     kind = _kind(dataset)
-    packed_by_step = kind == "documents" and given.get("packer") in STEP_PACKERS
-    fullest = None  # tokens of the fullest of packed rows whose files do not tell the pack size
-    if dataset.pack_tokens is None and isinstance(dataset.content, PackedRows):
-        fullest = max(1, int(dataset.content.num_tokens().max()))
+    packer = definitions()["packer"].canonical(given.get("packer"))
+    packed_by_step = kind == "documents" and packer in STEP_PACKERS
+    default_loader: Loader | None = "single" if packed_by_step else _DEFAULT_LOADERS.get(dataset.format)
+    if dataset.usual_packer is not None and packer in (None, *TRL_PACKERS):
+        default_loader = "trainer"
+    fullest = _fullest_row(dataset)
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
         size_guessed=fullest is not None,
         dataset_format=dataset.format,
-        default_loader="single" if packed_by_step else _DEFAULT_LOADERS.get(dataset.format),
+        default_loader=default_loader,
+        usual_packer=dataset.usual_packer,
+        longest=_longest(dataset),
         num_datasets=len(dataset.uris),
         kind=kind,
     )
@@ -173,6 +186,20 @@ def _kind(dataset: Dataset) -> Kind:
             return "conversations"
         case _:
             return "streams"
+
+
+def _longest(dataset: Dataset) -> int | None:
+    """Tokens of the longest document that is not packed yet."""
+    if not isinstance(dataset.content, UnpackedDocuments):
+        return None
+    return max(1, int(dataset.content.document_tokens.max()))
+
+
+def _fullest_row(dataset: Dataset) -> int | None:
+    """Tokens of the fullest row of packed rows whose files do not tell the pack size; else None."""
+    if dataset.pack_tokens is not None or not isinstance(dataset.content, PackedRows):
+        return None
+    return max(1, int(dataset.content.num_tokens().max()))
 
 
 def _mark_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:

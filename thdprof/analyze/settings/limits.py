@@ -26,13 +26,18 @@ class AnalysisOptions:
     format: Annotated[
         str,
         Setting(
-            "Format: megatron, megatron-sft, bridge, bridge-npy, trl or lengths.",
+            "Format: megatron, megatron-sft, bridge, bridge-npy, trl, trl-text or lengths.",
             panel="Dataset",
             assumed="recognised by content",
             swept=False,
         ),
     ] = "auto"
     """Name of the dataset's format, or auto."""
+    cache: Annotated[
+        Path | None,
+        Setting("Directory that keeps counts of text.", panel="Dataset", assumed="beside the data", swept=False),
+    ] = None
+    """Directory that keeps the counted tokens of text."""
     world_size: Annotated[
         int | None,
         Interval(ge=1),

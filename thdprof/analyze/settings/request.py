@@ -33,7 +33,7 @@ from thdprof.training import (
     model_definitions,
 )
 from thdprof.training.model import read_field
-from thdprof.training.trainer_arguments import trainer_model, trainer_settings
+from thdprof.training.trainer_arguments import are_trainer_arguments, trainer_model, trainer_settings
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
@@ -53,6 +53,8 @@ class Request:
     """Files, globs, directories or Megatron prefixes of the dataset."""
     format: str = "auto"
     """Name of the dataset's format, or "auto"."""
+    cache: Path | None = None
+    """Directory that keeps counts of text; None: beside the data."""
     cost_table: Path | None = None
     """Measured costs; None: costs are modelled where the model is known, else built-in ones rank the choices."""
     host: Path | None = None
@@ -116,6 +118,16 @@ def read_request(
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
         fields = _read_json("--training-args", training_args)
+        if not are_trainer_arguments(fields):
+            raise DataError(
+                f"--training-args {training_args}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
+                "give what SFTConfig's to_json_string() writes; a model's config goes to --model"
+            )
+        if fields.get("truncation_mode") == "keep_end" and fields.get("packing") is False:
+            raise UsageError(
+                f"--training-args {training_args}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
+                "then leaves out; TRL 2 has only keep_start"
+            )
         given = trainer_settings(fields, where=f"--training-args {training_args}")
         own = {**trainer_model(fields), **own}
         notes.append(f"--training-args {training_args}: {_list_values(given)} taken from it")
@@ -151,6 +163,7 @@ def read_request(
         locations=found,
         given=given,
         format=_text("--format", command.get("format", usual_format)),
+        cache=Path(_text("--cache", command["cache"])) if "cache" in command else None,
         cost_table=Path(_text("--cost-table", command["cost_table"])) if "cost_table" in command else None,
         host=Path(_text("--host", command["host"])) if "host" in command else None,
         attention=command.get("attention", "transformer_engine"),
@@ -200,6 +213,7 @@ def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, 
                 definitions()[name].check(stronger[name])
             except UsageError as error:
                 raise UsageError(f"--settings {settings}: {error}") from error
+        stronger[name] = definitions()[name].canonical(stronger[name])
     return stronger
 
 

@@ -12,9 +12,11 @@ from thdprof.training import (
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
     STEP_PACKERS,
+    TRL_MAX_LENGTH,
     TRL_PACKERS,
     Kind,
     Loader,
+    Packer,
     TrainingSettings,
     definitions,
     name_setting,
@@ -47,12 +49,15 @@ def resolve_settings(
     default_loader: Loader | None,
     num_datasets: int,
     kind: Kind | None = None,
+    usual_packer: Packer | None = None,
+    longest: int | None = None,
 ) -> tuple[TrainingSettings, tuple[Assumption, ...], tuple[str, ...]]:
     """Complete what was given with defaults; also which were taken, and notes on what has no effect.
 
     `given` maps names of TrainingSettings (and `train_iters`) to values; None counts as not given.
     `pack_tokens` is the pack size that the dataset itself tells, or, with `size_guessed`, the tokens of its fullest
-    row. `kind` is what the dataset holds; without it every setting is taken as it is given.
+    row. `kind` is what the dataset holds; without it every setting is taken as it is given. `usual_packer` is that of
+    the trainer that reads such files; None: Megatron-Bridge's. `longest` is the tokens of the longest document.
 
     Raises:
         UsageError: a value that cannot be, named with its flag.
@@ -64,6 +69,7 @@ def resolve_settings(
         raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
     for name, value in values.items():
         known[name].check(value)
+        values[name] = known[name].canonical(value)
     if kind == "trl" and values.get("packer") in TRL_PACKERS:
         for name in ("packer", "packing_processes", "shuffle_seed"):
             values.pop(name, None)  # the rows were saved after TRL packed them, and shuffled them last of all
@@ -80,12 +86,17 @@ def resolve_settings(
         assume("seq_length", _most_tokens(values), "what all ranks hold together")
     elif pack_tokens is not None:
         assume("seq_length", pack_tokens, "its fullest row" if size_guessed else "the dataset's own pack size")
+    elif values.get("packer") == "none" and longest is not None:
+        assume("seq_length", longest, "its longest document")
+    elif usual_packer is not None and values.get("packer") in (None, *TRL_PACKERS):
+        assume("seq_length", TRL_MAX_LENGTH, "TRL's default max_length")
     else:
         assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
     for name in ("micro_batch_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         assume(name, known[name].default, "not given")
     if kind == "documents":
-        assume("packer", known["packer"].default, "Megatron-Bridge's default")
+        why = "Megatron-Bridge's default" if usual_packer is None else "TRL's default packing_strategy"
+        assume("packer", usual_packer or known["packer"].default, why)
         notes += _check_packer(values, values["packer"])
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
     accumulation = values.pop("gradient_accumulation", None)
@@ -168,10 +179,11 @@ def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_
     notes = []
     for name in sorted(values):
         setting = definitions()[name]
-        kinds = setting.setting.kinds
-        if kind is None or kinds is None or kind in kinds:
+        if kind is None or setting.has_effect((kind,), dataset_format):
             continue
-        if values[name] != setting.default:
+        # a Trainer's arguments hold these settings, whatever the data are
+        silent = setting.setting.formats == ("trl-text",) and values.get("loader") == "trainer"
+        if values[name] != setting.default and not silent:
             notes.append(f"{setting.describe()} has no effect on format {dataset_format} and was left out")
         del values[name]
     return tuple(notes)

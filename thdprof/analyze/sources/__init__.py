@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.analyze.sources.base import Dataset, Format
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Tick
 from thdprof.errors import DataError, UsageError
 
 _PLACES = {
@@ -23,6 +23,7 @@ _PLACES = {
     "trl": "trl.FORMAT",
     "lengths": "lengths.FORMAT",
     "megatron-sft": "megatron_sft.FORMAT",
+    "trl-text": "trl_text.FORMAT",
 }
 FORMATS = tuple(_PLACES)
 """Names of the formats, in the order in which a file is tried."""
@@ -42,26 +43,40 @@ def get_format(name: str) -> Format:
 
 
 def read_dataset(
-    locations: Sequence[str], *, format: str = "auto", settings: Mapping[str, Any] = MappingProxyType({})
+    locations: Sequence[str],
+    *,
+    format: str = "auto",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    cache: Path | None = None,
+    tick: Tick | None = None,
 ) -> Dataset:
     """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes, which lack the `.idx`.
 
-    `settings` are those of the run by their names in `thdprof.training.TrainingOptions`. Text is counted by its
-    `tokenizer_model` and `sft_tokenizer_prompt_format`; nothing else is read from them.
+    Args:
+        locations: where the data are.
+        format: name of the format, or "auto".
+        settings: those of the run by their names in `thdprof.training.TrainingOptions`. Text is counted by some of
+            them, and `length_column` names the lengths; nothing else is read from them.
+        cache: directory that keeps counts of text; None: beside the data.
+        tick: called while text is counted with the share that is done, and the number of documents by estimate.
 
     Raises:
         DataError: a location does not exist or cannot be read, the format is not recognised, or the content is not
             valid in its format.
-        UsageError: no such format, no location, or text without a tokenizer.
+        UsageError: no such format, no location, text without a tokenizer, or conversations of which nobody says who
+            trains on them.
     """
     if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix; --help tells more")
+    reading = Reading.from_settings(settings, cache=cache, tick=tick)
     try:
-        found = [_files(location, format) for location in locations]
-        paths = [path for _, files in found for path in files]
-        name = format if format != "auto" else found[0][0] if len(found) == 1 else None
-        chosen = _detect(paths) if name is None else get_format(name)
-        dataset = chosen.read_text(paths, settings) if chosen.read_text else chosen.read(paths)
+        chosen, paths = _find(locations, _candidates(format, reading))
+        if format == "auto" and chosen.name == "megatron-sft" and reading.trainer is None:
+            raise UsageError(
+                f"{paths[0]}: conversations become other tokens in TRL than in Megatron-LM: give --training-args or "
+                "--packer bfd for TRL, --megatron-args or --format megatron-sft for Megatron-LM"
+            )
+        dataset = chosen.read_by(paths, reading) if chosen.read_by else chosen.read(paths)
     except OSError as error:
         raise DataError(f"{error.filename or locations[0]}: cannot be read: {error.strerror or error}") from error
     if dataset.num_tokens() == 0:
@@ -72,12 +87,38 @@ def read_dataset(
 def format_of(locations: Sequence[str]) -> str | None:
     """Name of the format that all files of `locations` have; None where it is not recognised or they have several."""
     try:
-        return _detect([path for location in locations for path in _files(location, "auto")[1]]).name
+        return _find(locations, _candidates("auto", Reading()))[0].name
     except (DataError, OSError):
         return None
 
 
-def _files(location: str, format: str) -> tuple[str | None, list[Path]]:
+def _candidates(format: str, reading: Reading) -> list[Format]:
+    """The formats that files may have, in the order in which they are tried."""
+    from thdprof.analyze.sources import lengths, trl_text
+
+    if format == "auto" and reading.length_column is not None:
+        format = "lengths"
+    names = [format] if format != "auto" else list(FORMATS)
+    if format == "auto" and reading.trainer == "trl":
+        names.remove("megatron-sft")
+    if format == "auto" and reading.tokenizer_model is not None:
+        names.remove("lengths")  # a column of lengths may count something else than the run's own tokens
+        names.append("lengths")
+    own = {"lengths": lengths.make_format(reading), "trl-text": trl_text.make_format(reading)}
+    return [own.get(name) or get_format(name) for name in names]
+
+
+def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Format, list[Path]]:
+    """The format of all files at `locations`, and the files."""
+    found = [_files(location, candidates) for location in locations]
+    paths = [path for _, files in found for path in files]
+    if len(candidates) == 1:
+        return candidates[0], paths
+    [*formats] = (format_ for format_, _ in found)
+    return (formats[0] if len(found) == 1 else None) or _detect(paths, candidates), paths
+
+
+def _files(location: str, candidates: Sequence[Format]) -> tuple[Format | None, list[Path]]:
     """The data files that `location` stands for, sorted where it stands for several, and their format where known."""
     path = Path(location)
     if path.is_file():
@@ -86,7 +127,7 @@ def _files(location: str, format: str) -> tuple[str | None, list[Path]]:
     if index.is_file():
         return None, [index]
     if path.is_dir():
-        return _files_of_directory(_split_of(path), format)
+        return _files_of_directory(_split_of(path), candidates)
     matches = sorted(Path(p) for p in glob.glob(location) if Path(p).is_file())
     if matches:
         return None, list(dict.fromkeys(map(_index_of, matches)))
@@ -102,28 +143,28 @@ def _index_of(path: Path) -> Path:
 
 
 def _split_of(directory: Path) -> Path:
-    """The directory of the only split of a Hugging Face `DatasetDict`; any other directory itself."""
+    """The directory of the split `train`, or the only one, of a Hugging Face `DatasetDict`; else `directory`."""
     try:
         named = json.loads((directory / "dataset_dict.json").read_bytes())["splits"]
         splits = [directory / name for name in named if (directory / name).is_dir()]
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return directory
+    if len(splits) > 1 and directory / "train" in splits:
+        return directory / "train"
     if len(splits) > 1:
         names = ", ".join(split.name for split in splits)
         raise DataError(f"{directory}: a DatasetDict with the splits {names}; give the path of one, as {splits[0]}")
     return splits[0] if splits else directory
 
 
-def _files_of_directory(directory: Path, format: str) -> tuple[str, list[Path]]:
-    """The files in `directory` of format `format`; with `auto`, those of the only format that there is. Its name first.
+def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[Format, list[Path]]:
+    """The only one of `candidates` that files in `directory` have, and these files.
 
     The OSError of a file that cannot be read is passed on, because the file may belong to the dataset.
     """
-    names = FORMATS if format == "auto" else (format,)
-    by_format: dict[str, list[Path]] = {}
+    found: list[tuple[Format, list[Path]]] = []
     claimed: set[Path] = set()
-    for name in names:
-        candidate = get_format(name)
+    for candidate in candidates:
         files = [
             p
             for p in sorted(directory.iterdir())
@@ -134,32 +175,31 @@ def _files_of_directory(directory: Path, format: str) -> tuple[str, list[Path]]:
         ]
         claimed.update(files)
         if files:
-            by_format[name] = files
-    if not by_format:
+            found.append((candidate, files))
+    if not found:
         from thdprof.analyze.sources import unrecognised
 
-        raise unrecognised.directory_error(directory, [get_format(name) for name in names], auto=format == "auto")
-    for name in list(by_format):
-        if len(by_format) > 1 and all(map(get_format(name).yields, by_format[name])):
-            del by_format[name]
-    if len(by_format) > 1:
-        kinds = ", ".join(f"{len(files)} of {name}" for name, files in by_format.items())
+        raise unrecognised.directory_error(directory, candidates, auto=len(candidates) > 1)
+    for candidate, files in list(found):
+        if len(found) > 1 and all(map(candidate.yields, files)):
+            found.remove((candidate, files))
+    if len(found) > 1:
+        kinds = ", ".join(f"{len(files)} of {candidate.name}" for candidate, files in found)
         raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
-    return next(iter(by_format.items()))
+    return found[0]
 
 
-def _detect(paths: Sequence[Path]) -> Format:
+def _detect(paths: Sequence[Path], candidates: Sequence[Format]) -> Format:
     """The first format that recognises the first path, and then every other one."""
     first = paths[0]
     if first.stat().st_size == 0:
         raise DataError(f"{first}: is empty")
-    for name in FORMATS:
-        candidate = get_format(name)
+    for candidate in candidates:
         if candidate.recognises(first):
             for path in paths[1:]:
                 if not candidate.recognises(path):
-                    raise DataError(f"{path}: is not of format {name}, as {first} is; analyse them apart")
+                    raise DataError(f"{path}: is not of format {candidate.name}, as {first} is; analyse them apart")
             return candidate
     from thdprof.analyze.sources import unrecognised
 
-    raise unrecognised.file_error(first, [get_format(name) for name in FORMATS])
+    raise unrecognised.file_error(first, candidates)

@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.errors import DataError
+from thdprof.training import DEFAULT_PROMPT_FORMAT, TRL_PACKERS, Packer, PromptFormat, definitions
 
+Tick = Callable[[float, int], None]
+"""Called with the share of reading that is done, and the number of documents as far as it is known."""
 RowRule = Literal["bridge", "concatenate", "trl"]
 """How training turns a stored row into documents.
 
@@ -72,6 +75,9 @@ class UnpackedDocuments:
 
     document_tokens: NDArray[np.int32]
     """Tokens of every document, shape [documents], in file order."""
+    trained_from: NDArray[np.int32] | None = None
+    """Fewest tokens that every document must be cut to so that one of them is trained, shape [documents]; 2**31 - 1
+    where none ever is. None: one token is enough, or it does not matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +115,66 @@ class Conversations:
         return sum(len(file.line_numbers) for file in self.files)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the run that is analysed reads its files: what decides on lengths besides the files themselves."""
+
+    tokenizer_model: str | None = None
+    """Directory or name of the tokenizer; None: not known, so that text cannot be counted."""
+    prompt_format: PromptFormat = DEFAULT_PROMPT_FORMAT
+    """The form in which Megatron-LM writes a conversation out."""
+    chat_template: str | None = None
+    """File of TRL's chat template, or the tokenizer whose template TRL takes; None: the tokenizer's own."""
+    text_column: str = "text"
+    """Column of plain text for TRL."""
+    eos_token: str | None = None
+    """Token that ends a text in TRL; None: the tokenizer's own."""
+    completion_only_loss: bool | None = None
+    """Whether TRL trains completions alone; None: where there are prompts and completions."""
+    assistant_only_loss: bool = False
+    """Whether TRL trains an assistant's turns alone."""
+    length_column: str | None = None
+    """Column or key that holds the lengths; None: the first of the usual names."""
+    trainer: Literal["trl", "megatron"] | None = None
+    """Whose rules make tokens of conversations; None: not known."""
+    packed: bool = True
+    """Whether rows of several documents are made; otherwise TRL leaves out rows that train no token."""
+    cache: Path | None = None
+    """Directory that keeps counts of text; None: beside the data."""
+    tick: Tick = lambda done, documents: None
+    """Called while text is counted with the share that is done, and the documents of all files by estimate."""
+
+    @classmethod
+    def from_settings(cls, given: Mapping[str, Any], *, cache: Path | None = None, tick: Tick | None = None) -> Reading:
+        """The settings among `given`, by their names in `TrainingOptions`; None counts as not given.
+
+        Raises:
+            UsageError: a value that cannot be.
+        """
+        values: dict[str, Any] = {"cache": cache} if tick is None else {"cache": cache, "tick": tick}
+        for name, own in _READ_BY.items():
+            if given.get(name) is not None:
+                definitions()[name].check(given[name])
+                values[own] = given[name]
+        packer = definitions()["packer"].canonical(given.get("packer"))
+        if given.get("loader") == "trainer" or (given.get("loader") is None and packer in TRL_PACKERS):
+            values["trainer"] = "trl"
+        elif given.get("loader") is not None or given.get("sft_tokenizer_prompt_format") is not None:
+            values["trainer"] = "megatron"
+        return cls(packed=packer != "none", **values)
+
+
+_READ_BY = {
+    "tokenizer_model": "tokenizer_model",
+    "sft_tokenizer_prompt_format": "prompt_format",
+    **{
+        name: name
+        for name in ("chat_template", "text_column", "eos_token", "completion_only_loss", "assistant_only_loss",
+                     "length_column")
+    },
+}  # fmt: skip
+"""Settings that decide on lengths -> their fields in `Reading`."""
+
 Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments | Conversations
 
 
@@ -127,6 +193,8 @@ class Dataset:
     """Pack size in tokens; None where the files do not tell it."""
     notes: tuple[str, ...] = field(default=())
     """Remarks of the reader that the user should know, such as an assumption that it made."""
+    usual_packer: Packer | None = None
+    """The packer of those who train on such files, where TRL reads them; None: Megatron-Bridge's default."""
 
     @classmethod
     def from_content(
@@ -138,6 +206,7 @@ class Dataset:
         digest: str | None = None,
         pack_tokens: int | None = None,
         notes: tuple[str, ...] = (),
+        usual_packer: Packer | None = None,
     ) -> Dataset:
         """The dataset in `paths`; without a `digest` its fingerprint is of the boundaries in `content`."""
         parts: list[NDArray[np.integer]]
@@ -147,13 +216,23 @@ class Dataset:
                     parts = [content.document_tokens, content.row_offsets]
                 case UnpackedDocuments():
                     parts = [content.document_tokens]
+                    if content.trained_from is not None:
+                        parts.append(content.trained_from)
                 case Conversations():
                     parts = [part for file in content.files for part in (file.conversation_tokens, file.line_offsets)]
                 case streams:
                     parts = [stream.sequence_tokens for stream in streams]
             digest = fingerprint(parts)
         uris = tuple(map(str, paths))
-        return cls(format=format, uris=uris, fingerprint=digest, content=content, pack_tokens=pack_tokens, notes=notes)
+        return cls(
+            format=format,
+            uris=uris,
+            fingerprint=digest,
+            content=content,
+            pack_tokens=pack_tokens,
+            notes=notes,
+            usual_packer=usual_packer,
+        )
 
     def _lengths(self) -> list[NDArray[np.int32]]:
         """Tokens of the documents whose boundaries training can see, file by file where they are apart."""
@@ -199,9 +278,9 @@ class Format:
     """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
     read: Callable[[Sequence[Path]], Dataset]
     """Reads the files in order; raises a DataError that names file, row and value."""
-    read_text: Callable[[Sequence[Path], Mapping[str, Any]], Dataset] | None = None
-    """Reads files of text by the tokenizer in the run's settings, with the errors of `read`; None where the files hold
-    lengths or tokens."""
+    read_by: Callable[[Sequence[Path], Reading], Dataset] | None = None
+    """Reads files that the run's settings decide on, such as text, with the errors of `read`; None where they do
+    not."""
     yields: Callable[[Path], bool] = lambda path: False
     """Whether a file that is recognised may be left out where a directory also holds files of another format."""
 

@@ -1,17 +1,19 @@
-"""Plain document lengths: JSON lines, parquet, Arrow or `.npy`.
+"""Plain document lengths: JSON lines, parquet, Arrow, CSV or `.npy`.
 
-- JSON lines, also compressed by gzip: every line an integer, a list of integers, or an object with one of `KEYS`.
-- parquet and Arrow: one of `KEYS` as a column of integers or lists of integers.
+- JSON lines, also compressed by gzip or zstd: every line an integer, a list of integers, or an object with a key of
+  lengths. A list that is the only line holds documents.
+- parquet, Arrow and CSV: a column of integers or lists of integers.
 - `.npy`: integers of one dimension.
 
-Integers are documents that a packer has yet to pack; lists are packed rows. A length may be zero.
-Where there is none of `KEYS`, each list `TOKENS` is a document. Only its length is read, in parquet and Arrow without
-the tokens themselves.
+Integers are documents that a packer has yet to pack; lists are packed rows. A length may be zero. The key or column
+is the run's `length_column`, else the first of `KEYS`. Where there is none of them, each list `TOKENS` is a document.
+Only its length is read, in parquet and Arrow without the tokens themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths
-from thdprof.analyze.sources.readers import arrow, json_lines, npy
-from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, Lengths
+from thdprof.analyze.sources.base import Content, Dataset, Format, Reading, UnpackedDocuments, check_lengths
+from thdprof.analyze.sources.readers import arrow, csv, json_lines, npy
+from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys, Lengths
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
 from thdprof.errors import DataError
 
 
-def recognises(path: Path) -> bool:
+def _recognises(path: Path, keys: Keys) -> bool:
     """Whether the file holds lengths, or lists of tokens, and nothing that another format could mean."""
     with path.open("rb") as file:
         if file.read(len(npy.MAGIC)) == npy.MAGIC:
@@ -34,50 +36,72 @@ def recognises(path: Path) -> bool:
             header = npy.read_header(file)
             return header is not None and len(header[0]) == 1 and header[1].kind in "iu"
     if holds_columns(path):  # TRL's packed data alone are written as Arrow with seq_lengths
-        return _column_of(schema_of(path)) not in (None, *(["seq_lengths"] if arrow.is_arrow(path) else []))
-    return json_lines.begins_with_lengths(path)
+        packed = ["seq_lengths"] if arrow.is_arrow(path) and keys == USUAL_KEYS else []
+        return _column_of(schema_of(path), keys) not in (None, *packed)
+    if csv.is_csv(path):
+        return csv.find_column(path, keys) is not None
+    return json_lines.begins_with_lengths(path, keys)
 
 
-def _holds_tokens(path: Path) -> bool:
+def _holds_tokens(path: Path, keys: Keys) -> bool:
     if holds_columns(path):
-        return _column_of(schema_of(path)) == TOKENS
-    return json_lines.begins_with_tokens(path)
+        return _column_of(schema_of(path), keys) == TOKENS
+    return not csv.is_csv(path) and json_lines.begins_with_tokens(path, keys)
 
 
-def read(paths: Sequence[Path]) -> Dataset:
+def _read(paths: Sequence[Path], keys: Keys) -> Dataset:
     """Read the lengths of `paths`, one file after the other.
 
     Raises:
         DataError: a file holds no lengths, files of integers are mixed with files of lists, or a length is impossible.
     """
-    parts = [_read_file(path) for path in paths]
+    parts = [_read_file(path, keys) for path in paths]
     rows = [part for part in parts if isinstance(part, tuple)]
     documents = [part for part in parts if not isinstance(part, tuple)]
     content: Content
     if rows and documents:
         other = next(path for path, part in zip(paths, parts, strict=True) if not isinstance(part, tuple))
         raise DataError(f"{other}: holds single lengths where another file holds lists; analyse them apart")
-    if rows:
+    if rows and not all(len(offsets) == 2 and _is_list(path) for path, (_, offsets) in zip(paths, rows, strict=True)):
         content = base.join_rows(rows, "concatenate")
+    elif rows:
+        content = UnpackedDocuments(document_tokens=np.concatenate([tokens for tokens, _ in rows]))
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate(documents))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
-    return Dataset.from_content(FORMAT.name, paths, content, notes=(note,) if any(map(_holds_tokens, paths)) else ())
+    tokens = any(_holds_tokens(path, keys) for path in paths)
+    return Dataset.from_content(
+        FORMAT.name,
+        paths,
+        content,
+        notes=(note,) if tokens else (),
+        usual_packer="best_fit_decreasing" if tokens and all(map(holds_columns, paths)) else None,
+    )
 
 
-def _read_file(path: Path) -> Lengths:
+def _is_list(path: Path) -> bool:
+    """Whether the file is JSON that begins with a list, and not with an object that has one."""
+    return not holds_columns(path) and json_lines.begins_with_list(path)
+
+
+def _read_file(path: Path, keys: Keys) -> Lengths:
     with path.open("rb") as file:
         is_npy = file.read(len(npy.MAGIC)) == npy.MAGIC
     if holds_columns(path):
-        return _read_column(path)
-    return _read_npy(path) if is_npy else json_lines.read_lines(path)
+        return _read_column(path, keys)
+    if csv.is_csv(path):
+        return _documents(csv.read_integers(path, keys), str(path))
+    return _read_npy(path) if is_npy else json_lines.read_lines(path, keys)
 
 
-def _read_column(path: Path) -> Lengths:
+def _read_column(path: Path, keys: Keys) -> Lengths:
     with open_columns(path) as file:
-        name = _column_of(file.schema)
+        name = _column_of(file.schema, keys)
         if name is None:
-            raise DataError(f"{path}: no column of integers or lists of them is named {', '.join(KEYS)}, nor {TOKENS}")
+            raise DataError(
+                f"{path}: no column of integers or lists of them is named {', '.join(keys)}; it has "
+                f"{', '.join(file.schema.names)}"
+            )
         where = f"{path}: column {name}"
         if name == TOKENS:
             return _documents(file.row_lengths(name), where)
@@ -87,21 +111,21 @@ def _read_column(path: Path) -> Lengths:
         return _documents(arrow.integers(column, where), where)
 
 
-def _column_of(schema: Any) -> str | None:
-    """The first of `KEYS` that is a column of integers or of lists of integers, else `TOKENS`."""
+def _column_of(schema: Any, keys: Keys) -> str | None:
+    """The first of `keys` that is a column of integers or of lists of integers."""
     import pyarrow.types as types
 
     if schema is None:
         return None
-    for name in KEYS:
-        if schema.get_field_index(name) >= 0:
-            kind = schema.field(name).type
-            if types.is_integer(kind.value_type if arrow.is_list(kind) else kind):
-                return name
-    if schema.get_field_index(TOKENS) < 0 or any(name in schema.names for name in PACKED):
-        return None
-    kind = schema.field(TOKENS).type
-    return TOKENS if arrow.is_list(kind) and types.is_integer(kind.value_type) else None
+    for name in keys:
+        if schema.get_field_index(name) < 0 or (name == TOKENS and any(packed in schema.names for packed in PACKED)):
+            continue
+        kind = schema.field(name).type
+        if types.is_integer(kind.value_type if arrow.is_list(kind) else kind) and (
+            name != TOKENS or arrow.is_list(kind)
+        ):
+            return name
+    return None
 
 
 def _read_npy(path: Path) -> Lengths:
@@ -124,12 +148,20 @@ def _documents(lengths: NDArray[np.integer], where: str) -> NDArray[np.int32]:
     return check_lengths(lengths, where)
 
 
-FORMAT = Format(
-    name="lengths",
-    summary=f"integers or lists of integers: JSON lines, parquet or Arrow ({', '.join(KEYS)}), .npy; or lists {TOKENS}",
-    sign=f"JSON lines (also .gz), parquet or Arrow with {', '.join(KEYS)} or lists {TOKENS}; or .npy of integers",
-    suffixes=(".jsonl", ".jsonl.gz", ".parquet", ".pq", ".arrow", ".npy"),
-    recognises=recognises,
-    read=read,
-    yields=_holds_tokens,
-)
+def make_format(reading: Reading) -> Format:
+    """The format, with the run's own name of the column of lengths."""
+    keys = USUAL_KEYS if reading.length_column is None else (reading.length_column,)
+    named = f"{', '.join(KEYS)} or lists {TOKENS}" if reading.length_column is None else reading.length_column
+    return Format(
+        name="lengths",
+        summary=f"integers or lists of integers: JSON lines, parquet, Arrow or CSV ({', '.join(KEYS)}), .npy; or lists "
+        f"{TOKENS}",
+        sign=f"JSON lines (also .gz, .zst), parquet, Arrow or .csv with {named}; or .npy of integers",
+        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet", ".pq", ".arrow", ".npy"),
+        recognises=partial(_recognises, keys=keys),
+        read=partial(_read, keys=keys),
+        yields=partial(_holds_tokens, keys=keys),
+    )
+
+
+FORMAT = make_format(Reading())

@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format
+from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Reading
 from thdprof.analyze.sources.readers.json_lines import first_object, read_values
 from thdprof.errors import DataError, UsageError
-from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions
 from thdprof.words import install_line
 
 _PROGRAM = Path(__file__).with_name("readers") / "tokenize_program.py"
@@ -86,21 +85,17 @@ def conversations_of(messages: Sequence[dict[str, Any]]) -> list[Conversation]:
     return [list(messages[begin:end]) for begin, end in pairwise([*begins, len(messages)])]
 
 
-def read_text(paths: Sequence[Path], settings: Mapping[str, Any]) -> Dataset:
-    """Count the tokens of every conversation of `paths`, one file after the other, by the settings of the run.
+def read_text(paths: Sequence[Path], reading: Reading) -> Dataset:
+    """Count the tokens of every conversation of `paths`, one file after the other.
 
     Raises:
         UsageError: the run's tokenizer is not given or cannot be one, or the package that reads it is missing.
         DataError: a line is no object with messages, or the tokenizer cannot be loaded.
     """
-    tokenizer, prompt_format = (settings.get(name) for name in ("tokenizer_model", "sft_tokenizer_prompt_format"))
-    for name, value in (("tokenizer_model", tokenizer), ("sft_tokenizer_prompt_format", prompt_format)):
-        if value is not None:
-            definitions()[name].check(value)
-    if tokenizer is None:
+    if reading.tokenizer_model is None:
         raise UsageError(
-            f"{paths[0]}: conversations are counted by the run's tokenizer: give tokenizer_model in --settings, or the "
-            "launch script with --tokenizer-model by --megatron-args"
+            f"{paths[0]}: conversations are counted by the run's tokenizer: give --tokenizer, or the launch "
+            "script with --tokenizer-model by --megatron-args"
         )
     lines = [list(lines_of(path)) for path in paths]
     empty = next((path for path, stored in zip(paths, lines, strict=True) if not stored), None)
@@ -110,8 +105,8 @@ def read_text(paths: Sequence[Path], settings: Mapping[str, Any]) -> Dataset:
     counts = iter(
         _count_tokens(
             (conversation for of_file in split for of_line in of_file for conversation in of_line),
-            tokenizer_model=tokenizer,
-            prompt_format=prompt_format or DEFAULT_PROMPT_FORMAT,
+            tokenizer_model=reading.tokenizer_model,
+            prompt_format=reading.prompt_format,
         )
     )
     files = []
@@ -157,6 +152,6 @@ FORMAT = Format(
     sign="JSON lines (also .gz) of objects with a list messages",
     suffixes=(".jsonl", ".jsonl.gz"),
     recognises=recognises,
-    read=partial(read_text, settings={}),
-    read_text=read_text,
+    read=partial(read_text, reading=Reading()),
+    read_by=read_text,
 )

@@ -15,7 +15,7 @@ _MOST_NAMES = 12
 """Columns or files that a message names."""
 _MOST_BYTES = 40
 """Bytes of a file's beginning that a message shows."""
-_PACKED = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+_PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
 """Beginnings of compressed files that no reader unpacks, with the name of the compression."""
 
 
@@ -65,8 +65,9 @@ def _describe(path: Path) -> str:
     for magic, name in _PACKED.items():
         if head.startswith(magic):
             return f"it is compressed by {name}: unpack it first"
-    if head.startswith(json_lines.GZIP_MAGIC):
-        return f"its gzip begins with {json_lines.sniff(path)[:_MOST_BYTES]!r}"
+    for magic, name in ((json_lines.GZIP_MAGIC, "gzip"), (json_lines.ZSTD_MAGIC, "zstd")):
+        if head.startswith(magic):
+            return f"its {name} begins with {json_lines.sniff(path)[:_MOST_BYTES]!r}"
     return f"it begins with {head!r}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,15 +182,26 @@ class ArrowFile:
 
         field = require_column(self.schema, name, self.path)
         with _open_arrow(self.path, [field]) as reader:
-            streams = hasattr(reader, "read_next_batch")
-            batches = iter(reader) if streams else map(reader.get_batch, range(reader.num_record_batches))
-            columns = [batch.column(0) for batch in batches]
+            columns = [batch.column(0) for batch in _batches(reader)]
             try:
                 for column in columns:  # whose offsets were taken from the file unread
                     column.validate(full=True)
             except pa.ArrowInvalid as error:
                 raise DataError(f"{self.path}: column {name}: corrupt: {' '.join(str(error).split())}") from error
             return pa.chunked_array(columns, type=self.schema.field(field).type)
+
+    def num_rows(self) -> int:
+        """Number of rows of all record batches."""
+        with _open_arrow(self.path, []) as reader:
+            return sum(batch.num_rows for batch in _batches(reader))
+
+    def batches(self, names: Sequence[str], rows: int) -> Iterator[Any]:
+        """Record batches of the columns `names`, of at most `rows` rows."""
+        with _open_arrow(self.path, [self.schema.get_field_index(name) for name in names]) as reader:
+            for batch in _batches(reader):
+                batch.validate(full=True)  # its offsets were taken from the file unread
+                for begin in range(0, batch.num_rows, rows):
+                    yield batch.slice(begin, rows)
 
     def row_lengths(self, name: str) -> NDArray[np.int64]:
         """Lengths of the lists in column `name`, shape [rows]."""
@@ -218,6 +229,11 @@ def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         source.seek(0)
         yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
+
+
+def _batches(reader: Any) -> Iterator[Any]:
+    streams = hasattr(reader, "read_next_batch")
+    return iter(reader) if streams else map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _belongs(path: Path) -> bool:

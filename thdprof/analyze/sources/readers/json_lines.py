@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +19,22 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources.base import Rows
 from thdprof.errors import DataError
 
-KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens")
+KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens", "n_tokens", "token_count", "seq_len")
 """Names of a key or column with lengths, tried in this order."""
 TOKENS = "input_ids"
 """Name of a key or column with the tokens of a document, whose number is its length, where there is none of `KEYS`."""
 PACKED = ("seq_start_id", "cu_seqlens")
 """Names that tell that the tokens beside them are of several documents."""
 GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, OSError)
+"""What broken gzip and zstd raise; an OSError of the system has a number."""
 Lengths = NDArray[np.int32] | Rows
 """What one file holds: lengths of single documents, or of rows."""
 
 _CHUNK_BYTES = 2**23
+_PART_BYTES = 2**20
+"""Bytes of lines that `read_parts` gives at a time."""
 _SNIFFED_BYTES = 2**16
 _LONGEST_SNIFFED_LINE = 2**25
 _FREE_BYTES = 2**30
@@ -41,10 +48,12 @@ _BEFORE_A_VALUE = _BYTE_ORDER_MARK + b" \t\r\n"
 _REGULAR = re.compile(rb"(?:(?:\d++|\[[^\[\]{}\n]*+\]|\{[^{}\n]*+\})[ \t]*+\r?+(?:\n|\Z))++")
 """Lines that each hold one whole value, so that a chunk of them can be parsed as one list."""
 _LONG_LIST = re.compile(rb"\[[\s\d,]*\Z")
-_EXPECTED = f"an integer, a list of integers, or an object with one of {', '.join((*KEYS, TOKENS))}"
+Keys = tuple[str, ...]
+"""Names of keys with lengths, tried in this order; `TOKENS` may be the last."""
+USUAL_KEYS: Keys = (*KEYS, TOKENS)
 
 
-def begins_with_lengths(path: Path) -> bool:
+def begins_with_lengths(path: Path, keys: Keys = USUAL_KEYS) -> bool:
     """Whether the first line is a value of lengths, or the beginning of a long list of them."""
     head = sniff(path)
     lines = head.removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)
@@ -52,14 +61,19 @@ def begins_with_lengths(path: Path) -> bool:
         return True
     value = _first_value(lines[0])
     if isinstance(value, dict):
-        value = next((value[key] for key in (*KEYS, TOKENS) if key in value), None) if _is_single(value) else None
+        value = next((value[key] for key in keys if key in value), None) if _is_single(value, keys) else None
     return value is not None and all(type(n) in (int, float) for n in (value if isinstance(value, list) else [value]))
 
 
-def begins_with_tokens(path: Path) -> bool:
+def begins_with_tokens(path: Path, keys: Keys = USUAL_KEYS) -> bool:
     """Whether the first line is an object whose tokens would be counted."""
     value = first_object(path)
-    return value is not None and TOKENS in value and not any(key in value for key in KEYS)
+    return value is not None and next((key for key in keys if key in value), None) == TOKENS
+
+
+def begins_with_list(path: Path) -> bool:
+    """Whether the first line begins as a list does."""
+    return sniff(path).lstrip(_BEFORE_A_VALUE).startswith(b"[")
 
 
 def first_object(path: Path) -> dict[str, Any] | None:
@@ -71,20 +85,16 @@ def first_object(path: Path) -> dict[str, Any] | None:
 def sniff(path: Path) -> bytes:
     """The first bytes of the text, unpacked; all of the first line where it begins an object."""
     with path.open("rb") as raw:
-        file = gzip.GzipFile(fileobj=raw) if _is_gzip(raw) else raw
+        _, file = _unpack(raw)
         try:
             head = file.read(_SNIFFED_BYTES)
             if len(head) == _SNIFFED_BYTES and head.lstrip(_BEFORE_A_VALUE).startswith(b"{") and b"\n" not in head:
                 head += file.readline(_LONGEST_SNIFFED_LINE)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
+        except _BROKEN as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             return b""
     return head
-
-
-def _is_gzip(raw: BinaryIO) -> bool:
-    head = raw.read(len(GZIP_MAGIC))
-    raw.seek(0)
-    return head == GZIP_MAGIC
 
 
 def _first_value(line: bytes) -> Any:
@@ -94,40 +104,62 @@ def _first_value(line: bytes) -> Any:
         return None
 
 
-def _is_single(value: dict[str, Any]) -> bool:
+def _is_single(value: dict[str, Any], keys: Keys) -> bool:
     """Whether an object tells lengths, or holds the tokens of a single document."""
-    return any(key in value for key in KEYS) or not any(key in value for key in PACKED)
+    return any(key in value for key in keys if key != TOKENS) or not any(key in value for key in PACKED)
 
 
-def _chunks(path: Path) -> Iterator[list[bytes]]:
+def _chunks(path: Path, raw: BinaryIO, size: int = _CHUNK_BYTES) -> Iterator[list[bytes]]:
+    """About `size` bytes of lines at a time of the file `raw`, unpacked."""
+    name, file = _unpack(raw)
+    if name is None:
+        while lines := raw.readlines(size):
+            yield lines
+        return
+    left = _FREE_BYTES + _EXPANSION * path.stat().st_size
+    try:
+        while lines := _some_lines(file, size, left):
+            if any(len(line) == _LONGEST_PACKED_LINE and not line.endswith(b"\n") for line in lines):
+                raise DataError(
+                    f"{path}: refused: its {name} has a line of more than {_LONGEST_PACKED_LINE / 2**20:.0f} MiB"
+                )
+            left -= sum(map(len, lines))
+            if left <= 0:
+                raise DataError(
+                    f"{path}: refused: its {name} becomes more than {_EXPANSION} times as long; unpack it first"
+                )
+            yield lines
+    except _BROKEN as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(f"{path}: its {name} is truncated or corrupt: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked where gzip or zstd packed them."""
     with path.open("rb") as raw:
-        if not _is_gzip(raw):
-            while lines := raw.readlines(_CHUNK_BYTES):
-                yield lines
-            return
-        left = _FREE_BYTES + _EXPANSION * path.stat().st_size
-        try:
-            with gzip.GzipFile(fileobj=raw) as file:
-                while lines := _some_lines(file, left):
-                    if any(len(line) == _LONGEST_PACKED_LINE and not line.endswith(b"\n") for line in lines):
-                        raise DataError(
-                            f"{path}: refused: its gzip has a line of more than {_LONGEST_PACKED_LINE / 2**20:.0f} MiB"
-                        )
-                    left -= sum(map(len, lines))
-                    if left <= 0:
-                        raise DataError(
-                            f"{path}: refused: its gzip becomes more than {_EXPANSION} times as long; gunzip it first"
-                        )
-                    yield lines
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path}: its gzip is truncated or corrupt: {' '.join(str(error).split())}") from error
+        yield _unpack(raw)[1]
 
 
-def _some_lines(file: BinaryIO | gzip.GzipFile, most_bytes: int) -> list[bytes]:
-    """About `_CHUNK_BYTES` of lines, at most `most_bytes`; a line over `_LONGEST_PACKED_LINE` is cut."""
+def _unpack(raw: BinaryIO) -> tuple[str | None, BinaryIO]:
+    """Name of the compression of `raw`, None without one, and a file of what it holds."""
+    head = raw.read(len(ZSTD_MAGIC))
+    raw.seek(0)
+    if head.startswith(GZIP_MAGIC):
+        return "gzip", cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if head == ZSTD_MAGIC:
+        import pyarrow as pa
+
+        return "zstd", io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"))
+    return None, raw
+
+
+def _some_lines(file: BinaryIO, enough_bytes: int, most_bytes: int) -> list[bytes]:
+    """About `enough_bytes` of lines, at most `most_bytes`; a line over `_LONGEST_PACKED_LINE` is cut."""
     lines: list[bytes] = []
     size = 0
-    while size < min(_CHUNK_BYTES, most_bytes) and (
+    while size < min(enough_bytes, most_bytes) and (
         line := file.readline(min(most_bytes - size, _LONGEST_PACKED_LINE))
     ):
         lines.append(line)
@@ -135,7 +167,7 @@ def _some_lines(file: BinaryIO | gzip.GzipFile, most_bytes: int) -> list[bytes]:
     return lines
 
 
-def read_lines(path: Path) -> Lengths:
+def read_lines(path: Path, keys: Keys = USUAL_KEYS) -> Lengths:
     """The lengths of a file of JSON lines, a chunk of whole lines at a time.
 
     Raises:
@@ -143,17 +175,14 @@ def read_lines(path: Path) -> Lengths:
             cannot be; the message names the line.
     """
     lengths, sizes = [], []
-    kind, first = None, 1
-    for lines in _chunks(path):
-        if first == 1:
-            lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-        values, numbers = _parse(lines, first, path)
-        first += len(lines)
+    kind = None
+    for _, first, lines in read_parts(path, _CHUNK_BYTES):
+        values, numbers = _parse(lines, first, path, keys)
         if not values:
             continue
-        values = _look_up(values, numbers, path)
+        values = _look_up(values, numbers, path, keys)
         kind = kind or type(values[0])
-        _require(values, kind, numbers, path)
+        _require(values, kind, numbers, path, keys)
         if kind is list:
             sizes.append(np.fromiter(map(len, values), dtype=np.int64, count=len(values)))
             empty = np.flatnonzero(sizes[-1] == 0)
@@ -161,7 +190,7 @@ def read_lines(path: Path) -> Lengths:
                 raise DataError(f"{path}: line {numbers[empty[0]]}: its list is empty; a row needs a document")
             numbers = np.repeat(numbers, sizes[-1])
             values = list(chain.from_iterable(values))
-            _require(values, int, numbers, path)
+            _require(values, int, numbers, path, keys)
         lengths.append(_in_range(values, numbers, path))
     if not lengths:
         raise DataError(f"{path}: holds no lengths; write it again with data")
@@ -177,11 +206,8 @@ def read_values(path: Path, *, expected: str) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: a line is not JSON, or the file's gzip is truncated, corrupt or refused.
     """
-    number = 0
-    for lines in _chunks(path):
-        for line in lines:
-            number += 1
-            text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+    for _, first, lines in read_parts(path, _CHUNK_BYTES):
+        for number, text in enumerate(lines, first):
             if not text.strip():
                 continue
             try:
@@ -192,7 +218,26 @@ def read_values(path: Path, *, expected: str) -> Iterator[tuple[int, Any]]:
                 ) from error
 
 
-def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArray[np.int64]]:
+def read_parts(path: Path, size: int = _PART_BYTES) -> Iterator[tuple[float, int, list[bytes]]]:
+    """About `size` bytes of lines at a time, with the share of the file before their end and the first line's number.
+
+    Raises:
+        DataError: the file's compression is truncated, corrupt or refused.
+    """
+    number, total = 1, max(1, path.stat().st_size)
+    with path.open("rb") as raw:
+        for lines in _chunks(path, raw, size):
+            if number == 1:
+                lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
+            yield min(1.0, raw.tell() / total), number, lines
+            number += len(lines)
+
+
+def _expected(keys: Keys) -> str:
+    return f"an integer, a list of integers, or an object with one of {', '.join(keys)}"
+
+
+def _parse(lines: list[bytes], first: int, path: Path, keys: Keys) -> tuple[list[Any], NDArray[np.int64]]:
     """The value of every line that is not blank, and its number; the first of `lines` is line `first`."""
     numbers = np.arange(first, first + len(lines), dtype=np.int64)
     if _REGULAR.fullmatch(b"".join(lines)):
@@ -210,7 +255,7 @@ def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArr
             values.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
-                fault = f"{_quote(line)} is not JSON; every line is {_EXPECTED}"
+                fault = f"{_quote(line)} is not JSON; every line is {_expected(keys)}"
             else:  # Python's limit on the digits of a number
                 fault = f"{_quote(line)} has a number that is not between 0 and 2**31 - 1"
             raise DataError(f"{path}: line {number}: {fault}") from error
@@ -218,14 +263,14 @@ def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArr
     return values, np.array(kept, dtype=np.int64)
 
 
-def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[Any]:
+def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path, keys: Keys) -> list[Any]:
     """`values` themselves or, of objects, the values of the key with lengths, which the first object decides on."""
     if type(values[0]) is not dict:
         return values
-    _require(values, dict, numbers, path)
-    key = next((key for key in (*KEYS, TOKENS) if key in values[0]), None)
+    _require(values, dict, numbers, path, keys)
+    key = next((key for key in keys if key in values[0]), None)
     if key is None:
-        raise DataError(f"{path}: line {numbers[0]}: has none of the keys {', '.join((*KEYS, TOKENS))}")
+        raise DataError(f"{path}: line {numbers[0]}: has none of the keys {', '.join(keys)}")
     lacking = next((i for i, value in enumerate(values) if key not in value), None)
     if lacking is not None:
         raise DataError(f"{path}: line {numbers[lacking]}: has no key {key}, as lines before it have")
@@ -245,7 +290,7 @@ def _count_tokens(values: list[Any], numbers: NDArray[np.int64], path: Path) -> 
     return [len(value[TOKENS]) for value in values]
 
 
-def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Path) -> None:
+def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Path, keys: Keys) -> None:
     """Refuse values whose type is not `kind`, and a `kind` that is none of those of lengths."""
     if kind in (int, list, dict) and set(map(type, values)) <= {kind}:
         return
@@ -255,7 +300,7 @@ def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Pa
     if type(value) in (int, list, dict):
         raise DataError(f"{where}: {_quote(value)} is of another kind than the lines before it; do not mix them")
     fault = "is not a whole number" if type(value) is float else "is no length"
-    raise DataError(f"{where}: {_quote(value)} {fault}; every line is {_EXPECTED}")
+    raise DataError(f"{where}: {_quote(value)} {fault}; every line is {_expected(keys)}")
 
 
 def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ Format: parquet.thrift (PageHeader), thrift's compact protocol, and Encodings.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -454,6 +454,10 @@ class ParquetFile:
             raise DataError(f"{self.path}: column {name}: {len(column)} rows of the footer's {self.num_rows()}")
         return column
 
+    def batches(self, names: Sequence[str], rows: int) -> Iterator[Any]:
+        """Record batches of the columns `names`, of at most `rows` rows."""
+        return iter(self.arrow.iter_batches(batch_size=rows, columns=list(names), use_threads=False))
+
     def row_lengths(self, name: str) -> NDArray[np.int64]:
         """Lengths of the lists in top-level column `name`, shape [rows].
 
@@ -552,3 +556,21 @@ def open_columns(path: Path) -> Iterator[ParquetFile | ArrowFile]:
         return
     with arrow_errors(path):
         yield ArrowFile(path)
+
+
+_ROWS = 1000
+"""Rows of a batch."""
+
+
+def read_batches(path: Path, names: Collection[str]) -> Iterator[tuple[float, Any]]:
+    """The columns of `path` that are among `names`, as record batches, each with the share of rows before its end.
+
+    Raises:
+        DataError: the file is truncated or corrupt.
+    """
+    with open_columns(path) as file, arrow_errors(path):
+        wanted = [name for name in file.schema.names if name in names]
+        done, total = 0, max(1, file.num_rows())
+        for batch in file.batches(wanted, _ROWS):
+            done += batch.num_rows
+            yield done / total, batch

@@ -62,14 +62,14 @@ class Refused(Exception):
     def __init__(self, kind: str, error: str) -> None:
         super().__init__(error)
         self.kind = kind
-        """`package`, `tokenizer` or `padding`."""
+        """`package`, `tokenizer`, `template` or `padding`."""
 
 
 def main() -> None:
     """Count every conversation of standard input."""
     settings = json.loads(sys.stdin.buffer.readline())
     try:
-        tokenizer = _tokenizer(settings["tokenizer_model"])
+        tokenizer = load_tokenizer(settings["tokenizer_model"])
         _check_padding(tokenizer, settings["prompt_format"])
     except Refused as refused:
         print(json.dumps({"kind": refused.kind, "error": str(refused)}))
@@ -117,8 +117,12 @@ def _fault(tokenizer: Any, prompt_format: str, conversation: list[Message], toke
     return None if at == len(tokens) else "the messages have other tokens in the conversation than by themselves"
 
 
-def _tokenizer(path: str) -> Any:
-    """The tokenizer in directory `path`, or in the cache of the Hugging Face Hub; nothing is downloaded."""
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer in directory `path`, or in the cache of the Hugging Face Hub; nothing is downloaded.
+
+    Raises:
+        Refused: the package that reads it is missing, or it cannot be loaded.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise Refused("package", "the package transformers is not installed")
     for hidden in ("torch", "tensorflow", "jax", "flax"):

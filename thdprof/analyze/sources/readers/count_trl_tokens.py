@@ -1,0 +1,403 @@
+"""A program that counts the tokens of text as TRL's SFTTrainer makes them, in worker processes.
+
+It runs in a process of its own, where PyTorch is hidden. Standard input is a JSON object with the fields of `Task`.
+Lines of standard output say how far the work is; the counts are written to a file.
+
+Rules: TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.py`; values as datasets 5.2 gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from thdprof.analyze.sources.readers import json_lines
+from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches
+from thdprof.analyze.sources.readers.tokenize_program import Refused, load_tokenizer
+from thdprof.errors import DataError
+
+NEVER = 2**31 - 1
+"""Stands for a number of tokens of which none is trained."""
+_FEW_BYTES = 2**20
+"""Bytes of files below which more processes would cost more than they save."""
+_COMPARED = 32
+"""Texts for which both ways to count are compared."""
+_AHEAD = 4
+"""Parts of the data for each worker that are read before it asks for them."""
+
+Example = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a file, for one worker."""
+
+    share: float
+    """Share of all bytes that lies before the end of these rows."""
+    where: str
+    """The file and the name of a row, for messages."""
+    first: int
+    """Number of the first row."""
+    content: bytes | list[bytes]
+    """Lines of JSON, or Arrow's serialised record batch with its schema."""
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """Number and value of every row; blank lines are left out."""
+        if isinstance(self.content, list):
+            for number, line in enumerate(self.content, self.first):
+                if line.strip():
+                    yield number, json.loads(line)
+            return
+        yield from enumerate(decoded_rows(self.content), self.first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is counted."""
+
+    files: list[str]
+    """Files of one format, in order."""
+    tokenizer: str
+    """Directory of the tokenizer."""
+    chat_template: str | None
+    """Text of the chat template; None: the tokenizer's own, or that of `template_tokenizer`."""
+    template_tokenizer: str | None
+    """Directory of the tokenizer whose chat template is taken."""
+    text_column: str
+    eos_token: str | None
+    completion_only_loss: bool | None
+    assistant_only_loss: bool
+    masks: bool
+    """Whether it matters from where on tokens are trained."""
+    output: str
+    """File of the counts, int32, shape [1 or 2, documents]: tokens, and `UnpackedDocuments.trained_from`."""
+
+
+def main() -> None:
+    """Count all documents of a task."""
+    task = Task(**json.load(sys.stdin))
+    try:
+        np.save(task.output, count_all(task, lambda *progress: print(json.dumps(progress), flush=True)))
+    except Refused as refused:
+        print(json.dumps({"kind": refused.kind, "error": str(refused)}), flush=True)
+    except DataError as error:
+        print(json.dumps({"kind": "data", "error": str(error)}), flush=True)
+
+
+def count_all(task: Task, report: Callable[[float, int], None]) -> NDArray[np.int32]:
+    """The counts of all files; `report` is called with the share of bytes and the number of documents so far."""
+    tokenizer = load_tokenizer(task.tokenizer)
+    parts = _read_parts([Path(file) for file in task.files], task.text_column)
+    begun: list[Part] = []
+    first = None
+    try:
+        for part in parts:
+            begun.append(part)
+            if (first := next(part.rows(), None)) is not None:
+                break
+        if first is None:
+            raise DataError(f"{task.files[0]}: holds no rows; write it again with data")
+        counter = _Counter(task, tokenizer, first[1])
+    except (ValueError, IndexError, TypeError) as error:
+        raise DataError(f"{task.files[0]}: the first row is no such text: {type(error).__name__}: {error}") from error
+    found, documents = [], 0
+    for share, result in _map(counter, chain(begun, parts), workers=_num_workers(task)):
+        if isinstance(result, str):
+            raise DataError(result)
+        found.append(result)
+        documents += result.shape[1]
+        report(share, documents)
+    return np.concatenate(found, axis=1)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs", "image", "images")
+"""Columns that TRL reads besides that of plain text."""
+
+
+def _read_parts(files: Sequence[Path], text_column: str) -> Iterator[Part]:
+    sizes = [max(1, file.stat().st_size) for file in files]
+    before, total = 0, sum(sizes)
+    for file, size in zip(files, sizes, strict=True):
+        if holds_columns(file):
+            row = 0
+            for share, batch in read_batches(file, (*_COLUMNS, text_column)):
+                stored = pa.BufferOutputStream()
+                with pa.ipc.new_stream(stored, batch.schema) as writer:
+                    writer.write_batch(batch)
+                yield Part((before + share * size) / total, f"{file}: row", row, stored.getvalue().to_pybytes())
+                row += batch.num_rows
+        else:
+            for share, number, lines in json_lines.read_parts(file):
+                yield Part((before + share * size) / total, f"{file}: line", number, lines)
+        before += size
+
+
+def decoded_rows(stored: bytes) -> list[Example]:
+    """The rows of a record batch as `datasets` gives them, where columns of the type Json hold values."""
+    with pa.ipc.open_stream(stored) as reader:
+        [batch] = list(reader)
+    decoders = {field.name: _json_decoder(field.type) for field in batch.schema}
+    rows: list[Example] = batch.to_pylist()
+    for name, decode in decoders.items():
+        if decode is not None:
+            for row in rows:
+                row[name] = decode(row[name])
+    return rows
+
+
+def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """What makes values of the texts in a column of type `kind`; None where it holds no Json."""
+    if isinstance(kind, pa.JsonType):
+        return lambda value: None if value is None else json.loads(value)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        inner = _json_decoder(kind.value_type)
+        return None if inner is None else lambda value: None if value is None else list(map(inner, value))
+    if pa.types.is_struct(kind):
+        fields = {kind.field(i).name: _json_decoder(kind.field(i).type) for i in range(kind.num_fields)}
+        decoders = {name: decode for name, decode in fields.items() if decode is not None}
+        if decoders:
+            return lambda value: value and {n: decoders[n](v) if n in decoders else v for n, v in value.items()}
+    return None
+
+
+# --- tokens of an example ---------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    """Counts the tokens of a part of the data; forked processes share it."""
+
+    def __init__(self, task: Task, tokenizer: Any, first: Any) -> None:
+        """Decide what TRL decides by the first example.
+
+        Raises:
+            Refused: the tokenizer or its chat template cannot be used.
+            DataError: TRL cannot train on such examples.
+        """
+        if not isinstance(first, dict):
+            raise DataError(f"{task.files[0]}: the first row is no object; TRL reads objects with messages or text")
+        if "image" in first or "images" in first:
+            raise DataError(f"{task.files[0]}: has images, which TRL neither packs nor counts beforehand")
+        if task.assistant_only_loss and not _is_conversational(first):
+            raise DataError(f"{task.files[0]}: assistant_only_loss: TRL refuses rows without messages")
+        self._task, self._tokenizer = task, tokenizer
+        if task.eos_token is not None:
+            if task.eos_token not in tokenizer.get_vocab():
+                raise Refused("tokenizer", f"eos_token {task.eos_token!r} is not in its vocabulary")
+            tokenizer.eos_token = task.eos_token
+        self._take_template()
+        self._converts = _is_from_value(first)
+        if self._converts:
+            first = _to_chatml(first)
+        self._adds_eos = not _is_conversational(first)
+        if self._adds_eos and tokenizer.eos_token is None:
+            raise Refused("tokenizer", "it has no token that ends a text, and TRL adds one")
+        if not self._adds_eos and tokenizer.chat_template is None:
+            raise Refused("template", "the tokenizer has no chat template: give one by --chat-template")
+        self._template = self._training_template() if task.assistant_only_loss else None
+        completions = task.completion_only_loss
+        self._masks_prompts = "prompt" in first and (completions is None or completions)
+        self._masks = task.masks and (self._masks_prompts or task.assistant_only_loss)
+        self._quick: bool | None = None
+
+    def __call__(self, part: Part) -> tuple[float, NDArray[np.int32] | str]:
+        """The counts of a part, or the text of what TRL stops on there."""
+        number = part.first
+        texts: list[tuple[str, bool]] = []
+        trained: list[tuple[int, int]] = []
+        try:
+            for row, value in part.rows():
+                number = row
+                example = self._prepare(value)
+                if self._masks:
+                    trained.append(self._trained(example))
+                else:
+                    texts.append(self._text(example))
+            if self._masks:
+                return part.share, np.array(trained, dtype=np.int32).reshape(-1, 2).T
+            return part.share, np.array([self._lengths(texts)], dtype=np.int32)
+        except Exception as error:  # a template may raise any
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return part.share, f"{part.where} {number}: TRL cannot make tokens of it: {reason}"
+
+    def _take_template(self) -> None:
+        """Give the tokenizer another chat template, as TRL's chat_template_path does."""
+        task, tokenizer = self._task, self._tokenizer
+        if task.chat_template is not None:
+            tokenizer.chat_template = task.chat_template
+        elif task.template_tokenizer is not None:
+            source = load_tokenizer(task.template_tokenizer)
+            tokenizer.chat_template = source.get_chat_template()
+            tokenizer.add_tokens([t for t in source.added_tokens_decoder.values() if t.content not in tokenizer.vocab])
+            tokenizer.eos_token = source.eos_token
+
+    def _training_template(self) -> str | None:
+        """The template that TRL takes for assistant_only_loss in place of the tokenizer's; None: the tokenizer's."""
+        try:
+            from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+        except Exception as error:
+            raise Refused("template", f"assistant_only_loss needs TRL's templates, and {error}") from error
+        if has_generation_markers(self._tokenizer.chat_template):
+            return None
+        try:
+            return str(get_training_chat_template(self._tokenizer))
+        except Exception as error:
+            raise Refused("template", f"assistant_only_loss: {' '.join(str(error).split())[:300]}") from error
+
+    def _prepare(self, example: Example) -> Example:
+        """The example with messages of role and content, or with the token that ends its text."""
+        if self._converts:
+            example = _to_chatml(example)
+        if self._adds_eos:
+            end, column = self._tokenizer.eos_token, self._task.text_column
+            if column in example and not example[column].endswith(end):
+                example[column] += end
+            elif "completion" in example and not example["completion"].endswith(end):
+                example["completion"] += end
+        return example
+
+    def _options(self, example: Example) -> dict[str, Any]:
+        tools = example.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return {"chat_template": self._template, "tools": tools, **example.get("chat_template_kwargs", {})}
+
+    def _content(self, example: Example) -> Any:
+        """What is tokenised: a list of messages, or a text."""
+        if "prompt" in example:
+            return example["prompt"] + example["completion"]
+        return example["messages"] if _is_conversational(example) else example[self._task.text_column]
+
+    def _text(self, example: Example) -> tuple[str, bool]:
+        """The text that the tokenizer is given, and whether special tokens are added to it."""
+        content = self._content(example)
+        if isinstance(content, list):
+            return self._tokenizer.apply_chat_template(content, tokenize=False, **self._options(example)), False
+        return content, True
+
+    def _lengths(self, texts: Sequence[tuple[str, bool]]) -> list[int]:
+        if self._quick is None:
+            some = texts[:_COMPARED]
+            self._quick = self._tokenizer.is_fast and self._count(some, quick=True) == self._count(some, quick=False)
+        return self._count(texts, quick=self._quick)
+
+    def _count(self, texts: Sequence[tuple[str, bool]], *, quick: bool) -> list[int]:
+        """Tokens of every text. The quick way makes no lists of them, and leaves out what a class of tokenizer adds."""
+        counts = [0] * len(texts)
+        for special in (False, True):
+            at = [index for index, text in enumerate(texts) if text[1] is special]
+            of_kind = [texts[index][0] for index in at]
+            if not of_kind:
+                continue
+            if quick:
+                backend = self._tokenizer.backend_tokenizer
+                found = list(map(len, backend.encode_batch_fast(of_kind, add_special_tokens=special)))
+            else:
+                found = [len(self._tokenizer(text, add_special_tokens=special)["input_ids"]) for text in of_kind]
+            for index, count in zip(at, found, strict=True):
+                counts[index] = count
+        return counts
+
+    def _ids(self, content: Any, example: Example, **options: Any) -> Any:
+        if isinstance(content, list):
+            options = {**self._options(example), **options}
+            return self._tokenizer.apply_chat_template(content, tokenize=True, return_dict=True, **options)
+        return self._tokenizer(text=content)
+
+    def _trained(self, example: Example) -> tuple[int, int]:
+        """Tokens of the example, and the fewest to cut it to so that one of them is trained."""
+        masked = self._task.assistant_only_loss
+        whole = self._ids(self._content(example), example, **({"return_assistant_tokens_mask": True} if masked else {}))
+        ids = whole["input_ids"]
+        trained = np.ones(len(ids), dtype=bool)
+        if masked and "assistant_masks" in whole:
+            trained &= np.array(whole["assistant_masks"], dtype=bool)
+            if not trained.any():
+                raise ValueError("assistant_only_loss is set, and it has no token of an assistant")
+        if self._masks_prompts:
+            prompt = example["prompt"]
+            begun = self._ids(prompt, example, **({"add_generation_prompt": True} if isinstance(prompt, list) else {}))
+            pairs = enumerate(zip(begun["input_ids"], ids, strict=False))
+            trained[: next((at for at, (a, b) in pairs if a != b), min(len(begun["input_ids"]), len(ids)))] = False
+        return len(ids), int(trained.argmax()) + 1 if trained.any() else NEVER
+
+
+def _is_conversational(example: Example) -> bool:
+    """Whether the example holds messages, by the key that TRL reads it by."""
+    value = next((example[key] for key in ("prompt", "messages") if key in example), None)
+    return isinstance(value, list) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def _is_from_value(example: Example) -> bool:
+    value = example.get("conversations")
+    return isinstance(value, list) and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys()
+
+
+def _to_chatml(example: Example) -> Example:
+    for key in ("prompt", "completion", "messages", "conversations"):
+        for message in example[key] if isinstance(example.get(key), list) else ():
+            for old, new in (("from", "role"), ("value", "content")):
+                if isinstance(message, dict) and old in message:
+                    message[new] = message.pop(old)
+    if "conversations" in example:
+        example["messages"] = example.pop("conversations")
+    return example
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+_counter: _Counter | None = None
+"""The counter of a worker, which it has from the process that forked it."""
+
+
+def _num_workers(task: Task) -> int:
+    if sum(Path(file).stat().st_size for file in task.files) < _FEW_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _map(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[tuple[float, NDArray[np.int32] | str]]:
+    """The results of `counter`, in order; so many parts are read ahead that no worker waits, and no more."""
+    if workers == 1:
+        yield from map(counter, parts)
+        return
+    global _counter
+    _counter = counter
+    free, ended = threading.Semaphore(_AHEAD * workers), threading.Event()
+
+    def read_ahead() -> Iterator[Part]:
+        for part in parts:
+            free.acquire()
+            if ended.is_set():
+                return
+            yield part
+
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        try:
+            for result in pool.imap(_count_part, read_ahead()):
+                free.release()
+                yield result
+        finally:  # the pool waits for the thread that reads ahead
+            ended.set()
+            free.release()
+
+
+def _count_part(part: Part) -> tuple[float, NDArray[np.int32] | str]:
+    assert _counter is not None
+    return _counter(part)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Text for TRL's SFTTrainer: columns `messages`, `prompt` and `completion`, or `text`, of JSON lines, parquet or Arrow.
+
+A row is a document that TRL packs. Its tokens are counted by the run's own tokenizer, in a program of its own
+(`readers/count_trl_tokens.py`), and kept in a cache, so that a second analysis of the same files counts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.sources.base import Dataset, Format, Reading, UnpackedDocuments
+from thdprof.analyze.sources.readers.json_lines import TOKENS, first_object
+from thdprof.analyze.sources.readers.parquet import holds_columns, schema_of
+from thdprof.errors import DataError, UsageError
+from thdprof.files import replacing
+from thdprof.words import install_line
+
+NAME = "trl-text"
+_ROOT = Path(__file__).parents[3]
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from thdprof.analyze.sources.readers.count_trl_tokens import main; main()"
+)
+"""Not imported here: `transformers` imports PyTorch unless it is hidden in the whole process."""
+_CACHE = ".thdprof"
+"""Directory beside the data that keeps counts."""
+_VERSION = 1
+"""Of the rules by which tokens are counted; counts of another version are counted anew."""
+_OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_DOWNLOAD = "hf download {} --include '*.json' '*.jinja' '*.model' '*.txt'"
+
+
+def text_columns(names: Collection[str], text_column: str) -> list[str]:
+    """The columns of text that TRL reads among `names`; empty where it reads none, or the data are tokens already."""
+    if TOKENS in names:
+        return []
+    if "prompt" in names:
+        return ["prompt", "completion"] if "completion" in names else []
+    return [name for name in ("messages", "conversations", text_column) if name in names][:1]
+
+
+def _column_names(path: Path) -> Collection[str]:
+    if holds_columns(path):
+        schema = schema_of(path)
+        return () if schema is None else schema.names
+    return first_object(path) or ()
+
+
+def _recognises(path: Path, reading: Reading) -> bool:
+    return bool(text_columns(_column_names(path), reading.text_column))
+
+
+def _read(paths: Sequence[Path], reading: Reading) -> Dataset:
+    """Count the tokens of every row of `paths`, one file after the other.
+
+    Raises:
+        UsageError: the run's tokenizer is not given, or the package that reads it is missing.
+        DataError: a row is no such text, or the tokenizer cannot be loaded.
+    """
+    if reading.tokenizer_model is None:
+        columns = text_columns(_column_names(paths[0]), reading.text_column)
+        raise UsageError(
+            f"{paths[0]}: its text ({' and '.join(columns)}) is counted by the run's tokenizer: give --tokenizer, a "
+            "directory or a name in the Hugging Face cache"
+        )
+    tokenizer = _find_tokenizer("--tokenizer", reading.tokenizer_model)
+    notes = []
+    if any((tokenizer / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+        notes.append(f"{tokenizer}: has a processor, with which TRL reads text; its tokenizer alone counted it")
+    counts, note = _counted(paths, _task(paths, reading, tokenizer), reading)
+    content = UnpackedDocuments(document_tokens=counts[0], trained_from=counts[1] if len(counts) > 1 else None)
+    notes += [] if note is None else [note]
+    return Dataset.from_content(NAME, paths, content, notes=tuple(notes), usual_packer="best_fit_decreasing")
+
+
+def _task(paths: Sequence[Path], reading: Reading, tokenizer: Path) -> dict[str, Any]:
+    """The fields of the program's `Task`, without its output."""
+    template, source = None, None
+    if reading.chat_template is not None:
+        file = Path(reading.chat_template)
+        if file.is_file():
+            try:
+                template = file.read_text(encoding="utf-8")
+            except UnicodeError as error:
+                raise DataError(f"--chat-template {file}: is no text in UTF-8: {error}") from error
+        else:
+            source = str(_find_tokenizer("--chat-template", reading.chat_template))
+    return {
+        "files": [str(path) for path in paths],
+        "tokenizer": str(tokenizer),
+        "chat_template": template,
+        "template_tokenizer": source,
+        "text_column": reading.text_column,
+        "eos_token": reading.eos_token,
+        "completion_only_loss": reading.completion_only_loss,
+        "assistant_only_loss": reading.assistant_only_loss,
+        "masks": not reading.packed,
+    }
+
+
+def _find_tokenizer(option: str, name: str) -> Path:
+    """The directory of a tokenizer: `name` itself, or that of the model called so in the Hugging Face cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    model = cache / f"models--{name.replace('/', '--')}"
+    try:
+        found = model / "snapshots" / (model / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError):
+        found = model
+    if found == model or not found.is_dir():
+        raise DataError(
+            f"{option} {name}: is no directory, and no model in the Hugging Face cache {cache}; nothing is downloaded: "
+            f"run {_DOWNLOAD.format(name)}"
+        )
+    return found
+
+
+# --- counts, and the cache of them ------------------------------------------------------------------------------------
+
+
+def _counted(paths: Sequence[Path], task: dict[str, Any], reading: Reading) -> tuple[NDArray[np.int32], str | None]:
+    """The program's counts, from the cache where they are there; and a note where they could not be kept."""
+    directory = reading.cache or paths[0].parent / _CACHE
+    kept = directory / f"tokens-{_key(paths, task)}.npy"
+    try:
+        counts: NDArray[np.int32] = np.load(kept, allow_pickle=False)
+        if counts.ndim == 2 and counts.dtype == np.int32 and 1 <= len(counts) <= 2 and counts.shape[1] > 0:
+            return counts, None
+    except (OSError, ValueError, EOFError):
+        pass
+    counts = _count(task, reading)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with replacing(kept) as temporary, temporary.open("wb") as file:
+            np.save(file, counts)
+    except (OSError, DataError) as error:
+        return counts, f"the counted tokens could not be kept in {directory} ({error}): give another --cache"
+    return counts, None
+
+
+def _key(paths: Sequence[Path], task: dict[str, Any]) -> str:
+    """A digest of all that decides on the counts."""
+    stats = [path.stat() for path in paths]
+    files = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
+    values = {
+        **task,
+        "files": files,
+        "tokenizer": _digest(Path(task["tokenizer"])),
+        "template_tokenizer": task["template_tokenizer"] and _digest(Path(task["template_tokenizer"])),
+        "version": _VERSION,
+        "packages": [_version(name) for name in ("transformers", "tokenizers")],
+    }
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digest(tokenizer: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*tokenizer.glob("*"), *tokenizer.glob("additional_chat_templates/*")]):
+        if path.suffix in _OF_TOKENIZERS and path.is_file():
+            digest.update(f"{path.relative_to(tokenizer)} {path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _count(task: dict[str, Any], reading: Reading) -> NDArray[np.int32]:
+    """Run the program."""
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as errors:
+        output = Path(directory) / "counts.npy"
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        ) as program:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            try:
+                program.stdin.write(json.dumps({**task, "output": str(output)}).encode())
+                program.stdin.close()
+                for line in program.stdout:
+                    if line.startswith(b"{"):
+                        raise _refused(reading, **json.loads(line))
+                    if line.startswith(b"["):
+                        share, documents = json.loads(line)
+                        reading.tick(share, round(documents / max(share, 1e-9)))
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)  # and its workers
+                raise
+        if not output.is_file():
+            errors.seek(0)
+            last = errors.read().decode("utf-8", "replace").strip().splitlines()[-1:]
+            raise DataError(
+                f"{task['files'][0]}: the process that counts tokens ended early "
+                f"({(last or [f'exit code {program.returncode}'])[0][:300]})"
+            )
+        counts: NDArray[np.int32] = np.load(output, allow_pickle=False)
+        return counts
+
+
+def _refused(reading: Reading, *, kind: str, error: str) -> Exception:
+    if kind == "data":
+        return DataError(error)
+    if kind == "package":
+        return UsageError(f"text is tokenised as training does it, and {error}: {install_line('sft')}")
+    return DataError(f"--tokenizer {reading.tokenizer_model}: cannot be used: {error}")
+
+
+def make_format(reading: Reading) -> Format:
+    """The format, by the run's own name of the column of plain text."""
+    return Format(
+        name=NAME,
+        summary="all text: the tokens of every row as TRL makes them, by the run's own tokenizer",
+        sign="JSON lines (also .gz, .zst), parquet or Arrow with messages, prompt and completion, or text",
+        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".pq", ".arrow"),
+        recognises=partial(_recognises, reading=reading),
+        read=partial(_read, reading=reading),
+        read_by=_read,
+    )
+
+
+FORMAT = make_format(Reading())
