@@ -54,7 +54,7 @@ def serve(path: str) -> None:
     """Fork a process for each line of standard input that runs the program at `path`."""
     program = runpy.run_path(path)
     with suppress(program["Refused"]):
-        program["_tokenizer"]("nowhere")  # what it needs is imported, and PyTorch is hidden
+        program["load_tokenizer"]("nowhere")  # what it needs is imported, and PyTorch is hidden
     for line in iter(sys.stdin.readline, ""):
         given, out = json.loads(line)
         if (child := os.fork()) == 0:
