@@ -223,3 +223,15 @@ def test_no_ranks_without_times():
     found = rank([None, None], [False, True])
     assert (found.measure, found.order, found.ranks) == (None, (0, 1), (None, None))
     assert (found.first_on_slow_host, found.first_on_quick_host) == (None, None)
+
+
+def test_rows_that_no_run_can_train_by_go_last(thdprof, settings, tmp_path):
+    documents = write_lines(tmp_path / "documents.jsonl", [1000] * 8000)
+    told, shown = swept(thdprof, documents, "--settings", settings, "--global-batch-size", 2, "seq-length=1024,3000000")
+    small, large = told["combinations"]
+    assert (small["rank"], small["blocked"], large["rank"]) == (1, None, None)
+    assert large["tokens_per_second"]["middle"] > small["tokens_per_second"]["middle"]
+    assert large["blocked"].startswith("needs ")
+    assert large["blocked"].endswith(" of the GPU's 79 GiB")
+    assert [row[:2] for row in rows_of(shown, 2)] == [["1", "1024"], ["2", "3000000"]]
+    assert large["blocked"] in shown

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
+from thdprof.analyze.settings.launch_flags import find_refusals
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -21,6 +22,7 @@ from thdprof.plan import (
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
+    from thdprof.analyze.settings.request import Request
     from thdprof.plan import Impl
 
 
@@ -81,6 +83,20 @@ def make_plan(
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
+
+
+def add_refusals(plan: Plan, request: Request) -> tuple[Plan, str | None]:
+    """The plan with what training by it would refuse, as far as the settings of its `request` tell; and why others are
+    not known, or None.
+    """
+    refused, unknown = find_refusals(
+        plan,
+        script=request.script,
+        recipe=request.recipe,
+        trainer_arguments=request.trainer_arguments,
+        model_file=request.model_file,
+    )
+    return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})}), unknown
 
 
 def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:

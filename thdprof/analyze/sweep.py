@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.analyze.analysis import Progress, Study, check_gpu, read_showing
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
-from thdprof.analyze.planning import make_plan
+from thdprof.analyze.planning import add_refusals, make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import summarize_dataset
 from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Axis, Request
 from thdprof.analyze.settings.resolve import Assumption
+from thdprof.analyze.times.gpus import GPUS
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import DatasetPart, Plan
 from thdprof.training import model_definitions
+from thdprof.words import memory_size
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
@@ -175,6 +177,21 @@ class Combination:
     unranked: str | None = None
     """Why they are not known; None where they are, or the analysis failed."""
 
+    memory_gib: int | None = None
+    """Memory of the GPU that times are of, in GiB; None where it is not known."""
+
+    @property
+    def blocked(self) -> str | None:
+        """Why no run can train by the plan: what would be refused, or more memory than the GPU has; None where nothing
+        is known against it.
+        """
+        if self.plan is not None and self.plan.predictions.refused:
+            first, *others = self.plan.predictions.refused
+            return f"refused: {first}" + (f" and {len(others)} more" if others else "")
+        if self.memory is not None and self.memory_gib is not None and self.memory.peak_bytes > self.memory_gib * 2**30:
+            return f"needs {memory_size(self.memory.peak_bytes / 2**30)} of the GPU's {self.memory_gib} GiB"
+        return None
+
     @property
     def file_name(self) -> str:
         """Name of the combination's plan file, made of its values."""
@@ -196,8 +213,14 @@ class Sweep:
     """Notes from reading the requests, each once."""
 
     def ranking(self) -> Ranking:
-        """The order of the combinations by tokens per second."""
-        return rank([c.rate for c in self.combinations], [c.plan is not None for c in self.combinations])
+        """The order of the combinations by tokens per second; those that no run can train by go last, and have no rank
+        where there are others.
+        """
+        can_train = [c.plan is not None and c.blocked is None for c in self.combinations]
+        if not any(can_train):
+            can_train = [c.plan is not None for c in self.combinations]
+        pairs = zip(self.combinations, can_train, strict=True)
+        return rank([c.rate if trains else None for c, trains in pairs], can_train)
 
 
 def combinations_of(axes: Sequence[Axis]) -> list[Combination]:
@@ -307,6 +330,7 @@ def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Com
     try:
         result = study.analyze()
         plan = make_plan(result, impl=study.impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
+        plan, _ = add_refusals(plan, request)
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
     unranked = explain_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)
@@ -319,6 +343,7 @@ def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Com
         worth=None if unranked else result.worth,
         rate=None if unranked else Rate.from_worth(result.worth, result.times, step_ms=step_ms),
         unranked=unranked,
+        memory_gib=None if result.gpu is None or result.gpu not in GPUS else GPUS[result.gpu].memory_gib,
     )
 
 

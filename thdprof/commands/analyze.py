@@ -25,7 +25,6 @@ from thdprof.errors import GateError, UsageError
 if TYPE_CHECKING:
     from thdprof.analyze.settings.request import Request
     from thdprof.offload.plan import Choice
-    from thdprof.plan import Plan
     from thdprof.training import GraphKind
 
 
@@ -63,12 +62,13 @@ def analyze(
     """
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.analysis import check_gpu
-    from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.planning import add_refusals, make_plan
     from thdprof.analyze.report.analysis import print_report, to_dict
     from thdprof.analyze.settings.captures import read_choice
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.request import read_request
     from thdprof.files import check_not_inputs, json_text
+    from thdprof.training.stamp import compare_with_installed
 
     to_stdout = str(output) == "-"
     if json and to_stdout:
@@ -100,7 +100,11 @@ def analyze(
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-    plan = _with_refusals(plan, request, gpu=analysis.gpu)
+    if (other := compare_with_installed(plan.costs.stamp, gpu=analysis.gpu)) is not None:
+        streams.say(other)
+    plan, unknown = add_refusals(plan, request)
+    if unknown is not None:
+        streams.say(f"which settings of the script training by this plan would refuse is not known: {unknown}")
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
@@ -147,25 +151,6 @@ def _check_outputs(
     outputs = [path for path in (output, *tables.values()) if path is not None]
     check_targets(outputs, force=force)
     return outputs
-
-
-def _with_refusals(plan: Plan, request: Request, *, gpu: str | None) -> Plan:
-    """The plan with what training by it would refuse; says where its times were measured elsewhere."""
-    from thdprof.analyze.settings.launch_flags import find_refusals
-    from thdprof.training.stamp import compare_with_installed
-
-    if (other := compare_with_installed(plan.costs.stamp, gpu=gpu)) is not None:
-        streams.say(other)
-    refused, reason = find_refusals(
-        plan,
-        script=request.script,
-        recipe=request.recipe,
-        trainer_arguments=request.trainer_arguments,
-        model_file=request.model_file,
-    )
-    if reason is not None:
-        streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
-    return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})})
 
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:

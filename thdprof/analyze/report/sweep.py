@@ -64,14 +64,16 @@ def _by_row(rows: Sequence[Combination], texts: Sequence[list[str]]) -> Iterator
 def _table(names: Sequence[str], rows: Sequence[Combination], ranking: Ranking) -> Table:
     columns = _columns(rows, ranking)
     table = plain_table([], ["row", *(n.replace("_", "-") for n in names), *_COUNTS, *columns])
-    problems = any(c.problem is not None for c in rows)
+    problems = any(c.problem or c.blocked for c in rows)
     if problems:
         table.add_column("cannot be")
     for number, c in enumerate(rows, start=1):
         values = [str(v).lower() if isinstance(v, bool) else str(v) for v in c.values.values()]
         counts = ["-"] * len(_COUNTS) if c.plan is None else plan_cells(c.plan)
         cells = [cell(c) or "-" for cell in columns.values()]
-        table.add_row(str(number), *values, *counts, *cells, *([Text(c.problem or "")] if problems else []))
+        table.add_row(
+            str(number), *values, *counts, *cells, *([Text(c.problem or c.blocked or "")] if problems else [])
+        )
     return table
 
 
@@ -191,6 +193,8 @@ def _combination(c: Combination, place: int | None) -> dict[str, Any]:
     return {
         "settings": c.values,
         "problem": c.problem,
+        "blocked": c.blocked,
+        "refused": [] if c.plan is None else c.plan.predictions.refused,
         "rank": place,
         "unranked": c.unranked,
         "tokens_per_second": _rate(c.rate),
