@@ -23,6 +23,7 @@ from thdprof.commands.options import (
 from thdprof.errors import GateError, UsageError
 
 if TYPE_CHECKING:
+    from thdprof.analyze.analysis import Analysis, Progress
     from thdprof.analyze.settings.request import Request
     from thdprof.offload.plan import Choice
     from thdprof.training import GraphKind
@@ -89,14 +90,7 @@ def analyze(
     with streams.progress_bar() as progress:
         analysis = analyze_files(request, offload=choice, impl=impl, progress=progress)
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))
-        if microbatches is not None:
-            progress("writing the table", 1.0, 0)
-            analysis.microbatches.write_parquet(microbatches)
-        if profile is not None:
-            from thdprof.analyze.profile.run_profile import make_profile
-
-            progress("writing the profile", 1.0, 0)
-            make_profile(analysis, part=part).save(profile, force=force)
+        _write_tables(analysis, tables, part=part, force=force, progress=progress)
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
@@ -115,13 +109,26 @@ def analyze(
     else:
         then = next_command(request, None if to_stdout else output)
         print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
-        if output is not None and not to_stdout:
-            streams.say(f"plan written to {output}")
-        if profile is not None:
-            streams.say(f"profile written to {profile}")
+        for name, file in (("plan", None if to_stdout else output), ("profile", profile)):
+            if file is not None:
+                streams.say(f"{name} written to {file}")
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise GateError(f"training by this plan would be refused: {refused[0]}{more}")
+
+
+def _write_tables(
+    analysis: Analysis, tables: Mapping[str, Path | None], *, part: str | None, force: bool, progress: Progress
+) -> None:
+    """Write the table of micro-batches and the profile, where they are asked for."""
+    if (microbatches := tables["--microbatches"]) is not None:
+        progress("writing the table", 1.0, 0)
+        analysis.microbatches.write_parquet(microbatches)
+    if (profile := tables["--profile"]) is not None:
+        from thdprof.analyze.profile.run_profile import make_profile
+
+        progress("writing the profile", 1.0, 0)
+        make_profile(analysis, part=part).save(profile, force=force)
 
 
 def next_command(request: Request, plan: Path | None) -> str:

@@ -57,8 +57,6 @@ def calibrate(
     ] = None,
 ) -> None:
     """Write a cost table for analyze --cost-table: from two runs of training, or of a module that is measured here."""
-    import importlib.util
-
     import yaml
 
     from thdprof.analyze.settings.limits import counts_of
@@ -71,43 +69,58 @@ def calibrate(
     if eager_step_ms is not None and not stats:
         raise UsageError("--eager-step-ms: only with --stats")
     if host:
-        from thdprof.analyze.times.modelled_costs import HOST_SCHEMA, measure_launch_us
-
-        launch_us = measure_launch_us()
-        if launch_us is None:
-            raise MachineError("calibrate --host needs an NVIDIA GPU and torch, and finds none here")
-        write_text(output, yaml.safe_dump({"schema": HOST_SCHEMA, "launch_us": launch_us}), force=force)
-        streams.say(f"{launch_us:.1f} us a launch, written to {output}")
-        return
-    if stats:
+        table = _measure_host()
+    elif stats:
         from thdprof.compare.costs import costs_of_runs
 
-        write_text(
-            output, yaml.safe_dump(costs_of_runs(stats, eager_step_ms=eager_step_ms), sort_keys=False), force=force
+        table = costs_of_runs(stats, eager_step_ms=eager_step_ms)
+    else:
+        _check_module(module, attention)
+        from thdprof.runtime.calibrate import Grid, calibrate_module
+
+        grid = Grid(
+            n_tokens=seq_length,
+            n_seqs=counts_of("--n-seqs", n_seqs),
+            max_seqs=counts_of("--max-seqs", max_seqs),
+            max_seqlen=counts_of("--max-seqlen", max_seqlen) if max_seqlen else [seq_length],
         )
-        streams.say(f"cost table written to {output}")
-        return
-    lengths = counts_of("--max-seqlen", max_seqlen) if max_seqlen else [seq_length]
+        table = calibrate_module(
+            module,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            attention=attention,
+            grid=grid,
+            repeat=repeat,
+            progress=lambda done, total: streams.say(f"round {done} of {total}"),
+        )
+    write_text(output, yaml.safe_dump(table, sort_keys=False), force=force)
+    streams.say(f"{'rate of this host' if host else 'cost table'} written to {output}")
+
+
+def _check_module(module: str | None, attention: str) -> None:
+    """Refuse, before any work, what the built-in stack has not, and a machine without torch.
+
+    Raises:
+        UsageError: another attention than the built-in stack's, or torch is not installed.
+    """
+    import importlib.util
+
     if module is None and attention != "torch":
         raise UsageError(f"--attention {attention}: the built-in stack has torch only; give --module for another")
     if importlib.util.find_spec("torch") is None:
         raise UsageError(f"calibrate needs torch: {install_line('runtime')}")
-    from thdprof.runtime.calibrate import Grid, calibrate_module
 
-    table = calibrate_module(
-        module,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        attention=attention,
-        grid=Grid(
-            n_tokens=seq_length,
-            n_seqs=counts_of("--n-seqs", n_seqs),
-            max_seqs=counts_of("--max-seqs", max_seqs),
-            max_seqlen=lengths,
-        ),
-        repeat=repeat,
-        progress=lambda done, total: streams.say(f"round {done} of {total}"),
-    )
-    write_text(output, yaml.safe_dump(table, sort_keys=False), force=force)
-    streams.console(stderr=True).print(f"cost table written to {output}", highlight=False)
+
+def _measure_host() -> dict[str, object]:
+    """The content of a file for analyze --host.
+
+    Raises:
+        MachineError: there is no GPU, or no torch.
+    """
+    from thdprof.analyze.times.modelled_costs import HOST_SCHEMA, measure_launch_us
+
+    launch_us = measure_launch_us()
+    if launch_us is None:
+        raise MachineError("calibrate --host needs an NVIDIA GPU and torch, and finds none here")
+    return {"schema": HOST_SCHEMA, "launch_us": launch_us}

@@ -117,17 +117,7 @@ def read_request(
     if training_args is not None:
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
-        fields = _read_json("--training-args", training_args)
-        if not are_trainer_arguments(fields):
-            raise DataError(
-                f"--training-args {training_args}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
-                "give what SFTConfig's to_json_string() writes; a model's config goes to --model"
-            )
-        if fields.get("truncation_mode") == "keep_end" and fields.get("packing") is False:
-            raise UsageError(
-                f"--training-args {training_args}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
-                "then leaves out; TRL 2 has only keep_start"
-            )
+        fields = _read_trainer_arguments(training_args)
         given = trainer_settings(fields, where=f"--training-args {training_args}")
         own = {**trainer_model(fields), **own}
         notes.append(f"--training-args {training_args}: {_list_values(given)} taken from it")
@@ -181,6 +171,27 @@ def read_request(
         notes=[*notes, *resolved.notes],
         usual_impl="module" if launch is None else "chunk",
     )
+
+
+def _read_trainer_arguments(file: Path) -> dict[str, Any]:
+    """Fields of a Trainer's arguments.
+
+    Raises:
+        DataError: the file cannot be read, or holds something else.
+        UsageError: a field has a value that thdprof does not follow.
+    """
+    fields: dict[str, Any] = _read_json("--training-args", file)
+    if not are_trainer_arguments(fields):
+        raise DataError(
+            f"--training-args {file}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
+            "give what SFTConfig's to_json_string() writes; a model's config goes to --model"
+        )
+    if fields.get("truncation_mode") == "keep_end" and fields.get("packing") is False:
+        raise UsageError(
+            f"--training-args {file}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
+            "then leaves out; TRL 2 has only keep_start"
+        )
+    return fields
 
 
 def _read_launch(

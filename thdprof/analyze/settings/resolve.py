@@ -64,12 +64,7 @@ def resolve_settings(
     """
     values = {name: value for name, value in given.items() if value is not None}
     known = definitions()
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    for name, value in values.items():
-        known[name].check(value)
-        values[name] = known[name].canonical(value)
+    _check_values(values)
     if kind == "trl" and values.get("packer") in TRL_PACKERS:
         for name in ("packer", "packing_processes", "shuffle_seed"):
             values.pop(name, None)  # the rows were saved after TRL packed them, and shuffled them last of all
@@ -126,6 +121,17 @@ def resolve_settings(
     settings = TrainingSettings(**values)
     _check(settings, dataset_format, num_datasets)
     return settings, tuple(assumed), notes
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    """Refuse settings that are unknown or have impossible values; other names of a choice become its own."""
+    known = definitions()
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    for name, value in values.items():
+        known[name].check(value)
+        values[name] = known[name].canonical(value)
 
 
 def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
