@@ -187,7 +187,7 @@ def test_readme_commands_on_the_demo_data_run(tmp_path, shell):
             (tmp_path / fence.title).write_text(fence.text)
     lines = [line.split("#")[0] for line in plain_commands(README)]
     wanted = [line for line in lines if re.match(r"thdprof (demo|analyze) ", line)]
-    assert len(wanted) >= 4
+    assert len(wanted) >= 3
     for line in wanted:
         run_command(Command(line=line, shown=""), 0, tmp_path, shell)
 

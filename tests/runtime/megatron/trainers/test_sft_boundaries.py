@@ -28,7 +28,7 @@ def test_boundaries_of_conversations_are_on_the_host_without_a_wait_for_the_gpu(
     path = conversations.write_lines(tmp_path / "chat.jsonl", conversations.lines(rng, 20))
     tokenizer = conversations.write_tokenizer(tmp_path / "tokenizer")
     given = {"tokenizer_model": str(tokenizer), "seq_length": SEQ_LENGTH, "split": "1,0,0", "train_samples": 20}
-    dataset = read_dataset([str(path)], settings=given)
+    dataset = read_dataset([str(path)], format="megatron-sft", settings=given)
     compared = 0
     for rows, context in product((1, 2), (1, 2)):
         expected = replay(dataset, {**given, "micro_batch_size": rows, "context_parallel_size": context}).schedule.table
