@@ -71,6 +71,17 @@ def test_the_verdict_comes_first_with_its_range_and_origin(demo, origin, ruling,
     assert page.index("<figure") > page.index(told.caveat)
 
 
+def test_a_refusal_is_the_headline(demo):
+    report = report_on(with_times(demo, "measured"))
+    refused = ["--qk-clip: it keeps a maximum in Python; leave it out", "FSDP shards parameters"]
+    predictions = report.plan.predictions.model_copy(update={"refused": refused})
+    told = make_answer(replace(report, plan=report.plan.model_copy(update={"predictions": predictions})))
+    assert told.verdict == "Training by this plan would be refused."
+    assert told.reason.startswith(
+        "--qk-clip: it keeps a maximum in Python; leave it out. FSDP shards parameters. Graphs pay: a step takes "
+    )
+
+
 def test_the_three_numbers_that_matter(demo):
     modelled = make_answer(report_on(with_times(demo, "modelled"))).numbers
     assert [(n.value, n.label, n.note) for n in modelled] == [

@@ -113,6 +113,10 @@ def make_answer(report: Report) -> Answer:
     reason = ""
     if timed and predicted is not None and predicted.verdict.ruling is not None:
         reason = _sentence(predicted.verdict.reason)
+    verdict = _verdict(report)
+    if refused := report.plan.predictions.refused:
+        reason = " ".join(filter(None, [*map(_sentence, refused), verdict, reason]))
+        verdict = "Training by this plan would be refused."
     how = "replayed in training's order" if profile.exact else "drawn or replayed in part, not exactly training's"
     micro = write_count(profile.microbatches, "micro-batch", "micro-batches")
     caveat = _sentence(warnings[0]) if warnings else _OF_THESE_DATA
@@ -122,7 +126,7 @@ def make_answer(report: Report) -> Answer:
         run=shorten(", ".join(dict.fromkeys(names)), _LONGEST_NAME),
         size=f"{micro} in {write_count(profile.steps, 'step')}, {how}",
         date=profile.analysed_on or "",
-        verdict=_verdict(report),
+        verdict=verdict,
         reason=reason,
         basis=_sentence(times.basis if times.origin == "none" else f"times are {times.origin} for {times.basis}"),
         numbers=tuple(_numbers(report))[:_NUMBERS],
