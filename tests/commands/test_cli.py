@@ -750,3 +750,22 @@ def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):
     assert done.stderr.splitlines()[-1].endswith("and 2 more")
     assert len(json.loads(sft("--json", deepspeed="zero3.json").stdout)["refused"]) == 1
     assert json.loads(sft("--json").stdout)["refused"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["packs.jsonl", "--dp", "8"], 2, "--dp: no such option; did you mean --data-parallel-size?"),
+        (
+            ["packs.jsonl", "--tp", "2"],
+            2,
+            "--tp: is no option; put `tensor_model_parallel_size: VALUE` into a file and",
+        ),
+        (["s3://bucket/rows"], 1, "s3://bucket/rows: data are read from files of this machine; copy it first, such as"),
+        (["hf://datasets/a/b"], 1, "hf://datasets/a/b: data are read from files of this machine; copy it first, such"),
+    ],
+)
+def test_what_users_type_first_gets_advice(thdprof, words, code, told):
+    done = thdprof("analyze", *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"thdprof: {told}")

@@ -227,15 +227,28 @@ def _describe_usage(error: Exception, text: str) -> str:
     return _lower_first(text)
 
 
+_SHORT_NAMES = {
+    "--dp": "--data-parallel-size",
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-parallel-size",
+    "--cp": "--context-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--mbs": "--micro-batch-size",
+    "--gbs": "--global-batch-size",
+}
+"""What users type -> the option that they mean."""
+
+
 def _no_such_option(error: Any, command: str) -> str:
     option = _join_line(str(error.option_name))
     if option == "--sweep":
         return _SWEEP
-    moved = list_removed_options().get(option) if command in ("thdprof analyze", "thdprof sweep") else None
+    option_meant = _SHORT_NAMES.get(option, option)
+    moved = list_removed_options().get(option_meant) if command in ("thdprof analyze", "thdprof sweep") else None
     if moved is not None:
         return f"{option}: is no option; put `{moved.name}: VALUE` into a file and give --settings FILE"
     known = [name for param in error.ctx.command.get_params(error.ctx) for name in param.opts] if error.ctx else []
-    return f"{option}: no such option; {_advice(option, known, command)}"
+    return f"{option}: no such option; {_advice(option_meant, known, command)}"
 
 
 def _advice(name: str, known: Sequence[str], command: str) -> str:

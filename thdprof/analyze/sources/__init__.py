@@ -133,6 +133,11 @@ def _files(location: str, candidates: Sequence[Format]) -> tuple[Format | None, 
         return None, list(dict.fromkeys(map(_index_of, matches)))
     if path.exists():
         raise DataError(f"{location}: not a regular file; write what it gives to a file first")
+    scheme, is_remote, _ = location.partition("://")
+    if is_remote:
+        how = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp -r", "hf": "hf download --repo-type dataset"}
+        first = f"copy it first, such as by {how[scheme]}" if scheme in how else "copy it to a local file first"
+        raise DataError(f"{location}: data are read from files of this machine; {first}")
     raise DataError(f"{location}: no such file, directory, glob or Megatron prefix")
 
 
