@@ -34,7 +34,7 @@ def analyze(thdprof, packs, *more):
 
 REPORT = """\
 capture  graphs for 64 (100.0%) documents, in 1 slot
-eager    no micro-batch seen; of data not seen, with 95% confidence fewer than 53%
+eager    none of the micro-batches seen; of data not seen, with 95% confidence fewer than 53% of them
 step     no times: the model is not known: --megatron-args with the launch script, or --model with its config.json,
   gives times
 memory   not known: it takes the model (--megatron-args or --model)
@@ -56,8 +56,8 @@ one cap                             replayed  eager micro-batch
 """
 MEASURED_REPORT = """\
 capture  graphs for 64 (100.0%) documents, in 1 slot
-eager    no micro-batch seen; of data not seen, with 95% confidence fewer than 53%
-step     graphs pay: they save 76% of a step (measured, NVIDIA H200)
+eager    none of the micro-batches seen; of data not seen, with 95% confidence fewer than 53% of them
+step     graphs pay: they save 76% of a step (measured, 2 x NVIDIA H200)
 memory   13.2 MiB of graphs
 next     the same with -o plan.yaml, which writes the plan
 
@@ -723,7 +723,7 @@ def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
     said = " ".join(answer.split())
     assert "graphs pay: with PlanCallback(compile=True) they save " in said
     assert ", without it they save " in said
-    assert f'callbacks=[PlanCallback("{tmp_path}/plan.yaml")]' in said
+    assert f'callbacks=[PlanCallback("{tmp_path}/plan.yaml", compile=True)]' in said
     assert "peak memory:" not in rest
     details = sft("-o", tmp_path / "plan.yaml", "--force", "--details").stdout
     assert "peak memory:" in details

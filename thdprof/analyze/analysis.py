@@ -129,8 +129,10 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     chosen, offload = analysis.recommendation, analysis.offload
     unseen = ""
     if chosen.buckets:
-        unseen = f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}%"
-    eager = "no micro-batch seen"
+        unseen = (
+            f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}% of them"
+        )
+    eager = "none of the micro-batches seen"
     if (rate := chosen.fallback_rate).microbatch:
         eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
     memory = "not known: it takes the model (--megatron-args or --model)"
@@ -143,9 +145,12 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     ruling, times = analysis.verdict.ruling, analysis.times
     step = f"no times: {analysis.verdict.reason}"
     if ruling is not None and times.relative_step_time is not None:
-        would = "they" if chosen.buckets else "they would"
+        would = "they" if chosen.buckets and not refused else "they would"
         saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
-        step = f"{ruling}: {saves} ({times.origin}, {analysis.costs.hardware})"
+        if chosen.buckets and times.origin == "modelled" and not analysis.verdict.saves:
+            saves += f", {1 - chosen.relative_step_time:.0%} on a host in the middle"
+        gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
+        step = f"{ruling}: {saves} ({times.origin}, {gpus}{analysis.costs.hardware})"
     then = "change what is refused, and analyse again" if refused else then
     return [
         ("capture", _captured(analysis)),

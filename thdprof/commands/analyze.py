@@ -136,7 +136,7 @@ def next_command(request: Request, plan: Path | None) -> str:
     if plan is None:
         return "the same with -o plan.yaml, which writes the plan"
     if request.trainer_arguments is not None or request.given.get("loader") == "trainer":
-        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}")]), from thdprof.transformers'
+        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}", compile=True)]), from thdprof.transformers'
     if request.script is not None:
         return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
     return f"thdprof report {plan}, or training by it (README.md)"

@@ -89,7 +89,7 @@ _HIDDEN_TOKEN = "<EOS_TOKEN>"
 
 def are_trainer_arguments(fields: Mapping[str, Any]) -> bool:
     """Whether `fields` are of a Trainer's arguments, and not of a model's config or another file."""
-    return any(name in fields for name in _SIGNS)
+    return any(name in fields for name in _SIGNS) or (bool(fields) and READ_ARGUMENTS.issuperset(fields))
 
 
 def _unknown_orders(arguments: Mapping[str, Any]) -> list[str]:

@@ -85,7 +85,7 @@ def _parts(
 ) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
     for line in refused:
-        yield Text(f"training by this plan would be refused: {line}", style="bold red")
+        yield Text(f"refused  {line}", style="bold red")
     for heading, line in answer(analysis, refused=refused, then=then):
         yield Text(f"{heading:<8} {line}", style="bold" if heading == "capture" else "")
     yield ""
@@ -179,7 +179,8 @@ def _caps(analysis: Analysis, block: str) -> Table:
     table.add_column("replayed", justify="right")
     table.add_column("steps with an\neager micro-batch", justify="right")
     if is_timed:
-        table.add_column("step time, eager = 1")
+        fused = "\nwith compile=True" if analysis.costs.slower_kernels != 1 else ""
+        table.add_column(f"step time, eager = 1{fused}")
     for candidate in analysis.recommendation.candidates:
         time = candidate.relative_step_time
         bar = block * max(1, round(min(time, 1.5) * _BAR))
