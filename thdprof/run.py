@@ -213,8 +213,13 @@ def _plan_at_start(options: argparse.Namespace) -> tuple[Plan | None, IsRefused]
         settings = folder / "settings.yaml"
         settings.write_text(f"world_size: {ranks.size}\n", encoding="utf-8")
         words = ["--settings", str(settings), "--gpu", device.name, "--", *command]
+        from thdprof.megatron_limits import UNMEASURED
+
         files = startup.files_of([name for word in command for name in (word, word.partition("=")[2])])
-        return startup.Inputs(words=words, facts=[ranks.size, device.name, command, startup.digest_files(files)])
+        return startup.Inputs(
+            words=words,
+            facts=[ranks.size, device.name, command, startup.digest_files(files), os.environ.get(UNMEASURED)],
+        )
 
     def objections(plan: Plan) -> list[str]:
         refused, differing = compared(plan, command, replay=options.replay == "on")

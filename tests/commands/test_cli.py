@@ -705,9 +705,9 @@ SFT = {
 def sft(thdprof, packs, tmp_path):
     """Runs `analyze` on the arguments of an SFTTrainer, some of which are changed, and on its model."""
 
-    def run(*more, model_type="qwen3", **changed):
+    def run(*more, model_type="qwen3", config=None, **changed):
         (tmp_path / "args.json").write_text(json.dumps({**SFT, **changed}))
-        (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": model_type}))
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": model_type, **(config or {})}))
         files = ("--training-args", tmp_path / "args.json", "--model", tmp_path / "config.json", "--gpu", "h100")
         return thdprof("analyze", packs, *files, "--data-parallel-size", 1, *more)
 
@@ -736,6 +736,22 @@ def test_python_prints_the_same_answer(thdprof, packs):
     lines = str(analyze_dataset(packs, loader="single", seq_length=8)).splitlines()
     assert [line.split()[0] for line in lines] == ["capture", "eager", "step", "memory"]
     assert " ".join(" ".join(lines).split()) in " ".join(analyze(thdprof, packs).stdout.split())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"packing": False, "padding_free": False, "per_device_train_batch_size": None},
+        {"n_gpu": None, "fsdp": "", "deepspeed": None},
+        {"model_type": "gemma3", "text_config": {**CONFIG, "model_type": "gemma3_text"}},
+    ],
+)
+def test_a_trainers_usual_arguments_are_not_refused(sft, tmp_path, changed):
+    config = {name: changed.pop(name) for name in ("text_config",) if name in changed}
+    done = sft("--json", config=config, **changed)
+    wanted = ["padding_free is False"] if changed.get("packing") is False else []
+    assert done.returncode == (3 if wanted else 0), done.stderr
+    assert [line[:21] for line in json.loads(done.stdout)["refused"]] == wanted
 
 
 def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):

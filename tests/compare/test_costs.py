@@ -11,6 +11,7 @@ from support.command import run_in_process
 
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.compare.costs import costs_of_runs
+from thdprof.compare.statistics import read_stats
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.errors import UsageError
 from thdprof.runtime.stats import Stats, TimedPass
@@ -74,6 +75,21 @@ def test_the_table_has_the_times_that_the_runs_took(statistics_of, tmp_path, pip
     assert costs.outside_ms == pytest.approx(OUTSIDE_MS, rel=0.03)
     assert costs.eager[0].ms == pytest.approx(EAGER_MS, rel=0.01)
     assert (costs.origin, costs.n_tokens, costs.slot_bytes) == ("measured", TOKENS, round(2**29 / 1.0106))
+
+
+def test_fields_that_a_run_has_added_by_these_names_are_passed_over(tmp_path):
+    path = tmp_path / "stats.jsonl"
+    trained(replay=True).append_jsonl(path, steps=100, run="exp-1", passes="none")
+    read = read_stats(path)
+    assert (read.steps, read.run, read.passes) == (None, None, [])
+
+
+def test_a_run_that_replayed_in_no_plain_step_is_refused(statistics_of):
+    stats = trained(replay=True)
+    eager = Counter({FallbackReason.too_many_seqs: 8})
+    stats.steps = type(stats.steps)(replace(step, replays=Counter(), fallbacks=eager) for step in stats.steps)
+    with pytest.raises(UsageError, match="no step replayed anything"):
+        costs_of_runs(statistics_of(stats))
 
 
 def test_what_does_not_belong_together_is_refused(statistics_of):

@@ -149,6 +149,8 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
         saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
         if chosen.buckets and times.origin == "modelled" and not analysis.verdict.saves:
             saves += f", {1 - chosen.relative_step_time:.0%} on a host in the middle"
+        if not chosen.buckets and ruling == "graphs pay":
+            ruling = "graphs would pay without the limits"  # type: ignore[assignment]
         gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
         step = f"{ruling}: {saves} ({times.origin}, {gpus}{analysis.costs.hardware})"
     then = "change what is refused, and analyse again" if refused else then

@@ -107,7 +107,7 @@ def analyze(
     if json:
         streams.write(json_text(to_dict(analysis, refused)) + "\n")
     else:
-        then = next_command(request, None if to_stdout else output)
+        then = next_command(request, None if to_stdout else output) if plan.captured else ""
         print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
         for name, file in (("plan", None if to_stdout else output), ("profile", profile)):
             if file is not None:

@@ -51,6 +51,8 @@ def costs_of_runs(files: Sequence[Path], *, eager_step_ms: float | None = None) 
     if untimed or not passes:
         caps = f" at {untimed[0]} documents" if untimed else ""
         raise UsageError(f"--stats {path}: no replay{caps} was timed: train more steps")
+    if step.microbatches <= step.eager:
+        raise UsageError(f"--stats {path}: no step replayed anything: train more steps")
     outside, eager_ms = _solve(step, eager_step, passes, pipeline=run.pipeline_parallel_size)
     count = sum(one.count for one in passes.values())
     n_seqs, squared = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
 from thdprof.errors import DataError
@@ -145,6 +145,14 @@ class Observed(_Decisions):
     """What the times are of, where the run says it."""
     pool_bytes: Count | None = None
     """Most bytes of graph memory of any rank."""
+
+    @field_validator("passes", "steps", "run", mode="before")
+    @classmethod
+    def _leave_out_others(cls, value: Any, info: ValidationInfo) -> Any:
+        """A field that a run has added by one of these names is no part of the statistics."""
+        wanted = list if info.field_name == "passes" else dict
+        return value if isinstance(value, wanted) else wanted() if wanted is list else None
+
     plan: str | None = None
     """`Plan.identity` of the plan that the run followed, if it wrote it."""
     all_ranks: bool = True

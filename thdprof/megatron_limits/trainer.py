@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` in the configs of models whose layers were checked in graphs."""
+_USUAL_BATCH = 8
+"""The Trainer's per_device_train_batch_size where it is not given."""
 
 
 def refuse_plan(plan: Plan) -> Iterator[str]:
@@ -51,7 +53,7 @@ def refuse_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str
         )
     if arguments.get("deepspeed") or is_launched_with("ACCELERATE_USE_DEEPSPEED"):
         yield "DeepSpeed keeps parameters and gradients in buffers of its own; use DistributedDataParallel"
-    if arguments.get("n_gpu", 1) > 1:
+    if (arguments.get("n_gpu") or 1) > 1:
         yield "DataParallel copies the model at every step: start one process for each GPU (torchrun), or show one GPU"
     if arguments.get("torch_compile"):
         yield (
@@ -71,5 +73,9 @@ def refuse_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str
     if isinstance(config, Mapping) and config.get("dispatch_batches"):
         yield "accelerator_config dispatch_batches: other ranks get no boundaries on the host; leave it out"
     packed = arguments.get("padding_free") or arguments.get("packing")
-    if "padding_free" in arguments and not packed and arguments["per_device_train_batch_size"] > 1:
+    if (
+        "padding_free" in arguments
+        and not packed
+        and (arguments.get("per_device_train_batch_size") or _USUAL_BATCH) > 1
+    ):
         yield "padding_free is False with several rows in a micro-batch: set packing=True or padding_free=True"

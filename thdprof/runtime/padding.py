@@ -55,10 +55,12 @@ class Boundaries:
         return len(self.valid) - 1
 
     def squared(self) -> float:
-        """Sum of the documents' squared lengths; 0 where only the GPU has the boundaries."""
-        if isinstance(self.valid, torch.Tensor):
+        """Sum of the squared lengths of the documents in memory, padding and a dummy tail included, as an analysis
+        counts them; 0 where only the GPU has the boundaries.
+        """
+        if isinstance(self.in_memory, torch.Tensor):
             return 0.0
-        return float((np.diff(self.valid).astype(np.float64) ** 2).sum())
+        return float((np.diff(self.in_memory).astype(np.float64) ** 2).sum())
 
     @property
     def in_memory(self) -> NDArray[np.int32] | torch.Tensor:

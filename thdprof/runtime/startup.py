@@ -211,8 +211,11 @@ class Start:
             made = run_analysis(inputs.words, Path(name) / PLAN_NAME, ends - time.monotonic())
             if made is None:
                 raise NoPlanError(self._late())
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, head + made, force=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, head + made, force=True)
+        except (OSError, DataError) as error:
+            self.say(f"the plan could not be kept for a later start: {error}")
         return head + made
 
     def _late(self) -> str:
@@ -399,6 +402,8 @@ def describe_verdict(plan: Plan) -> str:
 def files_of(names: Sequence[str]) -> list[Path]:
     """The files that `names` are, or the indices of Megatron datasets of these prefixes."""
     paths = [Path(name) for name in names if name]
+    folders = [path for path in paths if path.is_dir() and path not in (Path("."), Path("/"))]  # such as a tokenizer's
+    paths += [file for folder in folders for file in sorted(folder.glob("*.json"))]
     return [file for path in paths for file in (path, Path(f"{path}.idx")) if file.is_file()]
 
 

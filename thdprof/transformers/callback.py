@@ -172,6 +172,9 @@ class PlanCallback(TrainerCallback):
             if self._plan is None:
                 return
         assert self._plan is not None
+        if not self._plan.captured:
+            logger.warning("thdprof: the plan captures nothing, so that training goes on without graphs")
+            return
         self._check(args, model, *find(self._plan))
         if trainer is not None:  # what this callback adds to logs then reaches the loggers of the others
             callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks

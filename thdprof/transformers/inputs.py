@@ -67,12 +67,14 @@ def gather_inputs(
 def _find_adapters(model: nn.Module) -> dict[str, Any]:
     """LoRA of peft over frozen weights, by the names of `thdprof.training.Model`; empty without adapters."""
     adapted = [
-        (name, module.r) for name, module in model.named_modules() if isinstance(getattr(module, "r", None), dict)
+        (name, module.r)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "r", None), dict) and module.r
     ]
     names = {_ADAPTED[last] for name, _ in adapted if (last := name.rpartition(".")[2]) in _ADAPTED}
     if not names:
         return {}
-    return {"lora_dim": max(max(ranks.values()) for _, ranks in adapted if ranks), "lora_target_modules": sorted(names)}
+    return {"lora_dim": max(max(ranks.values()) for _, ranks in adapted), "lora_target_modules": sorted(names)}
 
 
 def _write_rows(dataset: Any, path: Path, check_time: Callable[[], None]) -> str:

@@ -367,7 +367,9 @@ def find_refusals(
     if trainer_arguments is not None:
         lines += [*refuse_plan(plan), *refuse_arguments(trainer_arguments, {})]
         if model_file is not None and model_file.suffix.lower() == ".json":
-            model_type = json.loads(read_text(model_file, where=str(model_file), kind="JSON")).get("model_type")
+            content = json.loads(read_text(model_file, where=str(model_file), kind="JSON"))
+            inner = content.get("text_config")  # of a model of images and text, whose text layers are captured
+            model_type = (inner if isinstance(inner, dict) else content).get("model_type")
             lines += refuse_model_type(model_type) if isinstance(model_type, str) else []
     if recipe is not None:
         run = Run.from_recipe(recipe, plan, os.environ)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from thdprof.analyze.sources.readers.parquet import holds_columns, schema_of
 from thdprof.errors import DataError, UsageError
 from thdprof.files import replacing
 from thdprof.words import install_line
+
+logger = logging.getLogger(__name__)
 
 NAME = "trl-text"
 _ROOT = Path(__file__).parents[3]
@@ -143,8 +146,8 @@ def _counted(paths: Sequence[Path], task: dict[str, Any], reading: Reading) -> t
         counts: NDArray[np.int32] = np.load(kept, allow_pickle=False)
         if counts.ndim == 2 and counts.dtype == np.int32 and 1 <= len(counts) <= 2 and counts.shape[1] > 0:
             return counts, None
-    except (OSError, ValueError, EOFError):
-        pass
+    except Exception:  # a damaged header raises errors of many kinds; the tokens are counted anew
+        logger.debug("%s: cannot be read", kept, exc_info=True)
     counts = _count(task, reading)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -165,7 +168,7 @@ def _key(paths: Sequence[Path], task: dict[str, Any]) -> str:
         "tokenizer": _digest(Path(task["tokenizer"])),
         "template_tokenizer": task["template_tokenizer"] and _digest(Path(task["template_tokenizer"])),
         "version": _VERSION,
-        "packages": [_version(name) for name in ("transformers", "tokenizers")],
+        "packages": [_version(name) for name in ("transformers", "tokenizers", "trl")],
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -63,14 +63,18 @@ MEASURED_GAIN_BELOW = 0.98
 """Share of the eager step time below which graphs pay where both were measured: measured times vary by as much."""
 
 
-def modelled_verdict(modelled: ModelledTimes, relative: Sequence[float], middle: float) -> Verdict:
+def modelled_verdict(
+    modelled: ModelledTimes, relative: Sequence[float], middle: float, *, captures: bool = True
+) -> Verdict:
     """The verdict on modelled times, with the reason that launching and computing a layer give.
 
     Args:
         modelled: the model of times.
         relative: step time, as a share of its eager time, at every end of the range (`CostTable.ends`).
         middle: the same on a host in the middle of the range.
+        captures: whether the plan captures anything.
     """
+    would = "they" if captures else "they would"
     time = modelled.at(modelled.typical)
     ruling = rule(min(relative), middle, max(relative))
     layers = modelled.decoder.num_layers
@@ -86,8 +90,8 @@ def modelled_verdict(modelled: ModelledTimes, relative: Sequence[float], middle:
     saves = ""
     if modelled.slower_kernels != 1:
         fused, own = ((min(part), max(part)) for part in (relative[:2], relative[2:]))
-        saves = f"with PlanCallback(compile=True) they {write_saved_share(fused)}, without it "
-        saves += f"they {write_saved_share(own)}"
+        saves = f"with PlanCallback(compile=True) {would} {write_saved_share(fused)}, without it "
+        saves += f"{would} {write_saved_share(own)}"
         reason += f"; compiling takes about {_COMPILE_SECONDS} s and changes the last digits of losses"
     if ruling == "measure first":
         reason += ": time some steps by the plan and some without"
@@ -231,7 +235,9 @@ def predict(
     planned = times if chosen.buckets else times.model_copy(update={"step_ms": times.eager_step_ms})
     return Predictions(
         times=times,
-        verdict=_measured_verdict(times) if modelled is None else modelled_verdict(modelled, relative, middle),
+        verdict=_measured_verdict(times)
+        if modelled is None
+        else modelled_verdict(modelled, relative, middle, captures=bool(chosen.buckets)),
         worth=find_worth(planned, run, price=price, tokens=tokens),
         memory=predict_memory(run, costs, chosen.buckets, freed_bytes=freed, watched=watched),
         capture=predict_capture(num_buckets=len(chosen.buckets), slots=run.slots, costs=costs),

@@ -112,6 +112,7 @@ def install(
         say=say,
         timeout=host_timeout,
     )
+    installation.replays = replay
     try:  # changes begin only here, after all that can fail; the first failure takes them back
         installation._attach(models, plan, config)
         if replay and capture_now and plan.captured:
@@ -324,6 +325,8 @@ class Installation:
     ) -> None:
         self._decoders, self._runs, self._decisions, self._plans = tuple(decoders), tuple(runs), decisions, tuple(plans)
         self._predicting = tuple(predicting)
+        self.replays = True
+        """Whether micro-batches are replayed; False: they are padded as the plan says, and run eagerly."""
         self._changes = ExitStack()
 
     def _attach(self, models: Sequence[Any], plan: Plan, config: Any) -> None:
@@ -369,11 +372,6 @@ class Installation:
             IndexError: this rank has no such chunk.
         """
         return self._runs[chunk].stats()
-
-    @property
-    def replays(self) -> bool:
-        """Whether micro-batches are replayed; False: they are padded alike and run eagerly."""
-        return not all(isinstance(run, PaddedEager) for run in self._runs)
 
     def prediction_stats(self) -> list[Stats]:
         """Counters of every layer of multi-token prediction on this rank that follows the plan."""

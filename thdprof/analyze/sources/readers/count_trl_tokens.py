@@ -12,8 +12,9 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -375,23 +376,17 @@ def _map(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[
         return
     global _counter
     _counter = counter
-    free, ended = threading.Semaphore(_AHEAD * workers), threading.Event()
-
-    def read_ahead() -> Iterator[Part]:
-        for part in parts:
-            free.acquire()
-            if ended.is_set():
-                return
-            yield part
-
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
+    waiting: deque[Future[tuple[float, NDArray[np.int32] | str]]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
-            for result in pool.imap(_count_part, read_ahead()):
-                free.release()
-                yield result
-        finally:  # the pool waits for the thread that reads ahead
-            ended.set()
-            free.release()
+            for part in parts:
+                waiting.append(pool.submit(_count_part, part))
+                if len(waiting) > _AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _count_part(part: Part) -> tuple[float, NDArray[np.int32] | str]:
