@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -239,3 +241,17 @@ def test_a_models_config_is_no_trainers_arguments(thdprof, data, tokenizer, tmp_
     assert (
         f"--training-args {config}: holds no arguments of a Trainer, but architectures, model_type, use_cache" in error
     )
+
+
+def test_a_worker_that_is_killed_ends_the_counting():
+    from concurrent.futures.process import BrokenProcessPool
+
+    from thdprof.analyze.sources.readers import count_trl_tokens
+
+    def count(part):
+        if part == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0, "row"
+
+    with pytest.raises(BrokenProcessPool):
+        list(count_trl_tokens._map(count, range(20), workers=2))
