@@ -254,4 +254,4 @@ def test_a_worker_that_is_killed_ends_the_counting():
         return 1.0, "row"
 
     with pytest.raises(BrokenProcessPool):
-        list(count_trl_tokens._map(count, range(20), workers=2))
+        list(count_trl_tokens.map_parts(count, range(20), workers=2))

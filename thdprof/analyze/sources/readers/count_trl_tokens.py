@@ -114,7 +114,7 @@ def count_all(task: Task, report: Callable[[float, int], None]) -> NDArray[np.in
     except (ValueError, IndexError, TypeError) as error:
         raise DataError(f"{task.files[0]}: the first row is no such text: {type(error).__name__}: {error}") from error
     found, documents = [], 0
-    for share, result in _map(counter, chain(begun, parts), workers=_num_workers(task)):
+    for share, result in map_parts(counter, chain(begun, parts), workers=_num_workers(task)):
         if isinstance(result, str):
             raise DataError(result)
         found.append(result)
@@ -369,7 +369,7 @@ def _num_workers(task: Task) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _map(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[tuple[float, NDArray[np.int32] | str]]:
+def map_parts(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[tuple[float, NDArray[np.int32] | str]]:
     """The results of `counter`, in order; so many parts are read ahead that no worker waits, and no more."""
     if workers == 1:
         yield from map(counter, parts)
