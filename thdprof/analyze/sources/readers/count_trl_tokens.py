@@ -369,7 +369,9 @@ def _num_workers(task: Task) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def map_parts(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[tuple[float, NDArray[np.int32] | str]]:
+def map_parts(
+    counter: _Counter, parts: Iterable[Part], *, workers: int
+) -> Iterator[tuple[float, NDArray[np.int32] | str]]:
     """The results of `counter`, in order; so many parts are read ahead that no worker waits, and no more."""
     if workers == 1:
         yield from map(counter, parts)
