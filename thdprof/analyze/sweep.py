@@ -136,13 +136,13 @@ def rank(rates: Sequence[Rate | None], works: Sequence[bool]) -> Ranking:
             first_on_slow_host=None,
             first_on_quick_host=None,
         )
-    alike = len({rate.gpus for rate in rates if rate is not None}) == 1
-    compared = {place: rate if alike else rate.per_gpu() for place, rate in enumerate(rates) if rate is not None}
+    same_gpus = len({rate.gpus for rate in rates if rate is not None}) == 1
+    compared = {place: rate if same_gpus else rate.per_gpu() for place, rate in enumerate(rates) if rate is not None}
     ranked = _quickest_first(compared, lambda rate: rate.middle)
     untimed = [place for place in range(len(rates)) if place not in compared]
     ranks = {place: number for number, place in enumerate(ranked, start=1)}
     return Ranking(
-        measure="tokens_per_second" if alike else "tokens_per_second_per_gpu",
+        measure="tokens_per_second" if same_gpus else "tokens_per_second_per_gpu",
         order=(*ranked, *(p for p in untimed if works[p]), *(p for p in untimed if not works[p])),
         ranks=tuple(ranks.get(place) for place in range(len(rates))),
         first_on_slow_host=_quickest_first(compared, lambda rate: rate.low)[0],

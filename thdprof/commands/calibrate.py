@@ -56,7 +56,7 @@ def calibrate(
         str | None, typer.Option(hidden=True, help="Gone: --stats reads what a run measured.")
     ] = None,
 ) -> None:
-    """Write a cost table for analyze --cost-table: from two runs of training, or of a module that is measured here."""
+    """Write a cost table for analyze --cost-table: from a run of training, or of a module that is measured here."""
     import yaml
 
     from thdprof.analyze.settings.limits import counts_of
