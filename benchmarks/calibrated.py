@@ -6,23 +6,29 @@ Each model is trained on the documents of `thdprof demo` by three buckets, and b
 --stats` makes a cost table of both. With it `thdprof analyze` makes a plan of other, shorter documents, on which
 Megatron-LM's own pretrain_gpt.py, unchanged, trains by the plan, and then without it. Predicted and measured step times
 stand side by side. No table was tuned on any model.
+
+With `--modelled` nothing is calibrated. Models that no constant was fitted to train by the plan and without it, beside
+the ranges that `thdprof analyze` models with this host's rate and without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megatron_lm import (
     COMMON,
     NO_DROPOUT,
     SHAPES,
+    Ran,
     file_name,
     heading,
     plan_of,
@@ -37,7 +43,7 @@ from megatron_lm import (
 FIRST_CAPS = (0.3, 0.8, 1.0)
 """Shares of micro-batches at which the first run has buckets."""
 STEPS, WARM = 22, 10
-"""Steps of a run, and first steps that are not counted: they compile, or verify micro-batches."""
+"""Steps of a run, and first steps that are not counted: they compile, or verify micro-batches. At least 4 are."""
 TOKENS = 4096
 MICROBATCHES = 8
 _DENSE = "--seq-length 4096 --max-position-embeddings 4096"
@@ -50,7 +56,69 @@ MODELS: Mapping[str, str] = {
     "4 layers of Llama 3 8B": "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     f"--group-query-attention --num-query-groups 8 --vocab-size 128256 {_DENSE}",
 }
-"""Megatron-LM's flags of each model."""
+"""Megatron-LM's flags of each model that is calibrated."""
+
+
+_FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+MODELLED: Mapping[str, str] = {
+    "SmolLM2 135M": "--num-layers 30 --hidden-size 576 --ffn-hidden-size 1536 --num-attention-heads 9 --kv-channels 64 "
+    f"--group-query-attention --num-query-groups 3 --vocab-size 49152 {_DENSE}",
+    "SmolLM2 360M, FP8": "--num-layers 32 --hidden-size 960 --ffn-hidden-size 2560 --num-attention-heads 15 "
+    f"--kv-channels 64 --group-query-attention --num-query-groups 5 --vocab-size 49152 {_DENSE} {_FP8}",
+    "OLMo 2 1B": "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --kv-channels 128 "
+    f"--qk-layernorm --vocab-size 100352 {_DENSE}",
+    "Gemma 3 1B": "--num-layers 26 --hidden-size 1152 --ffn-hidden-size 6912 --num-attention-heads 4 --kv-channels 256 "
+    f"--group-query-attention --num-query-groups 1 --qk-layernorm --vocab-size 65536 {_DENSE}",
+    "Llama 3.2 1B, FP8, 8,192 tokens": f"{SHAPES['llama3.2-1b']} --vocab-size 128256 {_FP8}",
+}
+"""Models by the sizes of their layers; Gemma's attention has no window here, and its vocabulary is smaller."""
+
+
+_ALL = {**MODELS, **MODELLED}
+
+
+class Trainer:
+    """Runs of Megatron-LM's script for one model; `ran` has each by name."""
+
+    def __init__(self, name: str, args: argparse.Namespace, directory: Path) -> None:
+        """Nothing runs yet."""
+        self.name, self.stem, self.ran, self._directory = name, file_name(name), dict[str, Ran](), directory
+        self._script, self._warm = args.megatron_lm.resolve() / "pretrain_gpt.py", min(WARM, args.steps - 4)
+        self._flags = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{_ALL[name]} {NO_DROPOUT}")]
+        self._flags += shlex.split(f"--train-iters {args.steps} --eval-interval 1000 --eval-iters 1 --log-interval 1")
+
+    def flags(self, data: Path) -> list[str]:
+        """The script's arguments on this data."""
+        return [*self._flags, "--data-path", str(self._directory / data)]
+
+    def train(self, kind: str, words: Sequence[str], **how: Any) -> float:
+        """Mean milliseconds of a step.
+
+        Raises:
+            RuntimeError: the run failed.
+        """
+        output = {"tensorboard": self._directory / f"{self.stem}-{kind}"}
+        ran = script_run(self._script, words, **output, log=self._directory / f"{self.stem}-{kind}.log", **how)
+        self.ran[kind], ms = ran, ran.step_ms(after=self._warm)
+        print(self.name, kind, ran.code, ms, file=sys.stderr, flush=True)
+        if ran.code or not ms:
+            raise RuntimeError(f"{kind}: exit code {ran.code}: {ran.error}")
+        return ms
+
+    def measure(self, words: Sequence[str], plan: Path) -> dict[str, Any]:
+        """Step times by the plan and without it, and what was replayed.
+
+        A plan without a bucket, because graphs do not pay, gets one.
+
+        Raises:
+            RuntimeError: a run failed.
+        """
+        from thdprof.plan import load_plan
+
+        if not load_plan(plan).graphs.buckets:
+            with_caps(plan, plan.with_suffix(".parquet"), [0.97])
+        measured = {"replayed_ms": self.train("replayed", words, plan=plan), "eager_ms": self.train("eager", words)}
+        return measured | {"replays": self.ran["replayed"].replayed, "fallbacks": self.ran["replayed"].eager}
 
 
 def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -63,35 +131,16 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
 
     from thdprof.plan import load_plan
 
-    stem, script = file_name(name), args.megatron_lm.resolve() / "pretrain_gpt.py"
-    shared = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{MODELS[name]} {NO_DROPOUT}")]
-    shared += shlex.split(f"--train-iters {STEPS} --eval-interval 1000 --eval-iters 1 --log-interval 1")
-    flags, other = (
-        [*shared, "--data-path", str(data)]
-        for data in (directory / "demo" / "megatron" / "documents", directory / "short" / "documents")
-    )
-    first = plan_of(flags, directory, f"{stem}-first", caps=FIRST_CAPS)
-    costs, stats = directory / f"{stem}.yaml", directory / f"{stem}.jsonl"
-    ran = {}
-
-    def train(kind: str, words: Sequence[str], **how: Any) -> float:
-        output = {"tensorboard": directory / f"{stem}-{kind}", "log": directory / f"{stem}-{kind}.log"}
-        ran[kind] = script_run(script, words, **output, **how)
-        ms = ran[kind].step_ms(after=WARM)
-        print(name, kind, ran[kind].code, ms, file=sys.stderr, flush=True)
-        if ran[kind].code or not ms:
-            raise RuntimeError(f"{kind}: exit code {ran[kind].code}: {ran[kind].error}")
-        return ms
-
-    train("first", flags, plan=first, stats=stats)
-    eager = f"--eager-step-ms={train('first-eager', flags)}"
+    trainer = Trainer(name, args, directory)
+    flags, other = trainer.flags(Path("demo/megatron/documents")), trainer.flags(Path("short/documents"))
+    first = plan_of(flags, directory, f"{trainer.stem}-first", caps=FIRST_CAPS)
+    costs, stats = directory / f"{trainer.stem}.yaml", directory / f"{trainer.stem}.jsonl"
+    trainer.train("first", flags, plan=first, stats=stats)
+    eager = f"--eager-step-ms={trainer.train('first-eager', flags)}"
     run_thdprof(["calibrate", f"--stats={stats}", eager, "-o", str(costs), "--force"])
-    plan = plan_of(other, directory, f"{stem}-second", more=["--cost-table", str(costs)])
+    plan = plan_of(other, directory, f"{trainer.stem}-second", more=["--cost-table", str(costs)])
     chosen = load_plan(plan)
-    if not chosen.graphs.buckets:  # analyze says that graphs do not pay: the table is tried with a bucket all the same
-        with_caps(plan, plan.with_suffix(".parquet"), [0.97])
-    measured = {"replayed_ms": train("replayed", other, plan=plan), "eager_ms": train("eager", other)}
-    measured |= {"replays": ran["replayed"].replayed, "fallbacks": ran["replayed"].eager}
+    measured = trainer.measure(other, plan)
     followed, costs_table = load_plan(plan), yaml.safe_load(costs.read_text())
     said = {"replayed_ms": chosen.predictions.step_ms, "eager_ms": chosen.predictions.eager_step_ms}
     if not chosen.graphs.buckets:
@@ -104,6 +153,32 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
         "measured": measured,
         "caps": [bucket.max_seqs for bucket in followed.graphs.buckets],
     }
+
+
+def modelled_row(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Model one model's times with this host's rate and without it, and train it.
+
+    Raises:
+        RuntimeError: a command or a run failed.
+    """
+    import torch
+
+    from thdprof.analyze.times.gpus import find_gpu, known_gpu
+    from thdprof.plan import load_plan
+
+    trainer, gpu, host = (
+        Trainer(name, args, directory),
+        known_gpu(torch.cuda.get_device_name()),
+        directory / "host.yaml",
+    )
+    flags, gpu_named = trainer.flags(Path("short/documents")), ["--gpu", (gpu or find_gpu("h100")).name]
+    if not host.exists():
+        run_thdprof(["calibrate", "--host", "-o", str(host)])
+    plans = [plan_of(flags, directory, f"{trainer.stem}-host", more=[*gpu_named, "--host", str(host)])]
+    with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        plans.append(plan_of(flags, directory, f"{trainer.stem}-stated", more=gpu_named))
+    ranges = [load_plan(plan).predictions.times.relative_step_time for plan in plans]
+    return {"model": name, "ranges": ranges, "host": host.read_text(), "measured": trainer.measure(flags, plans[0])}
 
 
 def predicted(plan: Any, table: dict[str, Any]) -> dict[str, float]:
@@ -146,12 +221,30 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         replay = ", ".join(f"{point['max_seqs']}: {point['ms']:.1f}" for point in costs["replay"])
         around = [f"{costs['outside_ms']:.1f}", f"{costs['eager'][0]['ms']:.1f}"]
         parts.append([row["model"], replay, *around, f"{counts['replays']}, {counts['fallbacks']}"])
-    lines = [
-        *heading("Steps that a table of other runs predicts, beside measured ones"),
-        f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens, {MICROBATCHES} micro-batches a step, short documents; "
-        f"mean of {STEPS - WARM} steps of each kind, in a process of its own.",
-    ]
+    lines = [*heading("Steps that a table of other runs predicts, beside measured ones"), _METHOD]
     return "\n".join([*lines, "", *table(steps), "", *table(parts)]) + "\n"
+
+
+_METHOD = (
+    f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens where none are named, {MICROBATCHES} micro-batches a step, "
+    "short documents; mean of the later steps of each kind, in a process of its own."
+)
+
+
+def modelled_report(rows: Sequence[dict[str, Any]]) -> str:
+    """The results of `--modelled` as markdown."""
+    head = ["model", "by the plan ms", "eager ms", "ratio", "modelled with this host's rate", "without", "inside"]
+    lines = [[*head, "micro-batches replayed, eager"]]
+    for row in rows:
+        measured = row["measured"]
+        ratio = measured["replayed_ms"] / measured["eager_ms"]
+        inside = ", ".join("yes" if low <= ratio <= high else "no" for low, high in row["ranges"])
+        cells = [f"{measured['replayed_ms']:.1f}", f"{measured['eager_ms']:.1f}", f"{ratio:.3f}"]
+        cells += [f"{low:.3f} to {high:.3f} ({high / low:.2f})" for low, high in row["ranges"]]
+        lines.append([row["model"], *cells, inside, f"{measured['replays']}, {measured['fallbacks']}"])
+    launch = next(line for line in rows[0]["host"].splitlines() if line.startswith("launch_us"))
+    title = heading("Steps as they are modelled, beside measured ones")
+    return "\n".join([*title, _METHOD, f"This host: `{launch}`.", "", *table(lines)]) + "\n"
 
 
 def main() -> int:
@@ -161,9 +254,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--models", default="", help="models whose name has this [all]")
     parser.add_argument("--keep", type=Path, help="folder for scripts, tables, plans and logs [a temporary one]")
+    parser.add_argument("--modelled", action="store_true", help="calibrate nothing: modelled times of other models")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run [{STEPS}]")
     args = parser.parse_args()
-    names = [name for name in MODELS if args.models in name]
-    rows = []
+    names = [name for name in (MODELLED if args.modelled else MODELS) if args.models in name]
+    run: Callable[[str, argparse.Namespace, Path], dict[str, Any]] = modelled_row if args.modelled else row_of
+    write, rows = modelled_report if args.modelled else report, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
@@ -172,12 +268,12 @@ def main() -> int:
             write_documents(directory / "short" / "documents", tokens=2_000_000, mean=150)
         for name in names:
             try:
-                rows.append(row_of(name, args, directory))
+                rows.append(run(name, args, directory))
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
-            args.out.write_text(report(rows))
-            print(report(rows), flush=True)
+            args.out.write_text(write(rows))
+            print(write(rows), flush=True)
     return 0 if len(rows) == len(names) else 1
 
 
