@@ -7,6 +7,9 @@ Each model is trained on the documents of `thdprof demo` by three buckets, and b
 Megatron-LM's own pretrain_gpt.py, unchanged, trains by the plan, and then without it. Predicted and measured step times
 stand side by side. No table was tuned on any model.
 
+With `--caps` a model trains by one cap after the other, and by buckets that `analyze` chooses. The data is a blend of
+sources with documents of unlike lengths. The same table predicts fallbacks and step times.
+
 With `--modelled` nothing is calibrated. Models that no constant was fitted to train by the plan and without it, beside
 the ranges that `thdprof analyze` models with this host's rate and without it.
 """
@@ -19,7 +22,8 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +33,7 @@ from megatron_lm import (
     NO_DROPOUT,
     SHAPES,
     Ran,
+    change_graphs,
     file_name,
     heading,
     plan_of,
@@ -46,6 +51,9 @@ STEPS, WARM = 22, 10
 """Steps of a run, and first steps that are not counted: they compile, or verify micro-batches. At least 4 are."""
 TOKENS = 4096
 MICROBATCHES = 8
+CAPS = (32, 64, 128, 256)
+SOURCES = {"one-liners": ("0.03", 18.0), "chat": ("0.12", 45.0), "articles": ("0.4", 110.0), "books": ("0.45", 900.0)}
+"""Sources of the blend of `--caps`: weight, and mean length of documents in tokens."""
 _DENSE = "--seq-length 4096 --max-position-embeddings 4096"
 MODELS: Mapping[str, str] = {
     "Qwen3 0.6B": f"{SHAPES['qwen3-0.6b']} --vocab-size 32000",
@@ -83,7 +91,7 @@ class Trainer:
     def __init__(self, name: str, args: argparse.Namespace, directory: Path) -> None:
         """Nothing runs yet."""
         self.name, self.stem, self.ran, self._directory = name, file_name(name), dict[str, Ran](), directory
-        self._script, self._warm = args.megatron_lm.resolve() / "pretrain_gpt.py", min(WARM, args.steps - 4)
+        self._script, self.warm = args.megatron_lm.resolve() / "pretrain_gpt.py", min(WARM, args.steps - 4)
         self._flags = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{_ALL[name]} {NO_DROPOUT}")]
         self._flags += shlex.split(f"--train-iters {args.steps} --eval-interval 1000 --eval-iters 1 --log-interval 1")
 
@@ -99,11 +107,25 @@ class Trainer:
         """
         output = {"tensorboard": self._directory / f"{self.stem}-{kind}"}
         ran = script_run(self._script, words, **output, log=self._directory / f"{self.stem}-{kind}.log", **how)
-        self.ran[kind], ms = ran, ran.step_ms(after=self._warm)
+        self.ran[kind], ms = ran, ran.step_ms(after=self.warm)
         print(self.name, kind, ran.code, ms, file=sys.stderr, flush=True)
         if ran.code or not ms:
             raise RuntimeError(f"{kind}: exit code {ran.code}: {ran.error}")
         return ms
+
+    def calibrate(self) -> tuple[Path, Path]:
+        """Train on the documents of `thdprof demo` by three buckets, and by the script alone; the plan and the table.
+
+        Raises:
+            RuntimeError: a command or a run failed.
+        """
+        flags, stem = self.flags(Path("demo/megatron/documents")), self._directory / self.stem
+        plan = plan_of(flags, self._directory, f"{self.stem}-first", caps=FIRST_CAPS)
+        costs, stats = stem.with_suffix(".yaml"), stem.with_suffix(".jsonl")
+        self.train("first", flags, plan=plan, stats=stats)
+        eager = f"--eager-step-ms={self.train('first-eager', flags)}"
+        run_thdprof(["calibrate", f"--stats={stats}", eager, "-o", str(costs), "--force"])
+        return plan, costs
 
     def measure(self, words: Sequence[str], plan: Path) -> dict[str, Any]:
         """Step times by the plan and without it, and what was replayed.
@@ -132,12 +154,8 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
     from thdprof.plan import load_plan
 
     trainer = Trainer(name, args, directory)
-    flags, other = trainer.flags(Path("demo/megatron/documents")), trainer.flags(Path("short/documents"))
-    first = plan_of(flags, directory, f"{trainer.stem}-first", caps=FIRST_CAPS)
-    costs, stats = directory / f"{trainer.stem}.yaml", directory / f"{trainer.stem}.jsonl"
-    trainer.train("first", flags, plan=first, stats=stats)
-    eager = f"--eager-step-ms={trainer.train('first-eager', flags)}"
-    run_thdprof(["calibrate", f"--stats={stats}", eager, "-o", str(costs), "--force"])
+    other = trainer.flags(Path("short/documents"))
+    first, costs = trainer.calibrate()
     plan = plan_of(other, directory, f"{trainer.stem}-second", more=["--cost-table", str(costs)])
     chosen = load_plan(plan)
     measured = trainer.measure(other, plan)
@@ -153,6 +171,55 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
         "measured": measured,
         "caps": [bucket.max_seqs for bucket in followed.graphs.buckets],
     }
+
+
+def caps_rows(name: str, args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+    """Calibrate a model, and train it by each cap, by chosen buckets, and by the script alone.
+
+    Micro-batches are not verified, so that steps are alike from the fourth on.
+
+    Raises:
+        RuntimeError: a command or a run failed.
+    """
+    from thdprof.analyze import load_profile
+    from thdprof.plan import load_plan
+
+    trainer = Trainer(name, args, directory)
+    trainer.warm = 3
+    _, costs = trainer.calibrate()
+    for source, (_, mean) in SOURCES.items():
+        if not (directory / source).exists():
+            write_documents(directory / source / "documents", tokens=600_000, mean=mean, seed=7)
+    blend = [word for source, (share, _) in SOURCES.items() for word in (share, str(directory / source / "documents"))]
+    flags = [*trainer.flags(Path())[:-1], *blend]
+    profile = directory / "caps.profile.parquet"
+    chosen = plan_of(flags, directory, "caps", more=["--cost-table", str(costs), "--profile", str(profile)])
+    change_graphs(chosen, chosen, verify=None)
+    plan, curve = load_plan(chosen), load_profile(profile).curve()
+    said, rates, rows = plan.predictions, plan.predictions.fallback_rate, list[dict[str, Any]]()
+
+    def add(kind: str, predicted: Sequence[float | None], followed: Path | None) -> None:
+        ms, ran = trainer.train(kind, flags, plan=followed), trainer.ran[kind]
+        counts = Counter[int]()
+        for reason, values in ran.scalars.items():
+            if reason.startswith("thdprof/eager/") and not reason.endswith("not_training"):
+                counts.update({step: int(value) for step, value in values.items()})
+        steps = [counts[step] - counts[step - 1] for step in range(1, args.steps + 1)]
+        observed = (
+            [sum(steps), sum(count > 0 for count in steps)] if followed else [MICROBATCHES * args.steps, args.steps]
+        )
+        rows.append({"kind": kind, "predicted": [*predicted], "observed": observed, "ms": ms, "of": args.steps})
+
+    for cap in CAPS:
+        row = curve[curve["max_seqs"] <= cap].iloc[-1]
+        [bucket] = load_plan(chosen).graphs.buckets[-1:]
+        one = bucket.model_copy(update={"max_seqs": cap, "share": float(row["coverage"])}).model_dump(mode="json")
+        followed = change_graphs(chosen, directory / f"caps-{cap}.yaml", buckets=[one])
+        add(str(cap), [row[f"fallback_rate_{level}"] for level in ("microbatch", "step")] + [row["step_ms"]], followed)
+    buckets = "buckets " + ", ".join(str(bucket.max_seqs) for bucket in plan.graphs.buckets)
+    add(buckets, [rates.microbatch, rates.step, said.step_ms], chosen)
+    add("no graphs", [1.0, 1.0, said.eager_step_ms], None)
+    return rows
 
 
 def modelled_row(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -231,6 +298,21 @@ _METHOD = (
 )
 
 
+def caps_report(rows: Sequence[dict[str, Any]]) -> str:
+    """The results of `--caps` as markdown."""
+    lines = [["buckets", "eager micro-batches, predicted", "observed", "steps with one, predicted", "observed"]]
+    lines[0] += ["predicted ms", "measured ms", "predicted / measured"]
+    for row in rows:
+        *rates, ms = row["predicted"]
+        cells = [row["kind"]]
+        for rate, observed, of in zip(rates, row["observed"], (MICROBATCHES * row["of"], row["of"]), strict=True):
+            cells += [f"{rate:.1%}", f"{observed / of:.1%} ({observed} of {of})"]
+        lines.append([*cells, f"{ms:.1f}", f"{row['ms']:.1f}", f"{ms / row['ms']:.3f}"])
+    title = heading("One model by one cap after the other: predicted and measured")
+    sources = ", ".join(f"{name} {share} (mean {mean:.0f} tokens)" for name, (share, mean) in SOURCES.items())
+    return "\n".join([*title, _METHOD.replace("short documents", f"blend of {sources}"), "", *table(lines)]) + "\n"
+
+
 def modelled_report(rows: Sequence[dict[str, Any]]) -> str:
     """The results of `--modelled` as markdown."""
     head = ["model", "by the plan ms", "eager ms", "ratio", "modelled with this host's rate", "without", "inside"]
@@ -256,10 +338,11 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for scripts, tables, plans and logs [a temporary one]")
     parser.add_argument("--modelled", action="store_true", help="calibrate nothing: modelled times of other models")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run [{STEPS}]")
+    parser.add_argument("--caps", action="store_true", help="one model by each of several caps, and by buckets")
     args = parser.parse_args()
     names = [name for name in (MODELLED if args.modelled else MODELS) if args.models in name]
-    run: Callable[[str, argparse.Namespace, Path], dict[str, Any]] = modelled_row if args.modelled else row_of
-    write, rows = modelled_report if args.modelled else report, list[dict[str, Any]]()
+    names = names[:1] if args.caps else names
+    rows, failed = list[dict[str, Any]](), False
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
@@ -268,13 +351,18 @@ def main() -> int:
             write_documents(directory / "short" / "documents", tokens=2_000_000, mean=150)
         for name in names:
             try:
-                rows.append(run(name, args, directory))
+                if args.caps:
+                    text = caps_report(caps_rows(name, args, directory))
+                else:
+                    rows.append((modelled_row if args.modelled else row_of)(name, args, directory))
+                    text = (modelled_report if args.modelled else report)(rows)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
+                failed = True
                 continue
-            args.out.write_text(write(rows))
-            print(write(rows), flush=True)
-    return 0 if len(rows) == len(names) else 1
+            args.out.write_text(text)
+            print(text, flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
