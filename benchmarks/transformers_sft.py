@@ -3,7 +3,8 @@
     python benchmarks/transformers_sft.py --shape 0.6b --modes eager,compile,plan --steps 30 --out results.jsonl
 
 Modes are `eager`; `compile` (SFTConfig's torch_compile); `plan`; `padded`, which pads as the plan says but replays
-nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compile=True)`. Each runs in a process of its
+nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compile=True)`; `start` and `fused-start`,
+whose callback has no plan: it makes one, or takes that of an earlier call in --directory. Each runs in a process of its
 own, or in one of each GPU of --gpus, on the same made-up documents and random weights; nothing is downloaded. A line of
 JSON for each has the median seconds of a step without the first four, the peak of GPU memory, what captures took, what
 `thdprof analyze` had predicted, and the losses.
@@ -30,6 +31,7 @@ SAME = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab
 ROW = 4096
 WARMUP = 4
 PLANNED = ("plan", "padded", "fused-plan", "fused-padded")
+STARTS = ("start", "fused-start")
 
 
 def write_rows(path: Path, rows: int) -> None:
@@ -91,13 +93,14 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    began, seconds = [0.0], []
+    began, seconds, firsts = [0.0], [], []
 
     class Clock(TrainerCallback):
         """Keeps the seconds of every step, the GPU waited for at its end."""
 
         def on_step_begin(self, *args, **kwargs) -> None:
             began[0] = began[0] or time.perf_counter()
+            firsts.append(time.perf_counter())
 
         def on_step_end(self, *args, **kwargs) -> None:
             if gpu:
@@ -108,11 +111,15 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
 
     callbacks: list[TrainerCallback] = [Clock()]
     plan_callback = None
-    if mode in PLANNED:
+    stats = directory / f"{mode}.stats.jsonl"
+    if mode in STARTS:
+        plan_callback = PlanCallback(stats=stats, attention=options.attention, compile=mode.startswith("fused"))
+        callbacks.append(plan_callback)
+    elif mode in PLANNED:
         plan = load_plan(directory / "plan.yaml")
         # Verified micro-batches also run eagerly
         plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
-        plan_callback = PlanCallback(plan, replay=mode.endswith("plan"), stats=directory / f"{mode}.stats.jsonl",
+        plan_callback = PlanCallback(plan, replay=mode.endswith("plan"), stats=stats,
                                      attention=options.attention, compile=mode.startswith("fused"))  # fmt: skip
         callbacks.append(plan_callback)
     else:
@@ -138,7 +145,9 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     started = time.perf_counter()
     trainer.train()
     counted, last = seconds[WARMUP:] or seconds, plan_callback and plan_callback.last
-    predictions = plan.predictions.model_dump(mode="json") if plan_callback else {}
+    if mode in STARTS and last:
+        plan = load_plan(directory / mode / "thdprof-plan.yaml")
+    predictions = plan.predictions.model_dump(mode="json") if last else {}
     predicted = ("verdict", "times", "step_ms", "eager_step_ms", "peak_memory_bytes", "graph_memory_bytes")
     asked = ("shape", "lora", "checkpointing", "accumulation", "deterministic", "attention")
     return {
@@ -148,6 +157,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         "step_s": median(counted),
         "step_s_min": min(counted),
         "step_s_max": max(counted),
+        "before_first_step_s": firsts[0] - started,
         "first_step_s": seconds[0],
         "steps": len(seconds),
         "total_s": time.perf_counter() - started,
@@ -196,6 +206,7 @@ def main() -> None:
             print(f"{mode}: failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}", flush=True)
             continue
         found = json.loads(line.removeprefix("RESULT "))
+        print(*(text for text in done.stderr.splitlines() if "thdprof" in text), sep="\n", flush=True)
         shown = {k: v for k, v in found.items() if k != "losses"}
         print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
         if options.out is not None:
