@@ -420,9 +420,11 @@ def test_the_evidence_is_that_of_the_results():
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_and_guide_stay_short():
+def test_readme_and_guides_stay_short():
     assert len(README.read_text().splitlines()) <= 150
     assert len((DOCS / "megatron.md").read_bytes()) <= 25_000
+    for guide in ("trl", "megatron", "megatron-bridge", "megatron-core", "torch", "start"):
+        assert len((DOCS / f"{guide}.md").read_text().split()) <= 1_250, guide  # five minutes
 
 
 def test_every_result_has_its_place_in_the_site():
@@ -632,6 +634,13 @@ def test_links_that_lead_nowhere_are_found(link):
     assert [*broken_links(DOCS / "index.md", f"[words]({link})")] == [link]
 
 
+def test_pages_and_results_that_the_code_names_are_there():
+    sources = [path.read_text() for path in sorted((ROOT / "thdprof").rglob("*.py"))]
+    named = {name for text in sources for name in re.findall(r"\b(?:docs|benchmarks)/[\w/-]+\.\w+|README\.md", text)}
+    assert len(named) >= 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 # --- troubleshooting ------------------------------------------------------------------------------------------------
 
 
@@ -695,6 +704,6 @@ def test_the_version_error_and_the_versions_are_as_shown(monkeypatch, tmp_path):
     with pytest.raises(versions.VersionError) as told:
         versions.check(package, find=lambda names: {"megatron-core": "0.21.0"})
     assert f"```text\n{told.value}\n```" in sections()["VersionError"], str(told.value)
-    shown = re.findall(r"`([\d.]+)`", (DOCS / "megatron.md").read_text().split("##")[0])
+    shown = re.findall(r"`([\d.]+)`", (DOCS / "megatron.md").read_text().split("## Versions")[1])
     packages = (versions.MEGATRON, versions.TRANSFORMER_ENGINE)
     assert shown == [*(package.oldest for package in packages), *(package.newest_run for package in packages)]
