@@ -29,14 +29,10 @@ def reference(names: str) -> str:
     described = []
     for name, members in re.findall(r"([\w.]+\*?)(?:\(([\w,]+)\))?", names):
         owner, _, last = name.rpartition(".")
-        nodes = (
-            [node.name for node in _parse(_path(owner))[0].body if isinstance(node, Definition)]
-            if last == "*"
-            else [last]
-        )
-        described += [
-            _describe(f"{owner}.{node}", *_find(owner, node), members.split(",") if members else ()) for node in nodes
-        ]
+        defined = [node.name for node in _parse(_path(owner))[0].body if isinstance(node, Definition)]
+        for each in defined if last == "*" else [last]:
+            shown = members.split(",") if members else ()
+            described.append(_describe(f"{owner}.{each}", *_find(owner, each), shown))
     return "\n\n".join(described)
 
 

@@ -624,7 +624,7 @@ LINKING = [
 
 
 def test_links_lead_to_files_and_sections_that_there_are():
-    found = {page.name: list(broken_links(page, page.read_text())) for page in LINKING}
+    found = {str(page.relative_to(ROOT)): list(broken_links(page, page.read_text())) for page in LINKING}
     assert {name: links for name, links in found.items() if links} == {}
     assert sum(page.read_text().count("](") for page in LINKING) >= 200
 
