@@ -13,7 +13,7 @@ TEST_EXTRAS := test,megatron
 # Modules are compiled as they are imported: most of torch's never are.
 INSTALL := -m pip install --disable-pip-version-check -q --no-compile
 
-.PHONY: help setup demo install install-newest packages-newest test golden test-newest lint format bench docs clean
+.PHONY: help setup demo install install-newest packages-newest test golden test-newest lint format bench references docs clean
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -78,7 +78,11 @@ format: $(TEST_STAMP)  ## rewrite files in the project's format
 bench: $(TEST_STAMP)  ## time analysis beside its peers
 	$(PY) benchmarks/analyze.py
 
-docs: $(DOCS_STAMP)  ## build the site into build/site; a broken link or an undocumented field fails
+references: $(STAMP)  ## write the generated parts of docs/ anew: commands, plan, refused settings, Python, evidence
+	$(PY) docs/tools/references.py
+	$(PY) tools/evidence.py
+
+docs: $(DOCS_STAMP)  ## build the site into build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:           ## remove what the targets above made

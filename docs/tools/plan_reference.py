@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,9 +22,17 @@ def reference(model: type[BaseModel] = Plan) -> str:
     """
     root = model.model_json_schema(by_alias=True)
     parts: Mapping[str, Schema] = {model.__name__: root, **root.get("$defs", {})}
-    return "\n\n".join(
-        _section(parts, name, paths) for name, paths in _places(parts, model.__name__).items() if parts[name]
-    )
+    titles = {
+        name: "The whole file" if paths == [""] else ", ".join(f"`{path}`" for path in paths)
+        for name, paths in _places(parts, model.__name__).items()
+    }
+    text = "\n\n".join(_section(parts, name, title) for name, title in titles.items() if parts[name])
+    return re.sub(r"\(#(\w+)\)", lambda link: f"(#{_anchor(titles[link[1]])})", text)
+
+
+def _anchor(title: str) -> str:
+    """The anchor of a section, both where the code is hosted and on the site."""
+    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
 
 
 def _places(parts: Mapping[str, Schema], root: str) -> dict[str, list[str]]:
@@ -53,10 +62,9 @@ def _parts_in(schema: Schema) -> Iterator[str]:
         yield from _parts_in(inner)
 
 
-def _section(parts: Mapping[str, Schema], name: str, paths: list[str]) -> str:
+def _section(parts: Mapping[str, Schema], name: str, title: str) -> str:
     part = parts[name]
-    heading = "The whole file" if paths == [""] else ", ".join(f"`{path}`" for path in paths)
-    lines = [f"## {heading} {{ #{name.lower()} }}", "", _said(part, name), ""]
+    lines = [f"## {title}", "", _said(part, name), ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     required = part.get("required", ())
     for field, schema in part["properties"].items():
@@ -79,7 +87,7 @@ def _said(part: Schema, name: str) -> str:
 def _type(schema: Schema) -> str:
     """What a value may be, in words."""
     if "$ref" in schema:
-        return f"[mapping](#{schema['$ref'].rsplit('/', 1)[1].lower()})"
+        return f"[mapping](#{schema['$ref'].rsplit('/', 1)[1]})"
     if "anyOf" in schema:
         return " or ".join(_type(one) for one in schema["anyOf"])
     if "const" in schema:

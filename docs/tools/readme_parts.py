@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 README = Path(__file__).parents[2] / "README.md"
@@ -19,7 +18,7 @@ def part(begin: str, end: str) -> str:
         if f"\n{line}\n" not in text:
             raise ValueError(f"README.md has no line {line!r}")
     between = text.split(f"\n{begin}\n", 1)[1].split(f"\n{end}\n", 1)[0].strip()
-    return re.sub(r"\]\(docs/", "](", between)
+    return between.replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/")
 
 
 def versions() -> str:

@@ -20,7 +20,6 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -43,10 +42,10 @@ PARSED = {"gpu", "own"}
 
 sys.path.insert(0, str(DOCS / "tools"))
 import cli_reference  # noqa: E402
-import figures  # noqa: E402
 import plan_reference  # noqa: E402
+import python_reference  # noqa: E402
+import references  # noqa: E402
 import settings_reference  # noqa: E402
-import stubs  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +57,19 @@ class Fence:
     text: str
 
 
+def written(path: Path) -> str:
+    """A page without its generated parts."""
+    return references.PART.sub("", path.read_text())
+
+
 def fences(path: Path) -> list[Fence]:
-    found = re.findall(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", path.read_text(), re.M | re.S)
+    found = re.findall(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", written(path), re.M | re.S)
     return [Fence(kind=kind, title=title, text=text) for kind, title, text in found]
 
 
 def test_every_fence_is_one_that_is_checked():
     for page in PAGES:
-        assert page.read_text().count("```") == 2 * len(fences(page)), page
+        assert written(page).count("```") == 2 * len(fences(page)), page
         for fence in fences(page):
             assert fence.kind in RUN | PARSED | {"text"}, (page, fence)
             assert fence.kind != "text" or page.name in ("troubleshooting.md", "choosing-a-cap.md"), fence
@@ -390,7 +394,7 @@ CITATIONS = [
     (page.name, paragraph)
     for page in [README, *PAGES]
     if page.name != "evidence.md"  # made by tools/evidence.py
-    for paragraph in paragraphs(page.read_text())
+    for paragraph in paragraphs(written(page))
     if "benchmarks/results/" in paragraph
 ]
 
@@ -406,7 +410,7 @@ def test_measured_numbers_stand_in_the_results_that_are_cited(page, paragraph):
 
 def test_no_measured_number_stands_without_its_source():
     measured = re.compile(r"\d (?:ms|MiB|GiB|times)\b")
-    found = [part for page in [README, *PAGES] for part in paragraphs(page.read_text()) if measured.search(part)]
+    found = [part for page in [README, *PAGES] for part in paragraphs(written(page)) if measured.search(part)]
     assert len(found) >= 5
     assert [part for part in found if "benchmarks/results/" not in part] == []
 
@@ -416,9 +420,11 @@ def test_the_evidence_is_that_of_the_results():
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_and_guide_stay_short():
+def test_readme_and_guides_stay_short():
     assert len(README.read_text().splitlines()) <= 150
     assert len((DOCS / "megatron.md").read_bytes()) <= 25_000
+    for guide in ("trl", "megatron", "megatron-bridge", "megatron-core", "torch", "start"):
+        assert len((DOCS / f"{guide}.md").read_text().split()) <= 1_250, guide  # five minutes
 
 
 def test_every_result_has_its_place_in_the_site():
@@ -457,8 +463,9 @@ def test_the_plan_reference_has_every_field_of_every_part():
     ]
     parts = [part for part in parts if part.model_fields]
     assert len(parts) >= 10
+    sections = {section.split("\n")[2]: section for section in re.split(r"^## ", text, flags=re.M)[1:]}
     for part in parts:
-        section = text.split(f"{{ #{part.__name__.lower()} }}")[1].split("\n## ")[0]
+        section = sections[part.model_json_schema()["description"].split("\n")[0]]
         documented = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (\S.*?) \|$", section, re.M)
         assert [row[0] for row in documented] == [field.alias or name for name, field in part.model_fields.items()]
 
@@ -482,9 +489,9 @@ def test_types_of_the_plan_reference():
     assert row in text
     assert "| `cp_size` | whole number, at least 1 | `1` |" in text
     assert "| `impl` | one of `none`, `module`, `chunk`, `local`, `transformer_engine` | `module` |" in text
-    assert "| `buckets` | list ([mapping](#bucketpart)) | required |" in text
+    assert "| `buckets` | list ([mapping](#graphsbuckets)) | required |" in text
     assert "| `share` | number, 0 to 1 | required |" in text
-    assert "## `microbatches.n_seqs`, `microbatches.max_seqlen` { #percentiles }" in text
+    assert "[mapping](#microbatchesn_seqs-microbatchesmax_seqlen)" in text
 
 
 def test_the_command_reference_has_every_option():
@@ -516,44 +523,59 @@ def test_refused_settings_are_those_of_install():
     assert names == [limit.name for limit in LIMITS if limit.off is None]
 
 
-def test_the_site_needs_neither_torch_nor_megatron():
+def test_references_need_neither_torch_nor_megatron():
     blocked = (
-        "import importlib, sys\n"
-        "sys.modules |= dict.fromkeys(('torch', 'megatron', 'megatron.core', 'transformer_engine'))\n"
-        "for name in ('cli_reference', 'plan_reference', 'settings_reference'):\n"
-        "    assert '| `' in importlib.import_module(name).reference()\n"
+        "import runpy, sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'megatron', 'megatron.core', 'transformer_engine', 'mkdocs'))\n"
+        "sys.argv[1:] = ['--check']\n"
+        "runpy.run_module('references', run_name='__main__')\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{DOCS / 'tools'}"}
     done = subprocess.run([sys.executable, "-c", blocked], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
-def test_pages_name_the_lines_that_are_generated():
-    text = "".join(page.read_text() for page in PAGES)
-    assert sorted(re.findall(r"<!-- generated: ([a-z ]+) -->", text)) == [
-        "commands",
-        "plan",
-        "refused settings",
-        "versions",
-    ]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_generated_parts_are_current(page):
+    text = page.read_text()
+    assert references.fill_parts(text) == text, f"docs/{page.name} is old: run `make references`"
 
 
-def test_a_page_says_above_each_generated_part_that_only_the_site_has_it():
-    made = re.compile(r"^(?:<!-- generated: .*|!\[.*#only-light\)|::: thdprof\.load_plan)$", re.M)
-    checked = 0
-    for page in PAGES:
-        text = page.read_text()
-        for found in made.finditer(text):
-            before = text[: found.start()].rstrip("\n")
-            near = before[-400:] if found[0].startswith(":::") else before.split("\n\n")[-1]
-            assert stubs.NOTE in near, (page, found[0])
-            checked += 1
-        shown = stubs.without_notes(text)
-        assert stubs.NOTE not in shown
-        assert [line for line in text.splitlines() if line not in shown] == [
-            line for note in text.split("\n\n") if note.startswith(stubs.NOTE) for line in note.splitlines()
-        ]
-    assert checked >= 7
+def test_every_generator_has_its_place():
+    parts = [part[2] for page in PAGES for part in references.PART.finditer(page.read_text())]
+    assert {*references.GENERATED} <= {*parts}
+    assert "".join(page.read_text() for page in PAGES).count("<!-- generated: ") == len(parts)
+
+
+def test_a_generated_part_that_is_old_is_found():
+    text = "above\n<!-- generated: thdprof.errors.* -->\nold\n<!-- end -->\nbelow\n"
+    made = references.fill_parts(text)
+    assert made != text
+    assert "### `thdprof.errors.GateError`\n\nA gate (`check`, `compare`) did not hold." in made
+    assert made.endswith("<!-- end -->\nbelow\n")
+    assert references.fill_parts(made) == made
+
+
+@pytest.mark.parametrize("package", ["thdprof", "thdprof.analyze", "thdprof.runtime", "thdprof.runtime.megatron"])
+def test_the_python_reference_has_every_public_name(package):
+    text = (DOCS / "reference-python.md").read_text()
+    if "runtime" in package:
+        pytest.importorskip("torch")
+    if "megatron" in package:
+        pytest.importorskip("megatron.core")
+    for name in importlib.import_module(package).__all__:
+        assert name.startswith("__") or re.search(rf"^### `thdprof\.([\w.]+\.)?{name}`$", text, re.M), name
+
+
+def test_the_python_reference_shows_signatures_arguments_fields_and_errors():
+    text = python_reference.reference("thdprof.load_plan thdprof.Plan(save) thdprof.runtime.Bucket")
+    assert "```text\nload_plan(path: Path | str) -> Plan\n```" in text
+    assert "```text\nsave(path: Path | str, *, force: bool = False)\n```" in text
+    assert "Raises:\n\n- `DataError`: the file exists and `force` is false, or it cannot be written." in text
+    assert "- `cp_size: int = 1`: Context-parallel size: the communication that was captured." in text
+    assert "to_yaml" not in text
+    with pytest.raises(ValueError, match=r"thdprof\.runtime has no Nothing"):
+        python_reference.reference("thdprof.runtime.Nothing")
 
 
 def test_formats_targets_and_packers_are_those_there_are():
@@ -572,18 +594,51 @@ def test_formats_targets_and_packers_are_those_there_are():
     }
 
 
-def test_links_lead_to_sections_that_there_are():
-    links = [
-        (page.parent / target if target else page, anchor)
-        for page in [README, *PAGES]
-        for target, anchor in re.findall(r"\]\(((?:docs/)?[\w-]+\.md)?(?:#([\w-]+))?\)", page.read_text())
-        if target or anchor
-    ]
-    assert len(links) >= 40
-    for page, anchor in links:
-        titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-        slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles]
-        assert not anchor or anchor in slugs, (page, anchor)
+def anchors(page: Path) -> list[str]:
+    """Anchors of a page's sections where the code is hosted: every blank is a hyphen."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    titles = [re.sub(r"\]\([^)]*\)", "", title).strip().lower() for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    """Links of `page` whose file or section there is not, in the repository or on the site."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        on_site = page.parent != DOCS or target.parent in (DOCS, DOCS / "images", ROOT / "benchmarks" / "results")
+        there = target.exists() and (not anchor or anchors(target).count(anchor) == 1)
+        if not there or not on_site or "--" in anchor:  # the site makes one hyphen of several
+            yield link
+
+
+LINKING = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *PAGES,
+    *sorted((ROOT / "benchmarks/results").glob("*.md")),
+]
+
+
+def test_links_lead_to_files_and_sections_that_there_are():
+    found = {str(page.relative_to(ROOT)): list(broken_links(page, page.read_text())) for page in LINKING}
+    assert {name: links for name, links in found.items() if links} == {}
+    assert sum(page.read_text().count("](") for page in LINKING) >= 200
+
+
+@pytest.mark.parametrize("link", ["nowhere.md", "plan.md#nowhere", "#nowhere", "../Makefile", "/docs/plan.md"])
+def test_links_that_lead_nowhere_are_found(link):
+    assert [*broken_links(DOCS / "index.md", f"[words]({link})")] == [link]
+
+
+def test_pages_and_results_that_the_code_names_are_there():
+    sources = [path.read_text() for path in sorted((ROOT / "thdprof").rglob("*.py"))]
+    named = {name for text in sources for name in re.findall(r"\b(?:docs|benchmarks)/[\w/-]+\.\w+|README\.md", text)}
+    assert len(named) >= 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 # --- troubleshooting ------------------------------------------------------------------------------------------------
@@ -649,73 +704,6 @@ def test_the_version_error_and_the_versions_are_as_shown(monkeypatch, tmp_path):
     with pytest.raises(versions.VersionError) as told:
         versions.check(package, find=lambda names: {"megatron-core": "0.21.0"})
     assert f"```text\n{told.value}\n```" in sections()["VersionError"], str(told.value)
-    shown = re.findall(r"`([\d.]+)`", (DOCS / "megatron.md").read_text().split("##")[0])
+    shown = re.findall(r"`([\d.]+)`", (DOCS / "megatron.md").read_text().split("## Versions")[1])
     packages = (versions.MEGATRON, versions.TRANSFORMER_ENGINE)
     assert shown == [*(package.oldest for package in packages), *(package.newest_run for package in packages)]
-
-
-# --- figures --------------------------------------------------------------------------------------------------------
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("name", figures.THEMES)
-def test_figures_are_legible_in_each_theme(name):
-    theme = figures.THEMES[name]
-    assert contrast(theme.ink, theme.background) >= 7
-    assert all(contrast(line, theme.background) >= 3 for line in theme.lines)
-    assert len(set(figures.STYLES)) == len(theme.lines) == 3  # told apart without colour
-
-
-@pytest.fixture(scope="module")
-def curve(tmp_path_factory):
-    return figures.curve(figures.demo_analysis(tmp_path_factory.mktemp("figures")))
-
-
-def test_the_curve_is_that_of_the_report(curve, tmp_path_factory):
-    analysis = figures.demo_analysis(tmp_path_factory.mktemp("again"))
-    checked = 0
-    for candidate in analysis.recommendation.candidates:
-        at = curve.caps.index(candidate.max_seqs)
-        assert curve.step[at] == candidate.fallback_rate.step
-        assert curve.microbatch[at] == pytest.approx(candidate.fallback_rate.microbatch)
-        assert curve.relative_step_time[at] == pytest.approx(candidate.relative_step_time)
-        checked += 1
-    assert checked >= 8
-    assert curve.chosen == analysis.recommendation.relative_step_time
-    assert analysis.times.origin == "modelled"
-
-
-def test_the_model_of_the_figures_is_that_of_the_pages(tmp_path):
-    from thdprof.analyze import read_model
-
-    shown = {fence.text for page in (README, *PAGES) for fence in fences(page) if fence.title == "config.json"}
-    assert len(shown) == 1
-    (tmp_path / "config.json").write_text(shown.pop())
-    assert read_model(tmp_path / "config.json") == figures.MODEL
-
-
-@pytest.mark.parametrize("name", figures.FIGURES)
-def test_figures_are_svg_whose_words_are_text(name, curve):
-    for theme in figures.THEMES.values():
-        text = figures.svg(figures.FIGURES[name], curve, theme)
-        words = " ".join(ElementTree.fromstring(text).itertext())
-        assert "cap: documents that the graph holds" in words
-        assert "P99" in words
-        assert theme.ink in text
-
-
-def test_pages_show_every_figure_with_words_for_those_who_cannot_see_it():
-    text = (DOCS / "choosing-a-cap.md").read_text()
-    shown = re.findall(r"!\[([^\]]+)\]\(figures/([\w-]+\.svg)#only-(light|dark)\)", text)
-    assert {name for _, name, _ in shown} == {f"{f}-{t}.svg" for f in figures.FIGURES for t in figures.THEMES}
-    assert all(name.endswith(f"-{theme}.svg") and len(words) > 30 for words, name, theme in shown)

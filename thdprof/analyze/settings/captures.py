@@ -169,5 +169,5 @@ def note_core_offload(impl: Impl, experts: Experts) -> str | None:
         return None
     return (
         "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
-        "modules (docs/megatron.md)"
+        "modules (docs/megatron-limits.md)"
     )
