@@ -38,7 +38,8 @@ def reference(names: str) -> str:
 
 def _path(module: str) -> Path:
     place = ROOT.joinpath(*module.split("."))
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    package = place / "__init__.py"
+    return package if package.exists() else place.with_suffix(".py")
 
 
 @functools.cache
