@@ -147,8 +147,9 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     if ruling is not None and times.relative_step_time is not None:
         would = "they" if chosen.buckets and not refused else "they would"
         saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
-        if chosen.buckets and times.origin == "modelled" and not analysis.verdict.saves:
-            saves += f", {1 - chosen.relative_step_time:.0%} on a host in the middle"
+        middle = chosen.relative_step_time if times.origin == "modelled" and not analysis.verdict.saves else None
+        if chosen.buckets and middle is not None:
+            saves += f", {1 - middle:.0%} on a host in the middle"
         if not chosen.buckets and ruling == "graphs pay":
             ruling = "graphs would pay without the limits"  # type: ignore[assignment]
         gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
@@ -346,7 +347,7 @@ class Study:
             cp_sizes=_summarize_cp_sizes(run, profiles),
             costs=costs,
             slots=[list(rank) for rank in run.slots],
-            recommendation=chosen,
+            recommendation=chosen if predicted.times.origin != "none" else chosen.without_times(),
             offload=moved,
             longest=find_longest_captured(profiles, run.longest_possible),
             graph_tokens=run.n_tokens,

@@ -61,13 +61,13 @@ class Rate:
     """The rate on the quickest host that is expected."""
 
     @classmethod
-    def from_worth(cls, worth: Worth | None, times: Times, *, step_ms: float) -> Rate | None:
+    def from_worth(cls, worth: Worth | None, times: Times, *, step_ms: float | None) -> Rate | None:
         """The rate of a plan; None without times.
 
         Args:
             step_ms: mean step time on a host in the middle of the range, in milliseconds.
         """
-        if worth is None or times.step_ms is None:
+        if worth is None or times.step_ms is None or step_ms is None:
             return None
         low, high = worth.tokens_per_second
         return cls(gpus=worth.gpus, low=low, middle=high * times.step_ms[0] / step_ms, high=high)

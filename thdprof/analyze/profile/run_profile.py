@@ -333,7 +333,7 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     frame = pd.concat([*_whole_run(table), *_segments(table)], ignore_index=True)
     frame.insert(0, "part", name)
     caps = _grid(analysis)
-    times = one_cap_step_ms(analysis, analysis.costs, caps)
+    eager_ms, *times = one_cap_step_ms(analysis, analysis.costs, [0, *caps])  # a cap of 0: all run eagerly
     ranges = _relative_step_times(analysis, caps)
     if (model := analysis.model) is not None:
         experts = f", {write_count(model.num_experts, 'expert')}" if model.num_experts else ""
@@ -346,7 +346,7 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
         exact=table.exact,
         microbatches=len(table),
         steps=table.num_steps,
-        eager_step_ms=analysis.recommendation.eager_step_ms,
+        eager_step_ms=float(eager_ms),
         caps=[
             CapTime(max_seqs=n, step_ms=float(ms), relative_step_time=relative)
             for n, ms, relative in zip(caps, times, ranges, strict=True)
