@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from thdprof.analyze.analysis import Analysis, Study, check_gpu
+from thdprof.analyze.analysis import Study, check_gpu
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.run_profile import RunProfile, make_profile
+from thdprof.analyze.report.plots import Result
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS
 from thdprof.analyze.settings.request import read_request
 from thdprof.analyze.sources import read_dataset
@@ -69,7 +70,7 @@ def analyze_dataset(
     data_parallel_gbps: float | None = None,
     impl: Impl | None = None,
     **settings: Unpack[TrainingOptions],
-) -> Analysis:
+) -> Result:
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
 
     Args:
@@ -135,7 +136,7 @@ def analyze_dataset(
             tokenizer.save_pretrained(directory)
             reading = {**reading, "tokenizer_model": str(directory)}
         dataset = _read_dataset(locations, request.format, reading, request.cache)
-    return Study(request, dataset, measured, offload=offload, impl=impl).analyze()
+    return Result.from_analysis(Study(request, dataset, measured, offload=offload, impl=impl).analyze())
 
 
 def profile_dataset(*locations: Location, part: str | None = None, **options: Unpack[AnalysisOptions]) -> RunProfile:

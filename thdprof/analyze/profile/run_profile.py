@@ -273,7 +273,10 @@ class RunProfile:
         return found
 
     def curve(self) -> pd.DataFrame:
-        """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`."""
+        """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`.
+
+        Both times are None where they are not of the user's own model.
+        """
         import pandas as pd
 
         rows = []
@@ -281,7 +284,9 @@ class RunProfile:
             rate = self.fallback_rate(cap.max_seqs)
             row = {"max_seqs": cap.max_seqs, "coverage": 1 - rate.microbatch}
             row.update({f"fallback_rate_{level}": share for level, share in rate})
-            rows.append({**row, "step_ms": cap.step_ms, "relative_step_time": cap.step_ms / self.eager_step_ms})
+            step_ms = None if self.costs.origin == "none" else cap.step_ms
+            relative = None if step_ms is None else step_ms / self.eager_step_ms
+            rows.append({**row, "step_ms": step_ms, "relative_step_time": relative})
         return pd.DataFrame(rows)
 
     def percentiles(self) -> pd.DataFrame:
