@@ -249,6 +249,19 @@ def test_a_trainers_arguments_are_those_of_the_command(tmp_path):
             analyze_dataset(DOCUMENTS, training_args=arguments)
 
 
+def test_a_result_says_what_training_would_refuse(thdprof, tmp_path):
+    arguments = {**ARGUMENTS, "torch_compile": True, "deepspeed": "zero3.json"}
+    (tmp_path / "args.json").write_text(json.dumps(arguments))
+    data = write_lines(tmp_path / "documents.jsonl", DOCUMENTS)
+    told = json.loads(thdprof("analyze", data, "--training-args", tmp_path / "args.json", "--json").stdout)["refused"]
+    result = analyze_dataset(DOCUMENTS, training_args=arguments)
+    assert len(told) == 2
+    assert make_plan(result).predictions.refused == result.refused == told
+    assert str(result).splitlines()[:2] == [f"refused  {reason}" for reason in told]
+    fine = analyze_dataset(DOCUMENTS, training_args={**ARGUMENTS, "bf16": True})
+    assert (fine.refused, str(fine).splitlines()[0][:8]) == ([], "capture ")
+
+
 @pytest.mark.skipif(find_spec("trl") is None, reason="text needs transformers")
 def test_text_of_a_program_is_counted_as_that_of_a_file(tmp_path, rng):
     import datasets

@@ -511,6 +511,7 @@ def test_a_result_draws_what_the_page_draws(made, pyplot):
     axes = result.plot_steps()
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("documents", "share with more documents")
     fullest = table.to_pandas().groupby("step")["n_seqs"].max()
+    assert {line.get_drawstyle() for line in axes.get_lines()[:3]} == {"steps-post"}
     checked = curves(axes)["fullest of a step"]
     assert len(checked) > 20
     for documents, share in checked:

@@ -53,6 +53,8 @@ class CpSize:
 class Analysis(Predictions):
     """Everything that `thdprof analyze` reports and writes."""
 
+    request: Request
+    """What was analysed, and by which options."""
     dataset: DatasetPart
     """The dataset that was read."""
     settings: TrainingSettings
@@ -103,10 +105,6 @@ class Analysis(Predictions):
     warnings: tuple[str, ...]
     """Sentences that the user should know before trusting the numbers: settings without effect, the notes, and the
     conditions under which the figures hold."""
-
-    def __str__(self) -> str:
-        """The answer: what to capture, what runs eagerly, what it saves, and memory, a line each."""
-        return "\n".join(f"{heading:<8} {line}" for heading, line in answer(self))
 
     @property
     def steps(self) -> int:
@@ -335,6 +333,7 @@ class Study:
         )
         return Analysis(
             **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
+            request=request,
             dataset=summarize_dataset(dataset),
             settings=settings,
             assumptions=replayed.assumptions,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.analysis import Analysis, answer
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.profile.run_profile import make_profile
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures.graphs import trace_caps
 from thdprof.analyze.report.figures.microbatches import count_bars, is_skewed, trace_steps
-from thdprof.errors import UsageError
+from thdprof.errors import ThdprofError, UsageError
 from thdprof.words import install_line
 
 if TYPE_CHECKING:
@@ -101,6 +101,20 @@ class Result(Analysis):
     def from_analysis(cls, analysis: Analysis) -> Result:
         """The analysis as a result."""
         return cls(**{field.name: getattr(analysis, field.name) for field in fields(analysis)})
+
+    @property
+    def refused(self) -> list[str]:
+        """Why training by the plan would be refused, as far as the settings tell, or why there is no plan."""
+        try:
+            return make_plan(self).predictions.refused
+        except ThdprofError as error:
+            return [str(error)]
+
+    def __str__(self) -> str:
+        """The answer after what is refused: what to capture, what runs eagerly, what it saves, and memory."""
+        refused = self.refused
+        lines = [*(("refused", reason) for reason in refused), *answer(self, refused=refused)]
+        return "\n".join(f"{heading:<8} {line}" for heading, line in lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
