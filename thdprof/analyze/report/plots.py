@@ -23,6 +23,7 @@ from thdprof.words import install_line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_NEXT = 'thdprof.analyze.make_plan(result).save("plan.yaml") writes the plan'
 _STYLES = ("-", "--", ":")
 """Lines of one figure, told apart without colour."""
 
@@ -111,9 +112,11 @@ class Result(Analysis):
             return [str(error)]
 
     def __str__(self) -> str:
-        """The answer after what is refused: what to capture, what runs eagerly, what it saves, and memory."""
-        refused = self.refused
-        lines = [*(("refused", reason) for reason in refused), *answer(self, refused=refused)]
+        """The answer of five lines, after what is refused: what to capture, what runs eagerly, what it saves, memory,
+        and what to do next.
+        """
+        refused, then = self.refused, _NEXT if self.recommendation.buckets else ""
+        lines = [*(("refused", reason) for reason in refused), *answer(self, refused=refused, then=then)]
         return "\n".join(f"{heading:<8} {line}" for heading, line in lines)
 
     def _repr_html_(self) -> str:
