@@ -50,6 +50,23 @@ def test_graph_memory_is_null_where_the_cost_table_is_of_another_model(table):
     assert make_plan(own).predictions.graph_memory_bytes > 0
 
 
+def test_no_time_of_another_model_is_in_a_result(table):
+    of_steps = ("relative_step_time", "step_ms", "eager_step_ms")
+    of_caps = ("relative_step_time", "padding_ms")
+
+    def times(analysis):
+        chosen = analysis.recommendation
+        every = [getattr(chosen, name) for name in of_steps]
+        return every + [getattr(c, name) for c in (chosen.one_cap, *chosen.candidates) for name in of_caps]
+
+    borrowed = [analyze_dataset(LENGTHS), analyze_dataset(LENGTHS, cost_table=table(False), model=MODEL)]
+    for found in borrowed:
+        assert len(found.recommendation.candidates) > 3
+        assert {*times(found)} == {None}
+        assert " ms" not in str(found)
+    assert None not in times(analyze_dataset(LENGTHS, cost_table=table(True)))
+
+
 def test_a_limit_on_memory_says_whose_graphs_it_was_held_against(table):
     limited = analyze_dataset(LENGTHS, graph_memory_bytes=2**34)
     held = [text for text in limited.warnings if text.startswith("--graph-memory-gib was held against graphs of ")]

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from support.schedules import analyzed_run, make_costs, schedule
+from support.schedules import analyzed_run, make_costs, schedule, write_own_costs
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.recommend import recommend
@@ -334,7 +334,7 @@ class TestDynamicCp:
         path.write_text("40\n40\n1\n1\n")  # two rounds, then one
         given = {
             "data_parallel_size": 2, "context_parallel_size": 2, "global_batch_size": 2, "seq_length": 40,
-            "max_seqlen_per_dp_cp_rank": 10, "pad_seq_to_mult": 1,
+            "max_seqlen_per_dp_cp_rank": 10, "pad_seq_to_mult": 1, "cost_table": write_own_costs(tmp_path),
         }  # fmt: skip
         one, four = (analysed(path, **given, pipeline_parallel_size=size) for size in (1, 4))
         assert four.microbatches.num_microbatches.tolist() == [2, 1]
@@ -356,8 +356,9 @@ class TestDynamicCp:
         assert told.startswith(f"{over} of {len(found.microbatches)} micro-batches have more documents than ")
         assert not [w for w in analysed(documents, max_docs_per_pack=most).warnings if "max_docs_per_pack" in w]
 
-    def test_a_pipeline_of_the_dev_branch_is_analysed_and_not_installed(self, documents):
-        found, alone = analysed(documents, pipeline_parallel_size=2), analysed(documents)
+    def test_a_pipeline_of_the_dev_branch_is_analysed_and_not_installed(self, documents, tmp_path):
+        costs = write_own_costs(tmp_path)
+        found, alone = (analysed(documents, pipeline_parallel_size=size, cost_table=costs) for size in (2, 1))
         assert found.microbatches.to_pandas().equals(alone.microbatches.to_pandas())
         assert found.slots == [[2], [1]]
         rounds = found.microbatches.num_microbatches
@@ -625,11 +626,12 @@ def test_buckets_of_every_size_in_the_plan(documents, packer):
     assert parse_plan(plan.model_dump(mode="json", by_alias=True), where="plan") == plan
 
 
-def test_the_joint_choice_is_the_best_there_is(documents):
+def test_the_joint_choice_is_the_best_there_is(documents, tmp_path):
     """Every choice of at most one bucket a size, by step time, against the short list that is searched."""
     from itertools import product
 
-    result = analysed(documents, buckets=1, attention="torch")
+    costs = write_own_costs(tmp_path, n_tokens=256, attention="torch")
+    result = analysed(documents, buckets=1, cost_table=costs)
     table, costs = result.microbatches, result.costs
     chosen = result.recommendation
     caps = sorted({c.max_seqs for c in chosen.candidates} | {b.max_seqs for b in chosen.buckets})
@@ -647,11 +649,12 @@ def _axes(buckets):
     return sorted({b.max_seqs for b in buckets}), sorted({b.max_seqlen for b in buckets})
 
 
-def test_limits_hold_over_all_sizes(documents, monkeypatch):
-    free = analysed(documents)
+def test_limits_hold_over_all_sizes(documents, tmp_path, monkeypatch):
+    costs = write_own_costs(tmp_path, n_tokens=256)
+    free = analysed(documents, cost_table=costs)
     kept = analysed(documents, max_fallback_rate=0.0)
     assert kept.recommendation.fallback_rate.step == 0
-    tight = analysed(documents, graph_memory_bytes=0)
+    tight = analysed(documents, graph_memory_bytes=0, cost_table=costs)
     assert tight.recommendation.buckets == ()
     assert tight.recommendation.relative_step_time == 1
     assert free.recommendation.relative_step_time < 1

@@ -31,10 +31,11 @@ from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.figures.microbatches import compare_lengths
 from thdprof.analyze.report.write import Written
-from thdprof.errors import DataError
+from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text
 from thdprof.offload.plan import Choice
 from thdprof.plan import load_plan
+from thdprof.training import Model
 
 IDS = ["shapes", "joint", "caps", "choice", "steps", "drift", "parts", "memory", "observed"]
 
@@ -400,13 +401,19 @@ def test_a_directory_of_figures(thdprof, made, tmp_path):
 
 
 def outputs(notebook: dict) -> dict[str, str]:
-    """What each cell showed, by its id."""
+    """What each cell showed, by its id: HTML, or a sentence and a picture of matplotlib."""
     shown = {}
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
-            assert output["output_type"] == "execute_result", output
-            shown[cell["id"]] = "".join(output["data"]["text/html"])
+            data = output.get("data", {})
+            assert output["output_type"] in ("execute_result", "display_data") or output["name"] == "stdout", output
+            text = "".join(data.get("text/html") or data.get("image/png") or output["text"])
+            shown[cell["id"]] = shown.get(cell["id"], "") + text
     return shown
+
+
+PLOTTED = ("shapes", "caps", "steps")
+"""Figures that a notebook leaves to matplotlib."""
 
 
 def test_the_notebook_runs_and_follows_its_cap(made):
@@ -422,9 +429,12 @@ def test_the_notebook_runs_and_follows_its_cap(made):
     first = (made / "r.ipynb").read_bytes()
     assert len(first) < 1_000_000
     shown = outputs(json.loads(first))
-    assert [re.search(r'id="(?:figure|note)-(\w+)"', shown[f"f-{name}"])[1] for name in IDS] == IDS
+    for name in IDS:
+        sign = r"\n+iVBORw0KGgo" if name in PLOTTED else rf'id="(?:figure|note)-{name}"'
+        assert re.search(sign, shown[f"f-{name}"])
     for sentence in written.findings:
-        assert sentence.text.replace("'", "&#x27;") in shown[f"f-{sentence.id}"]
+        text = sentence.text if sentence.id in PLOTTED else sentence.text.replace("'", "&#x27;")
+        assert text in shown[f"f-{sentence.id}"]
     assert "<caption>Plan: graphs to capture (module)</caption>" in shown["open"]
     write_report(plan, **options)
     assert (made / "r.ipynb").read_bytes() == first
@@ -440,6 +450,94 @@ def test_the_notebook_runs_and_follows_its_cap(made):
     changed = {name for name in IDS if again[f"f-{name}"] != shown[f"f-{name}"]}
     assert changed == set(IDS) - {"parts", "memory", "observed"}  # these do not depend on a single cap
     assert all("113" not in sentence.text for sentence in make_figures(open_report(made / "plan.yaml"), 60)[4:6])
+
+
+def test_the_template_runs_where_it_lies_on_the_demos_plan(made, tmp_path):
+    import nbformat
+
+    from thdprof.analyze.report.notebook import execute
+
+    (tmp_path / "demo").symlink_to(made)  # what make demo leaves in the repository
+    (tmp_path / "notebooks").mkdir()
+    notebook = nbformat.read(ROOT / "notebooks" / "report.ipynb", as_version=4)
+    execute(notebook, directory=tmp_path / "notebooks")
+    shown = outputs(json.loads(json.dumps(notebook)))
+    assert {f"f-{name}" for name in IDS} <= {*shown}
+    target = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "-o demo/" in line)
+    assert "-o demo/plan.yaml --profile demo/plan.profile.parquet" in target
+
+
+# Figures of matplotlib
+
+
+def curves(axes):
+    """The points of each line, by its label."""
+    return {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+
+
+@pytest.fixture
+def pyplot():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def test_a_result_draws_what_the_page_draws(made, pyplot):
+    result = analyze_dataset(made / "demo" / "bridge", **SETTINGS)
+    profile, table = make_profile(result), result.microbatches
+    axes = pyplot.subplots()[1]
+    assert result.plot_caps(axes) is axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("cap, documents", "share that runs eagerly")
+    drawn = curves(axes)
+    assert drawn.pop("cap 113")[0][0] == 113
+    assert len(drawn) == 3
+    for cap, share in drawn["steps with an eager one"]:
+        assert share == profile.fallback_rate(int(cap)).step
+    assert len(drawn["steps with an eager one"]) > 20
+
+    axes = result.plot_documents()
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        ("documents of a micro-batch", "share of micro-batches, per document")
+    )
+    [bars] = axes.patches
+    heights, edges, _ = bars.get_data()
+    counted = np.histogram(table.n_seqs, edges)[0] / len(table)
+    assert heights * np.diff(edges) == pytest.approx(counted)
+    assert counted.sum() == pytest.approx(1)
+
+    axes = result.plot_steps()
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("documents", "share with more documents")
+    fullest = table.to_pandas().groupby("step")["n_seqs"].max()
+    assert {line.get_drawstyle() for line in axes.get_lines()[:3]} == {"steps-post"}
+    checked = curves(axes)["fullest of a step"]
+    assert len(checked) > 20
+    for documents, share in checked:
+        assert share == pytest.approx((fullest > documents).mean())
+    assert result._repr_html_().startswith("<pre>capture  graphs for 64")
+
+
+def test_the_curve_of_caps_has_times_of_the_users_model_alone(made, pyplot):
+    model = Model(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=1024)
+    modelled = analyze_dataset(made / "demo" / "bridge", **SETTINGS, model=model, gpu="h100")
+    axes = modelled.plot_caps()
+    assert axes.get_ylabel() == "share that runs eagerly; step time, all eager = 1"
+    [band] = axes.collections
+    caps = [c.max_seqs for c in make_profile(modelled).caps()]
+    ranges = make_profile(modelled).relative_step_times(caps)
+    heights = {*band.get_paths()[0].vertices[:, 1]}
+    assert heights == {value for ends in ranges for value in ends}
+    assert make_profile(modelled).curve()["step_ms"].notna().all()
+    borrowed = make_profile(analyze_dataset(made / "demo" / "bridge", **SETTINGS)).curve()
+    assert borrowed[["step_ms", "relative_step_time"]].isna().all(axis=None)
+
+
+def test_a_plot_without_matplotlib_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"^plots need matplotlib: pip install '.\[plots\]' in a checkout of thdprof$"):
+        analyze_dataset([[3, 4]] * 4, loader="single").plot_steps()
 
 
 def test_a_notebook_elsewhere_names_its_files_in_full(made, tmp_path):
@@ -594,7 +692,7 @@ def test_names_of_parts_are_drawn_whatever_they_are(tmp_path):
     ElementTree.fromstring(drawn.svg)
 
 
-@pytest.mark.parametrize("package", ["nbclient", "ipykernel", "nbformat"])
+@pytest.mark.parametrize("package", ["nbclient", "ipykernel", "nbformat", "matplotlib"])
 def test_without_the_notebook_packages(thdprof_process, made, tmp_path, package):
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')\n")
     variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
@@ -604,7 +702,7 @@ def test_without_the_notebook_packages(thdprof_process, made, tmp_path, package)
 
 
 def test_a_page_needs_none_of_the_notebook_packages(thdprof_process, made, tmp_path):
-    for package in ("nbclient", "ipykernel", "nbformat"):
+    for package in ("nbclient", "ipykernel", "nbformat", "matplotlib"):
         (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')\n")
     variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = thdprof_process("report", made / "plan.yaml", "-o", tmp_path / "r.html", variables=variables)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.schedules import make_costs
+from support.schedules import make_costs, write_own_costs
 
 from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profile, profile_dataset
 from thdprof.analyze.buckets.statistics import fallback_rate
@@ -44,7 +44,7 @@ def write_rows(path, seed, rows=200, most=30):
 
 @pytest.fixture
 def analysis(tmp_path):
-    return analyze_dataset(write_rows(tmp_path / "rows.jsonl", 1), **RUN)
+    return analyze_dataset(write_rows(tmp_path / "rows.jsonl", 1), cost_table=write_own_costs(tmp_path), **RUN)
 
 
 def test_counts_are_those_of_the_table(analysis):
@@ -111,7 +111,7 @@ def test_dynamic_context_parallelism_counts_each_rank_of_a_group(tmp_path):
     (tmp_path / "documents.jsonl").write_text("\n".join(["90", "20", "20", "10", "5", "5", "60", "8"] * 8) + "\n")
     analysis = analyze_dataset(
         tmp_path, packer="balanced_cp", data_parallel_size=4, global_batch_size=16, max_seqlen_per_dp_cp_rank=32,
-        seq_length=128, loader="single",
+        seq_length=128, loader="single", cost_table=write_own_costs(tmp_path),
     )  # fmt: skip
     table, profile = analysis.microbatches, make_profile(analysis)
     assert table.groups is not None

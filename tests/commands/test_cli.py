@@ -733,8 +733,9 @@ def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
 def test_python_prints_the_same_answer(thdprof, packs):
     from thdprof import analyze_dataset
 
-    lines = str(analyze_dataset(packs, loader="single", seq_length=8)).splitlines()
+    *lines, then = str(analyze_dataset(packs, loader="single", seq_length=8)).splitlines()
     assert [line.split()[0] for line in lines] == ["capture", "eager", "step", "memory"]
+    assert then.startswith("next     thdprof.analyze.make_plan(result).save(")
     assert " ".join(" ".join(lines).split()) in " ".join(analyze(thdprof, packs).stdout.split())
 
 

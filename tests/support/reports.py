@@ -59,6 +59,7 @@ def with_times(analysis: Analysis, origin: Origin, *, ruling: Ruling = "graphs p
     return replace(
         analysis,
         costs=analysis.costs.model_copy(update=costs),
+        recommendation=replace(analysis.recommendation, relative_step_time=0.256, step_ms=190.0, eager_step_ms=742.0),
         model=Model(num_layers=32, hidden_size=4096, num_attention_heads=32),
         gpu="h100" if modelled else None,
         times=Times(

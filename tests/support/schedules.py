@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
-from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
+from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources.base import Dataset, PackedRows
-from thdprof.training import TrainingSettings
+from thdprof.training import Attention, TrainingSettings
 
 
 def schedule(content, **given):
@@ -71,3 +73,11 @@ def make_costs(eager=100.0, replay=((1, None, 10.0), (100, None, 40.0)), **field
         replay=[ReplayPoint(max_seqs=n, max_seqlen=s, ms=ms) for n, s, ms in replay],
         **fields,
     )
+
+
+def write_own_costs(directory: Path, *, n_tokens: int = 64, attention: Attention = "transformer_engine") -> Path:
+    """A file of the built-in costs as of the user's own model, so that an analysis by them has times."""
+    path = directory / "own_costs.yaml"
+    own = built_in_costs(attention, n_tokens).model_copy(update={"calibrated": True})
+    path.write_text(own.model_dump_json(by_alias=True))
+    return path

@@ -53,6 +53,8 @@ class CpSize:
 class Analysis(Predictions):
     """Everything that `thdprof analyze` reports and writes."""
 
+    request: Request
+    """What was analysed, and by which options."""
     dataset: DatasetPart
     """The dataset that was read."""
     settings: TrainingSettings
@@ -104,10 +106,6 @@ class Analysis(Predictions):
     """Sentences that the user should know before trusting the numbers: settings without effect, the notes, and the
     conditions under which the figures hold."""
 
-    def __str__(self) -> str:
-        """The answer: what to capture, what runs eagerly, what it saves, and memory, a line each."""
-        return "\n".join(f"{heading:<8} {line}" for heading, line in answer(self))
-
     @property
     def steps(self) -> int:
         """Optimizer steps analysed."""
@@ -147,8 +145,9 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     if ruling is not None and times.relative_step_time is not None:
         would = "they" if chosen.buckets and not refused else "they would"
         saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
-        if chosen.buckets and times.origin == "modelled" and not analysis.verdict.saves:
-            saves += f", {1 - chosen.relative_step_time:.0%} on a host in the middle"
+        middle = chosen.relative_step_time if times.origin == "modelled" and not analysis.verdict.saves else None
+        if chosen.buckets and middle is not None:
+            saves += f", {1 - middle:.0%} on a host in the middle"
         if not chosen.buckets and ruling == "graphs pay":
             ruling = "graphs would pay without the limits"  # type: ignore[assignment]
         gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
@@ -334,6 +333,7 @@ class Study:
         )
         return Analysis(
             **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
+            request=request,
             dataset=summarize_dataset(dataset),
             settings=settings,
             assumptions=replayed.assumptions,
@@ -346,7 +346,7 @@ class Study:
             cp_sizes=_summarize_cp_sizes(run, profiles),
             costs=costs,
             slots=[list(rank) for rank in run.slots],
-            recommendation=chosen,
+            recommendation=chosen if predicted.times.origin != "none" else chosen.without_times(),
             offload=moved,
             longest=find_longest_captured(profiles, run.longest_possible),
             graph_tokens=run.n_tokens,

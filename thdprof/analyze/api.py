@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from thdprof.analyze.analysis import Analysis, Study, check_gpu
+from thdprof.analyze.analysis import Study, check_gpu
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.run_profile import RunProfile, make_profile
-from thdprof.analyze.settings.captures import shared_captures
-from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, number_of
-from thdprof.analyze.settings.request import Request
-from thdprof.analyze.settings.resolved_model import experts_of, read_model
+from thdprof.analyze.report.plots import Result
+from thdprof.analyze.settings.limits import DEFAULT_BUCKETS
+from thdprof.analyze.settings.request import read_request
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
+from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset, table_dataset, temporary_path
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
-from thdprof.training import Attention, Model, TrainingOptions, check_model
+from thdprof.training import Attention, Model, TrainingOptions
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from thdprof.plan import Impl
+
+    Location = str | Path | Lengths | pd.DataFrame | pd.Series[Any]
 
 
 class AnalysisOptions(TrainingOptions, total=False):
     """The keyword arguments of `analyze_dataset`, which describes them."""
 
+    tokenizer: str | Path | object | None
+    training_args: str | Path | Mapping[str, Any] | object | None
     format: str
     cache: str | Path | None
     cost_table: str | Path | None
@@ -48,7 +52,9 @@ class AnalysisOptions(TrainingOptions, total=False):
 
 
 def analyze_dataset(
-    *locations: str | Path | Lengths,
+    *locations: Location,
+    tokenizer: str | Path | object | None = None,
+    training_args: str | Path | Mapping[str, Any] | object | None = None,
     format: str = "auto",
     cache: str | Path | None = None,
     cost_table: str | Path | None = None,
@@ -64,13 +70,19 @@ def analyze_dataset(
     data_parallel_gbps: float | None = None,
     impl: Impl | None = None,
     **settings: Unpack[TrainingOptions],
-) -> Analysis:
+) -> Result:
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
 
     Args:
         locations: files, globs, directories or Megatron prefixes of one dataset. Or, alone, the lengths of its
             documents in tokens: a list or array of whole numbers for documents that are not packed yet, shape
-            [documents]; a list of such lists or arrays for packed rows.
+            [documents]; a list of such lists or arrays for packed rows. Or, alone, a `datasets.Dataset`, a pandas
+            data frame or an Arrow table, which are read as a file of these columns; or one of their columns: whole
+            numbers or lists of them are lengths, and text is text.
+        tokenizer: the run's tokenizer, by which text is counted, as `--tokenizer`: a directory, a name in the Hugging
+            Face cache, or a tokenizer of transformers; None: text cannot be counted.
+        training_args: what the run's Trainer is told, as `--training-args`: a JSON file, a `TrainingArguments` or
+            `SFTConfig`, or a mapping of its fields; None: another trainer. Settings that are given win.
         format: name of the format of the files, or "auto".
         host: a file of `thdprof calibrate --host`, by which modelled eager times are of that host.
         cache: directory that keeps counts of text; None: beside the data.
@@ -96,27 +108,38 @@ def analyze_dataset(
             refuse.
         UsageError: the settings, limits, model or lengths contradict each other or cannot be trained with.
     """
-    request = Request(
-        given={**settings},
-        cost_table=None if cost_table is None else Path(cost_table),
-        host=None if host is None else Path(host),
-        attention=attention,
-        limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
-        gpu=gpu,
-        gpu_hour_price=number_of("gpu_hour_price", {"gpu_hour_price": gpu_hour_price}),
-        data_parallel_gbps=number_of("data_parallel_gbps", {"data_parallel_gbps": data_parallel_gbps}),
-    )
+    named_tokenizer = getattr(tokenizer, "name_or_path", tokenizer)
+    own = {
+        "tokenizer_model": None if named_tokenizer is None else str(named_tokenizer),
+        "format": format,
+        "cache": cache,
+        "cost_table": cost_table,
+        "host": host,
+        "attention": attention,
+        "buckets": buckets,
+        "max_fallback_rate": max_fallback_rate,
+        "graph_memory_gib": None if graph_memory_bytes is None else graph_memory_bytes / 2**30,
+        "model": model,
+        "gpu": gpu,
+        "gpu_hour_price": gpu_hour_price,
+        "data_parallel_gbps": data_parallel_gbps,
+    }
+    if tokenizer is not None and settings.get("tokenizer_model") is not None:
+        raise UsageError("tokenizer and tokenizer_model are one setting; give one")
+    given = {**{name: value for name, value in own.items() if value is not None}, **settings}
+    request = read_request([], given, settings=None, launch=None, training_args=_read_arguments(training_args))
     check_gpu(request)
     measured = None if request.cost_table is None else load_costs(request.cost_table)
-    if model is not None:
-        request = _add_model(request, model)
-    dataset = _dataset(locations, format, request.given, None if cache is None else Path(cache))
-    return Study(request, dataset, measured, offload=offload, impl=impl).analyze()
+    with temporary_path(str(named_tokenizer)) as directory:
+        reading = request.given
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(directory)
+            reading = {**reading, "tokenizer_model": str(directory)}
+        dataset = _read_dataset(locations, request.format, reading, request.cache)
+    return Result.from_analysis(Study(request, dataset, measured, offload=offload, impl=impl).analyze())
 
 
-def profile_dataset(
-    *locations: str | Path | Lengths, part: str | None = None, **options: Unpack[AnalysisOptions]
-) -> RunProfile:
+def profile_dataset(*locations: Location, part: str | None = None, **options: Unpack[AnalysisOptions]) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
     In the result, `cells` has a row for every count, in the columns that `thdprof.analyze.profile.run_profile`
@@ -135,23 +158,23 @@ def profile_dataset(
     return make_profile(analyze_dataset(*locations, **options), part=part)
 
 
-def _add_model(request: Request, model: Model | str | Path) -> Request:
-    """The request with the model, and the settings that follow from it."""
-    source = str(model) if isinstance(model, str | os.PathLike) else None
-    known = read_model(model) if isinstance(model, str | os.PathLike) else model
-    check_model(known)
-    given = {**request.given}
-    if given.get("experts") is None:
-        given["experts"] = experts_of(known)
-    if given.get("shared_capture_ranks") is None:
-        given.update(shared_captures(given, asdict(known)))
-    return replace(request, given=given, model=known, model_source=source)
+def _read_arguments(training_args: Any) -> Path | Mapping[str, Any] | None:
+    """A Trainer's arguments as a file or as their fields."""
+    if isinstance(training_args, str):
+        return Path(training_args)
+    if hasattr(training_args, "to_dict"):  # which hides tokens
+        return {**training_args.to_dict(), "eos_token": getattr(training_args, "eos_token", None)}
+    if training_args is None or isinstance(training_args, Path | Mapping):
+        return training_args
+    raise UsageError(
+        f"training_args: {type(training_args).__name__} is none: give a file, TrainingArguments, SFTConfig or a dict"
+    )
 
 
-def _dataset(
-    locations: tuple[str | Path | Lengths, ...], format: str, given: Mapping[str, Any], cache: Path | None
+def _read_dataset(
+    locations: tuple[Location, ...], format: str, given: Mapping[str, Any], cache: Path | None
 ) -> Dataset:
-    """The dataset in files, or in one list or array of lengths."""
+    """The dataset in files, or in one object of the program."""
     names = [str(location) for location in locations if isinstance(location, str | os.PathLike)]
     if len(names) == len(locations):
         return read_dataset(names, format=format, settings=given, cache=cache)
@@ -160,12 +183,9 @@ def _dataset(
             f"{len(locations)} datasets given, {len(locations) - len(names)} of them as lengths; give one list or "
             "array of lengths alone"
         )
-    [lengths] = locations
-    if isinstance(lengths, str | os.PathLike) or not isinstance(lengths, list | tuple | np.ndarray):
-        raise UsageError(
-            f"an object of type {type(lengths).__name__} is no dataset; give files, or a list or array of document "
-            "lengths"
-        )
+    [data] = locations
+    if not isinstance(data, list | tuple | np.ndarray):
+        return table_dataset(data, format=format, settings=given, cache=cache)
     if format not in ("auto", FORMAT):
         raise UsageError(f"format {format}: lengths are of format {FORMAT}; leave format out")
-    return lengths_dataset(lengths)
+    return lengths_dataset(data)

@@ -184,16 +184,16 @@ def _warn_of_choice(
     """What the choice by times of the user's own model rests on."""
     if run.settings.experts == "dropless" and not costs.modelled:
         yield "times are of layers that are captured whole; with experts run eagerly a replay saves less"
-    unlimited = recommendation.unlimited_relative_step_time
+    relative, unlimited = recommendation.relative_step_time or 0.0, recommendation.unlimited_relative_step_time
     limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None
     # Without limits too, graphs that save too little are left out.
     limits_matter = bool(recommendation.buckets) or unlimited <= 1 - costs.least_gain
-    if limited and limits_matter and recommendation.relative_step_time > unlimited + 1e-9:
+    if limited and limits_matter and relative > unlimited + 1e-9:
         yield (
             "the limits on memory or fallbacks decided: without them a step would take "
             f"{unlimited:.3f} of its eager time"
         )
-    if recommendation.relative_step_time > 1:
+    if relative > 1:
         yield "the recommended graphs are slower than running eagerly; only the limit on fallbacks asks for them"
     top = max((b.max_seqs for b in recommendation.buckets), default=0)
     if top > costs.measured_max_seqs()[-1]:

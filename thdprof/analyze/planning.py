@@ -33,7 +33,8 @@ def make_plan(
     usual: Impl = "module",
     layers_per_graph: LayersPerGraph = None,
 ) -> Plan:
-    """The plan of an analysis, for graphs of the kind `impl`; without buckets, the plan's impl is "none".
+    """The plan of an analysis, for graphs of the kind `impl`; without buckets, the plan's impl is "none". It says what
+    training by it would refuse, as far as the settings tell.
 
     Args:
         analysis: the analysis; the plan moves the activations to the host that the analysis counted as moved.
@@ -64,7 +65,7 @@ def make_plan(
         max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
         bucket_cp_sizes=tuple([bucket.cp_size for bucket in analysis.recommendation.buckets]),
     )
-    return Plan(
+    plan = Plan(
         schema=SCHEMA,
         written_by=__version__,
         dataset=analysis.dataset,
@@ -83,6 +84,7 @@ def make_plan(
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
+    return add_refusals(plan, analysis.request)[0]
 
 
 def add_refusals(plan: Plan, request: Request) -> tuple[Plan, str | None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.analyze.analysis import Progress, Study, check_gpu, read_showing
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
-from thdprof.analyze.planning import add_refusals, make_plan
+from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import summarize_dataset
 from thdprof.analyze.schedule.schedule import Memo
@@ -61,13 +61,13 @@ class Rate:
     """The rate on the quickest host that is expected."""
 
     @classmethod
-    def from_worth(cls, worth: Worth | None, times: Times, *, step_ms: float) -> Rate | None:
+    def from_worth(cls, worth: Worth | None, times: Times, *, step_ms: float | None) -> Rate | None:
         """The rate of a plan; None without times.
 
         Args:
             step_ms: mean step time on a host in the middle of the range, in milliseconds.
         """
-        if worth is None or times.step_ms is None:
+        if worth is None or times.step_ms is None or step_ms is None:
             return None
         low, high = worth.tokens_per_second
         return cls(gpus=worth.gpus, low=low, middle=high * times.step_ms[0] / step_ms, high=high)
@@ -330,7 +330,6 @@ def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Com
     try:
         result = study.analyze()
         plan = make_plan(result, impl=study.impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-        plan, _ = add_refusals(plan, request)
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
     unranked = explain_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)

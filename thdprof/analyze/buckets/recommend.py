@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from operator import or_
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,10 +75,11 @@ class Candidate:
     """Share of micro-batches that replay."""
     fallback_rate: FallbackRate
     """Shares of micro-batches, (rank, step) pairs and steps with eager execution."""
-    relative_step_time: float
-    """Mean step time divided by that of running all micro-batches eagerly."""
-    padding_ms: float
-    """Mean time in milliseconds by which a replay takes longer than that of a graph for exactly its documents would."""
+    relative_step_time: float | None
+    """Mean step time divided by that of running all micro-batches eagerly; None without times of the user's model."""
+    padding_ms: float | None
+    """Mean time in milliseconds by which a replay takes longer than that of a graph for exactly its documents would;
+    None without times of the user's model."""
     names: tuple[str, ...]
     """Names of the percentiles of n_seqs that the cap equals, such as "p90"."""
 
@@ -253,7 +255,7 @@ class Recommendation:
     """The buckets to capture, and the step times and fallbacks that are expected with them.
 
     Times are of the cost table. Where it is of another model (`Analysis.times.origin` is "none"), they only rank the
-    choices.
+    choices, and the analysis has None in their place.
     """
 
     buckets: tuple[Bucket, ...]
@@ -265,22 +267,34 @@ class Recommendation:
     """Shares of micro-batches, (rank, step) pairs and steps with eager execution."""
     fallback_rate_upper_bound: float
     """Upper bound, with 95% confidence, of the share of micro-batches of unseen data that run eagerly."""
-    relative_step_time: float
+    relative_step_time: float | None
     """Mean step time divided by that of running all micro-batches eagerly."""
-    step_ms: float
+    step_ms: float | None
     """Mean step time in milliseconds."""
-    eager_step_ms: float
+    eager_step_ms: float | None
     """Mean step time in milliseconds with all micro-batches run eagerly."""
     graph_memory_bytes: int | None
     """Graph memory of the busiest pipeline rank in bytes with all activations on the device; None where not known."""
     one_cap: Candidate | None
     """The best single cap within the limits; None where none saves enough of the eager step time."""
     unlimited_relative_step_time: float
-    """The relative_step_time of the best choice of buckets without limits on memory and fallbacks."""
+    """The relative_step_time of the best choice of buckets without limits on memory and fallbacks, by any costs."""
     candidates: tuple[Candidate, ...]
     """All single caps that were considered, ascending."""
     steps_searched: int
     """Number of steps on which choices were compared; the figures of the chosen buckets are of all steps."""
+
+    def without_times(self) -> Recommendation:
+        """The same without times of a step or a cap."""
+        no_times: dict[str, Any] = {"relative_step_time": None, "padding_ms": None}
+        return replace(
+            self,
+            relative_step_time=None,
+            step_ms=None,
+            eager_step_ms=None,
+            one_cap=None if self.one_cap is None else replace(self.one_cap, **no_times),
+            candidates=tuple([replace(candidate, **no_times) for candidate in self.candidates]),
+        )
 
 
 def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: Limits) -> Recommendation:
@@ -341,7 +355,7 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         if c.max_seqs in rounded  # between steps of the costs, the largest cap is as quick as any
         and one_graph_fits
         and c.fallback_rate.step <= most_fallbacks
-        and (c.relative_step_time <= least or limits.max_fallback_rate is not None)
+        and ((c.relative_step_time or 0.0) <= least or limits.max_fallback_rate is not None)
     ]
     if limits.max_fallback_rate is None and float(step_costs.step_ms([chosen])[0]) > least * eager_ms:
         chosen = ()

@@ -273,7 +273,10 @@ class RunProfile:
         return found
 
     def curve(self) -> pd.DataFrame:
-        """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`."""
+        """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`.
+
+        Both times are None where they are not of the user's own model.
+        """
         import pandas as pd
 
         rows = []
@@ -281,7 +284,9 @@ class RunProfile:
             rate = self.fallback_rate(cap.max_seqs)
             row = {"max_seqs": cap.max_seqs, "coverage": 1 - rate.microbatch}
             row.update({f"fallback_rate_{level}": share for level, share in rate})
-            rows.append({**row, "step_ms": cap.step_ms, "relative_step_time": cap.step_ms / self.eager_step_ms})
+            step_ms = None if self.costs.origin == "none" else cap.step_ms
+            relative = None if step_ms is None else step_ms / self.eager_step_ms
+            rows.append({**row, "step_ms": step_ms, "relative_step_time": relative})
         return pd.DataFrame(rows)
 
     def percentiles(self) -> pd.DataFrame:
@@ -333,7 +338,7 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     frame = pd.concat([*_whole_run(table), *_segments(table)], ignore_index=True)
     frame.insert(0, "part", name)
     caps = _grid(analysis)
-    times = one_cap_step_ms(analysis, analysis.costs, caps)
+    eager_ms, *times = one_cap_step_ms(analysis, analysis.costs, [0, *caps])  # a cap of 0: all run eagerly
     ranges = _relative_step_times(analysis, caps)
     if (model := analysis.model) is not None:
         experts = f", {write_count(model.num_experts, 'expert')}" if model.num_experts else ""
@@ -346,7 +351,7 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
         exact=table.exact,
         microbatches=len(table),
         steps=table.num_steps,
-        eager_step_ms=analysis.recommendation.eager_step_ms,
+        eager_step_ms=float(eager_ms),
         caps=[
             CapTime(max_seqs=n, step_ms=float(ms), relative_step_time=relative)
             for n, ms, relative in zip(caps, times, ranges, strict=True)

@@ -182,7 +182,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
         fused = "\nwith compile=True" if analysis.costs.slower_kernels != 1 else ""
         table.add_column(f"step time, eager = 1{fused}")
     for candidate in analysis.recommendation.candidates:
-        time = candidate.relative_step_time
+        time = candidate.relative_step_time or 0.0
         bar = block * max(1, round(min(time, 1.5) * _BAR))
         table.add_row(
             f"{'*' if candidate.max_seqs in chosen else ''}{candidate.max_seqs:,}",

@@ -5,8 +5,9 @@ would replace the signal handlers, and its event loop would break when a handler
 thread of its own, which receives no signals. The main thread waits for it, and ends the kernel and the thread when an
 error is raised in the meantime.
 
-In the repository the template is `notebooks/report.ipynb`. Execution needs nbclient and ipykernel, which the extra
-`notebook` installs. Two notebooks made from one set of files are equal byte for byte.
+In the repository the template is `notebooks/report.ipynb`, which runs on the plan of `make demo`. Execution needs
+nbclient, ipykernel and matplotlib, which the extra `notebook` installs. Two notebooks made from one set of files are
+equal byte for byte.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
 
     Raises:
         DataError: a cell failed, took too long or ended the kernel, or the kernel did not start.
-        UsageError: nbclient or ipykernel is not installed.
+        UsageError: nbclient, ipykernel or matplotlib is not installed.
     """
     nbclient, traitlets = need("nbclient"), need("traitlets.config")
     need("ipykernel")
+    need("matplotlib")
     with tempfile.TemporaryDirectory(prefix="thdprof-") as runtime:
         sockets = str(Path(runtime) / "kernel")
         # where the system allows so long a path, sockets in our own directory, not ports that others can reach
@@ -146,6 +148,7 @@ def _environment(scratch: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "IPYTHONDIR": scratch,
         "JUPYTER_RUNTIME_DIR": scratch,
+        "MPLCONFIGDIR": scratch,
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
 

@@ -29,6 +29,7 @@ from thdprof.training import (
     Definition,
     GraphKind,
     Model,
+    check_model,
     definitions,
     model_definitions,
 )
@@ -93,13 +94,13 @@ def read_request(
     *,
     settings: Path | None,
     launch: Launch | None,
-    training_args: Path | None = None,
+    training_args: Path | Mapping[str, Any] | None = None,
 ) -> Request:
     """The request that flags, a settings file, and a launch script or a Trainer's arguments make, in this order of
     precedence.
 
-    `flags` maps names of options to values; None counts as not given. `training_args` is a file of the fields of
-    TrainingArguments or SFTConfig, as JSON.
+    `flags` maps names of options to values; None counts as not given. Its `model` is a path or a `Model`.
+    `training_args` are the fields of TrainingArguments or SFTConfig, or a file of them as JSON.
 
     Raises:
         DataError: a file that cannot be read.
@@ -109,18 +110,23 @@ def read_request(
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     analysis_options()["attention"].check(command.get("attention", "transformer_engine"))
     own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
-    path = Path(_text("--model", command["model"])) if "model" in command else None
+    named = command.get("model")
+    path = None if named is None or isinstance(named, Model) else Path(_text("--model", named))
     file = None if path is None else read_model_file(path)
+    if isinstance(named, Model):
+        check_model(named)
+        file = ModelReading(source="the Model given", values=asdict(named))
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     run: MegatronArgs | None = None
     usual_format, fields = "auto", None
     if training_args is not None:
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
-        fields = _read_trainer_arguments(training_args)
-        given = trainer_settings(fields, where=f"--training-args {training_args}")
+        where = f"--training-args {training_args}" if isinstance(training_args, Path) else "training_args"
+        fields = _read_trainer_arguments(training_args, where)
+        given = trainer_settings(fields, where=where)
         own = {**trainer_model(fields), **own}
-        notes.append(f"--training-args {training_args}: {_list_values(given)} taken from it")
+        notes.append(f"{where}: {_list_values(given)} taken from it")
     script = None if launch is None else launch.read()
     if script is not None:
         run = _read_launch(script, command, {**stronger, **own}, found, file)
@@ -173,22 +179,22 @@ def read_request(
     )
 
 
-def _read_trainer_arguments(file: Path) -> dict[str, Any]:
-    """Fields of a Trainer's arguments.
+def _read_trainer_arguments(source: Path | Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Fields of a Trainer's arguments; messages begin with `where`.
 
     Raises:
         DataError: the file cannot be read, or holds something else.
         UsageError: a field has a value that thdprof does not follow.
     """
-    fields: dict[str, Any] = _read_json("--training-args", file)
+    fields = _read_json(where, source) if isinstance(source, Path) else source
     if not are_trainer_arguments(fields):
         raise DataError(
-            f"--training-args {file}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
+            f"{where}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
             "give what SFTConfig's to_json_string() writes; a model's config goes to --model"
         )
     if fields.get("truncation_mode") == "keep_end" and fields.get("packing") is False:
         raise UsageError(
-            f"--training-args {file}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
+            f"{where}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
             "then leaves out; TRL 2 has only keep_start"
         )
     return fields
@@ -259,18 +265,18 @@ def _list_values(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def _read_json(flag: str, path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+def _read_json(where: str, path: Path) -> dict[str, Any]:
+    """The object in a JSON file; messages begin with `where`.
 
     Raises:
         DataError: the file cannot be read, or holds no JSON object.
     """
     try:
-        found = json.loads(read_text(path, where=f"{flag} {path}", kind="JSON"))
+        found = json.loads(read_text(path, where=where, kind="JSON"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{flag} {path}: is no JSON: {error}") from error
+        raise DataError(f"{where}: is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise DataError(f"{flag} {path}: must hold one JSON object, as SFTConfig.to_json_string() writes it")
+        raise DataError(f"{where}: must hold one JSON object, as SFTConfig.to_json_string() writes it")
     return found
 
 
@@ -282,7 +288,7 @@ def _text(flag: str, value: Any) -> str:
 
 def _weights(value: Any) -> Any:
     """Numbers from text such as 0.3,0.7; a list stays as it is."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return value
     try:
         return [float(part) for part in str(value).split(",")]

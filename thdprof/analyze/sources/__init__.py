@@ -48,6 +48,7 @@ def read_dataset(
     format: str = "auto",
     settings: Mapping[str, Any] = MappingProxyType({}),
     cache: Path | None = None,
+    digest: str | None = None,
     tick: Tick | None = None,
 ) -> Dataset:
     """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes, which lack the `.idx`.
@@ -58,6 +59,7 @@ def read_dataset(
         settings: those of the run by their names in `thdprof.training.TrainingOptions`. Text is counted by some of
             them, and `length_column` names the lengths; nothing else is read from them.
         cache: directory that keeps counts of text; None: beside the data.
+        digest: that of the files, by which counts are found again; None: their paths, sizes and times tell them.
         tick: called while text is counted with the share that is done, and the number of documents by estimate.
 
     Raises:
@@ -68,7 +70,7 @@ def read_dataset(
     """
     if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix; --help tells more")
-    reading = Reading.from_settings(settings, cache=cache, tick=tick)
+    reading = Reading.from_settings(settings, cache=cache, digest=digest, tick=tick)
     try:
         chosen, paths = _find(locations, _candidates(format, reading))
         if format == "auto" and chosen.name == "megatron-sft" and reading.trainer is None:

@@ -141,17 +141,22 @@ class Reading:
     """Whether rows of several documents are made; otherwise TRL leaves out rows that train no token."""
     cache: Path | None = None
     """Directory that keeps counts of text; None: beside the data."""
+    digest: str | None = None
+    """Digest of the files, by which counts of text are found again; None: their paths, sizes and times tell them."""
     tick: Tick = lambda done, documents: None
     """Called while text is counted with the share that is done, and the documents of all files by estimate."""
 
     @classmethod
-    def from_settings(cls, given: Mapping[str, Any], *, cache: Path | None = None, tick: Tick | None = None) -> Reading:
+    def from_settings(cls, given: Mapping[str, Any], *, tick: Tick | None = None, **values: Any) -> Reading:
         """The settings among `given`, by their names in `TrainingOptions`; None counts as not given.
+
+        `values` are `cache` and `digest`.
 
         Raises:
             UsageError: a value that cannot be.
         """
-        values: dict[str, Any] = {"cache": cache} if tick is None else {"cache": cache, "tick": tick}
+        if tick is not None:
+            values["tick"] = tick
         for name, own in _READ_BY.items():
             if given.get(name) is not None:
                 definitions()[name].check(given[name])

@@ -40,7 +40,7 @@ _PROGRAM = (
     "from thdprof.analyze.sources.readers.count_trl_tokens import main; main()"
 )
 """Not imported here: `transformers` imports PyTorch unless it is hidden in the whole process."""
-_CACHE = ".thdprof"
+CACHE = ".thdprof"
 """Directory beside the data that keeps counts."""
 _VERSION = 1
 """Of the rules by which tokens are counted; counts of another version are counted anew."""
@@ -140,8 +140,8 @@ def _find_tokenizer(option: str, name: str) -> Path:
 
 def _counted(paths: Sequence[Path], task: dict[str, Any], reading: Reading) -> tuple[NDArray[np.int32], str | None]:
     """The program's counts, from the cache where they are there; and a note where they could not be kept."""
-    directory = reading.cache or paths[0].parent / _CACHE
-    kept = directory / f"tokens-{_key(paths, task)}.npy"
+    directory = reading.cache or paths[0].parent / CACHE
+    kept = directory / f"tokens-{_key(paths, task, reading.digest)}.npy"
     try:
         counts: NDArray[np.int32] = np.load(kept, allow_pickle=False)
         if counts.ndim == 2 and counts.dtype == np.int32 and 1 <= len(counts) <= 2 and counts.shape[1] > 0:
@@ -158,13 +158,13 @@ def _counted(paths: Sequence[Path], task: dict[str, Any], reading: Reading) -> t
     return counts, None
 
 
-def _key(paths: Sequence[Path], task: dict[str, Any]) -> str:
+def _key(paths: Sequence[Path], task: dict[str, Any], digest: str | None) -> str:
     """A digest of all that decides on the counts."""
     stats = [path.stat() for path in paths]
     files = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
     values = {
         **task,
-        "files": files,
+        "files": digest or files,
         "tokenizer": _digest(Path(task["tokenizer"])),
         "template_tokenizer": task["template_tokenizer"] and _digest(Path(task["template_tokenizer"])),
         "version": _VERSION,

@@ -231,7 +231,7 @@ def predict(
             gbps=gbps,
         )
     freed = 0 if offload is None else offload.device_bytes_freed
-    middle = chosen.relative_step_time if chosen.buckets else chosen.unlimited_relative_step_time
+    middle = (chosen.buckets and chosen.relative_step_time) or chosen.unlimited_relative_step_time
     planned = times if chosen.buckets else times.model_copy(update={"step_ms": times.eager_step_ms})
     return Predictions(
         times=times,

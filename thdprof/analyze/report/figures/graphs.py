@@ -45,10 +45,7 @@ class Alternative:
 def caps(report: Report, cap: int) -> Figure:
     """The fallbacks and the step time under every single cap."""
     profile, recommended = report.profile, report.recommended_cap
-    curve = profile.curve().to_dict("list")
-    xs, levels = curve["max_seqs"], ("microbatch", "rank_step", "step")
-    names = "eager micro-batches", "(rank, step) with an eager one", "steps with an eager one"
-    rates = {name: curve[f"fallback_rate_{level}"] for name, level in zip(names, levels, strict=True)}
+    xs, rates = trace_caps(report)
     times, rate = report.relative_step_times([*xs, cap]), profile.fallback_rate(cap)
     tips = [f"cap {n:,} — " + "; ".join(f"{k}: {percent(v[i])}" for k, v in rates.items()) for i, n in enumerate(xs)]
 
@@ -87,6 +84,13 @@ def caps(report: Report, cap: int) -> Figure:
             "recommended_relative_step_time": None if of_recommended is None else of_recommended[0],
         },
     )
+
+
+def trace_caps(report: Report) -> tuple[list[int], dict[str, list[float]]]:
+    """The caps of the profile's grid, in documents, and by name the three shares that run eagerly under each."""
+    curve, levels = report.profile.curve().to_dict("list"), ("microbatch", "rank_step", "step")
+    names = "eager micro-batches", "(rank, step) with an eager one", "steps with an eager one"
+    return curve["max_seqs"], {n: curve[f"fallback_rate_{level}"] for n, level in zip(names, levels, strict=True)}
 
 
 def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times: list[Range], cap: int) -> None:

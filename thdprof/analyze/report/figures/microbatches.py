@@ -42,7 +42,7 @@ _ENDS = ("p50", "p90", "p99", "max")
 
 def count_bars(histogram: Histogram) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Borders of the bars that show `histogram`, shape [bars + 1], and the share of micro-batches in each, [bars]."""
-    edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=_is_skewed(histogram))
+    edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=is_skewed(histogram))
     counts = np.histogram(np.arange(len(histogram.counts)), edges, weights=histogram.counts)[0]
     return edges, counts / histogram.total
 
@@ -56,7 +56,8 @@ def _list_percentiles(percentiles: dict[str, int]) -> str:
     return ", ".join(f"{percentile_name(name)} {value:,}" for name, value in percentiles.items())
 
 
-def _is_skewed(histogram: Histogram) -> bool:
+def is_skewed(histogram: Histogram) -> bool:
+    """Whether a logarithmic axis shows the histogram."""
     return histogram.percentile(100.0) > _SKEWED * max(1, histogram.percentile(50.0))
 
 
@@ -148,7 +149,7 @@ def _paint_distribution(
     edges, shares = count_bars(histogram)
     densities = shares / np.diff(edges)  # bars of unequal width compare by the share for each whole number
     low, high = float(edges[0]), float(edges[-1])
-    x = Scale(low, high, left + _LEFT, left + width - 6, _is_skewed(histogram))
+    x = Scale(low, high, left + _LEFT, left + width - 6, is_skewed(histogram))
     most = float(densities.max()) * 1.05
     panel = canvas.panel(f"Share of micro-batches, per {unit}", x, (0, most), 132, top=top, left=left)
     panel.axes(x_ticks=False)
@@ -177,7 +178,7 @@ def joint(report: Report, cap: int) -> Figure:
     rows = report.profile.rows("microbatch")
     n_seqs, max_seqlen, count = (rows[c].to_numpy(dtype=np.int64) for c in ("n_seqs", "max_seqlen", "count"))
     documents = report.profile.histogram()
-    logarithmic = _is_skewed(documents)
+    logarithmic = is_skewed(documents)
     xs = bin_edges(documents.percentile(100.0), _BINS, logarithmic=logarithmic)
     ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
     placed = np.maximum(max_seqlen, 1), np.maximum(n_seqs, 1)
@@ -286,11 +287,18 @@ def compare_lengths(border: int, long_many: int | None, long_few: int, documents
     )
 
 
+_UNITS = {"a micro-batch": "microbatch", "fullest of a rank's step": "rank_step_max", "fullest of a step": "step_max"}
+"""What documents are counted of -> its kind in a profile."""
+
+
+def trace_steps(report: Report) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    """Numbers of documents, shape [n], and the share of units with more, shape [n], by the units' name."""
+    return {name: _count_larger(report.profile.histogram(kind)) for name, kind in _UNITS.items()}
+
+
 def steps(report: Report, cap: int) -> Figure:
     """Documents of a micro-batch beside those of the fullest micro-batch of a rank and of a step."""
-    units = ("a micro-batch", "fullest of a rank's step", "fullest of a step")
-    histograms = [report.profile.histogram(kind) for kind in ("microbatch", "rank_step_max", "step_max")]
-    curves = {name: _count_larger(h) for name, h in zip(units, histograms, strict=True)}
+    histograms, curves = [report.profile.histogram(kind) for kind in _UNITS.values()], trace_steps(report)
     at_cap = [share_over(h, cap) for h in histograms]
     largest = max(int(values[-1]) for values, _ in curves.values())
     logarithmic, rate = largest > 40, report.profile.fallback_rate(cap)
@@ -319,7 +327,7 @@ def steps(report: Report, cap: int) -> Figure:
         id="steps",
         text=steps_head(report) + steps_over(report, cap),
         alt="Falling curves of the share with more than so many documents. Over the cap: "
-        + ", ".join(f"{name} {percent(value)}" for name, value in zip(units, at_cap, strict=True)),
+        + ", ".join(f"{name} {percent(value)}" for name, value in zip(_UNITS, at_cap, strict=True)),
         paint=paint,
         values={
             "cap_documents": cap,

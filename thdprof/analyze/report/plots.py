@@ -1,0 +1,143 @@
+"""Three of the page's figures as matplotlib draws them, which people can change; the page keeps its own drawings.
+
+matplotlib is imported where the first figure is drawn. The extra `plots` installs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from thdprof.analyze.analysis import Analysis, answer
+from thdprof.analyze.planning import make_plan
+from thdprof.analyze.profile.run_profile import make_profile
+from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.figures.graphs import trace_caps
+from thdprof.analyze.report.figures.microbatches import count_bars, is_skewed, trace_steps
+from thdprof.errors import ThdprofError, UsageError
+from thdprof.words import install_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NEXT = 'thdprof.analyze.make_plan(result).save("plan.yaml") writes the plan'
+_STYLES = ("-", "--", ":")
+"""Lines of one figure, told apart without colour."""
+
+
+def plot_caps(report: Report, cap: int, ax: Axes | None = None) -> Axes:
+    """The three shares that run eagerly under each single cap, and the relative step time where times are known.
+
+    Args:
+        report: the report whose data is drawn.
+        cap: the cap that is marked, in documents of a micro-batch.
+        ax: where to draw; None: a figure of its own.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    ax = _open_axes(ax)
+    caps, shares = trace_caps(report)
+    for (name, values), style in zip(shares.items(), _STYLES, strict=True):
+        ax.plot(caps, values, style, label=name)
+    times, unit = report.relative_step_times(caps), "share that runs eagerly"
+    if times is not None:
+        low, high = np.transpose(times)
+        ax.fill_between(caps, low, high, alpha=0.4, linewidth=2, color="C3", label="step time")
+        unit += "; step time, all eager = 1"
+    ax.set_xscale("log")
+    return _label_axes(ax, cap, "cap, documents", unit)
+
+
+def plot_documents(report: Report, cap: int, ax: Axes | None = None) -> Axes:
+    """The histogram of a micro-batch's documents; arguments and errors as for `plot_caps`."""
+    ax, documents = _open_axes(ax), report.profile.histogram()
+    edges, shares = count_bars(documents)
+    ax.stairs(shares / np.diff(edges), edges, fill=True, label="micro-batches")
+    if is_skewed(documents):
+        ax.set_xscale("log")
+    return _label_axes(ax, cap, "documents of a micro-batch", "share of micro-batches, per document")
+
+
+def plot_steps(report: Report, cap: int, ax: Axes | None = None) -> Axes:
+    """The share of micro-batches, and of the fullest of a rank's step and of a step, with more than so many documents.
+
+    Arguments and errors are as for `plot_caps`.
+    """
+    ax = _open_axes(ax)
+    for (name, (documents, over)), style in zip(trace_steps(report).items(), _STYLES, strict=True):
+        ax.step(documents, over, style, where="post", label=name)
+    return _label_axes(ax, cap, "documents", "share with more documents")
+
+
+def _open_axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UsageError(f"plots need matplotlib: {install_line('plots')}") from error
+    return pyplot.subplots()[1]
+
+
+def _label_axes(ax: Axes, cap: int, x: str, y: str) -> Axes:
+    ax.axvline(cap, color="black", linewidth=1, label=f"cap {cap:,}")
+    ax.set(xlabel=x, ylabel=y)
+    ax.legend()
+    return ax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Analysis):
+    """An analysis that a notebook shows and draws. Figures are of the plan that `make_plan` makes of it.
+
+    Each figure takes the axes to draw into, or None for a figure of its own, and returns them. It marks the
+    recommended cap, else P99 of documents. It raises a UsageError without matplotlib, or where there can be no plan.
+    """
+
+    @classmethod
+    def from_analysis(cls, analysis: Analysis) -> Result:
+        """The analysis as a result."""
+        return cls(**{field.name: getattr(analysis, field.name) for field in fields(analysis)})
+
+    @property
+    def refused(self) -> list[str]:
+        """Why training by the plan would be refused, as far as the settings tell, or why there is no plan."""
+        try:
+            return make_plan(self).predictions.refused
+        except ThdprofError as error:
+            return [str(error)]
+
+    def __str__(self) -> str:
+        """The answer of five lines, after what is refused: what to capture, what runs eagerly, what it saves, memory,
+        and what to do next.
+        """
+        refused, then = self.refused, _NEXT if self.recommendation.buckets else ""
+        lines = [*(("refused", reason) for reason in refused), *answer(self, refused=refused, then=then)]
+        return "\n".join(f"{heading:<8} {line}" for heading, line in lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _report(self) -> Report:
+        return Report(plan=make_plan(self), profile=make_profile(self), comparison=None)
+
+    def plot_caps(self, ax: Axes | None = None) -> Axes:
+        """The three shares that run eagerly under each single cap, and the relative step time where times are known."""
+        report = self._report()
+        return plot_caps(report, report.default_cap, ax)
+
+    def plot_documents(self, ax: Axes | None = None) -> Axes:
+        """The histogram of a micro-batch's documents."""
+        report = self._report()
+        return plot_documents(report, report.default_cap, ax)
+
+    def plot_steps(self, ax: Axes | None = None) -> Axes:
+        """The share of micro-batches, and of the fullest of a rank's step and of a step, with more than so many
+        documents.
+        """
+        report = self._report()
+        return plot_steps(report, report.default_cap, ax)
