@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -120,3 +121,16 @@ def test_the_driver_tells_the_gpu_of_this_machine(tmp_path, monkeypatch):
     assert modelled_costs.local_gpu() is GPUS["a100"]
     (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA L40S\n")
     assert modelled_costs.local_gpu() is None
+
+
+@pytest.mark.parametrize(("exits", "gpus", "found"), [(0, True, "h100"), (0, False, None), (9, True, None)])
+def test_nvidia_smi_names_the_gpu_of_a_virtual_machine(tmp_path, monkeypatch, exits, gpus, found):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho NVIDIA H100 80GB HBM3\necho NVIDIA A100\nexit {exits}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(modelled_costs, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(modelled_costs, "has_gpu", lambda: gpus)
+    modelled_costs._name_gpu.cache_clear()
+    assert modelled_costs.local_gpu() is (found and GPUS[found])
+    modelled_costs._name_gpu.cache_clear()

@@ -19,12 +19,12 @@ from thdprof.training.trainer_arguments import READ_ARGUMENTS, TRAINER_ARGUMENTS
 from thdprof.transformers.attention import SOFTCAPPED, Backend
 
 _READ = """
-architectures attention_bias attention_dropout attn_logit_softcapping bos_token_id cache_implementation dtype
-eos_token_id final_logit_softcapping head_dim hidden_act hidden_activation hidden_size id2label initializer_range
-intermediate_size is_causal label2id layer_types max_position_embeddings max_window_layers mlp_bias num_attention_heads
-num_hidden_layers num_key_value_heads output_attentions output_hidden_states pad_token_id quantization_config
-query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window tie_word_embeddings transformers_version
-use_bidirectional_attention use_cache use_mrope use_sliding_window vocab_size
+architectures attention_bias attention_dropout attn_logit_softcapping base_model_tp_plan bos_token_id
+cache_implementation dtype eos_token_id final_logit_softcapping head_dim hidden_act hidden_activation hidden_size
+id2label initializer_range intermediate_size is_causal label2id layer_types max_position_embeddings max_window_layers
+mlp_bias num_attention_heads num_hidden_layers num_key_value_heads output_attentions output_hidden_states pad_token_id
+quantization_config query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window tie_word_embeddings
+transformers_version use_bidirectional_attention use_cache use_mrope use_sliding_window vocab_size
 """
 _READ_CONFIG: frozenset[str] = frozenset(_READ.split())
 """Fields of these families' configs that thdprof reads, or that layers were checked with in graphs."""

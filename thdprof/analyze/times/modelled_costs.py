@@ -350,5 +350,16 @@ def local_gpu() -> Gpu | None:
     try:
         facts = next(iter(sorted(DRIVER.glob("*/information")))).read_text()
     except (OSError, StopIteration):
-        return None
+        facts = _name_gpu() if has_gpu() else ""
     return known_gpu(facts)
+
+
+@functools.cache
+def _name_gpu() -> str:
+    """The first GPU's name by nvidia-smi, on virtual machines whose driver describes none; "" where it fails."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.partition("\n")[0]
