@@ -102,6 +102,21 @@ def resolve_settings(
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
+    _assume_usual(values, kind, assume)
+    if "train_iters" in values:
+        if "train_samples" in values:
+            raise UsageError("--train-iters and --train-samples both say how long the run is; give one")
+        values["train_samples"] = values.pop("train_iters") * values["global_batch_size"]
+    if values.get("weights") is not None:
+        values["weights"] = tuple(float(w) for w in values["weights"])
+    settings = TrainingSettings(**values)
+    _check(settings, dataset_format, num_datasets)
+    return settings, tuple(assumed), notes
+
+
+def _assume_usual(values: dict[str, Any], kind: Kind | None, assume: Callable[[str, Any, str], None]) -> None:
+    """Take the defaults of the trainer that reads data of this kind."""
+    known = definitions()
     if values.get("loader") == "trainer":
         _assume_trainer(values, kind, assume)
     if kind in ("streams", "conversations"):
@@ -112,15 +127,6 @@ def resolve_settings(
         assume("pad_to_max_length", known["pad_to_max_length"].default, "Megatron-Bridge's default")
     if kind == "streams" or values.get("loader") == "batch":
         assume("seed", known["seed"].default, "the usual default")
-    if "train_iters" in values:
-        if "train_samples" in values:
-            raise UsageError("--train-iters and --train-samples both say how long the run is; give one")
-        values["train_samples"] = values.pop("train_iters") * values["global_batch_size"]
-    if values.get("weights") is not None:
-        values["weights"] = tuple(float(w) for w in values["weights"])
-    settings = TrainingSettings(**values)
-    _check(settings, dataset_format, num_datasets)
-    return settings, tuple(assumed), notes
 
 
 def _check_values(values: dict[str, Any]) -> None:

@@ -590,7 +590,7 @@ _ACCUMULATE_TBPS = 2.4
 _QUANTIZE_EXPERT_US = 6.0
 
 
-_LAUNCH_US = 77.0
+_LAUNCH_US = 106.0
 """A launch on a host in the middle of the stated range, by which layers of different kinds are compared."""
 _REPLAY_MS = 0.15
 """Launching a forward and a backward graph, and copying their inputs, in milliseconds."""
