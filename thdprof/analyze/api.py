@@ -14,7 +14,7 @@ from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.run_profile import RunProfile, make_profile
 from thdprof.analyze.report.plots import Result
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS
-from thdprof.analyze.settings.request import read_request
+from thdprof.analyze.settings.request import Request, read_request
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset, table_dataset, temporary_path
@@ -130,12 +130,7 @@ def analyze_dataset(
     request = read_request([], given, settings=None, launch=None, training_args=_read_arguments(training_args))
     check_gpu(request)
     measured = None if request.cost_table is None else load_costs(request.cost_table)
-    with temporary_path(str(named_tokenizer)) as directory:
-        reading = request.given
-        if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(directory)
-            reading = {**reading, "tokenizer_model": str(directory)}
-        dataset = _read_dataset(locations, request.format, reading, request.cache)
+    dataset = _read_dataset(locations, request, tokenizer)
     return Result.from_analysis(Study(request, dataset, measured, offload=offload, impl=impl).analyze())
 
 
@@ -171,10 +166,19 @@ def _read_arguments(training_args: Any) -> Path | Mapping[str, Any] | None:
     )
 
 
-def _read_dataset(
+def _read_dataset(locations: tuple[Location, ...], request: Request, tokenizer: Any) -> Dataset:
+    """The dataset in files, or in one object of the program; `tokenizer` as for `analyze_dataset`."""
+    if not hasattr(tokenizer, "save_pretrained"):
+        return _read_locations(locations, request.format, request.given, request.cache)
+    with temporary_path(str(tokenizer.name_or_path)) as directory:
+        tokenizer.save_pretrained(directory)
+        given = {**request.given, "tokenizer_model": str(directory)}
+        return _read_locations(locations, request.format, given, request.cache)
+
+
+def _read_locations(
     locations: tuple[Location, ...], format: str, given: Mapping[str, Any], cache: Path | None
 ) -> Dataset:
-    """The dataset in files, or in one object of the program."""
     names = [str(location) for location in locations if isinstance(location, str | os.PathLike)]
     if len(names) == len(locations):
         return read_dataset(names, format=format, settings=given, cache=cache)
