@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis, Progress
     from thdprof.analyze.settings.request import Request
     from thdprof.offload.plan import Choice
+    from thdprof.plan import Plan
     from thdprof.training import GraphKind
 
 
@@ -64,11 +65,10 @@ def analyze(
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.planning import add_refusals, make_plan
-    from thdprof.analyze.report.analysis import print_report, to_dict
     from thdprof.analyze.settings.captures import read_choice
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.request import read_request
-    from thdprof.files import check_not_inputs, json_text
+    from thdprof.files import check_not_inputs
     from thdprof.training.stamp import compare_with_installed
 
     to_stdout = str(output) == "-"
@@ -99,22 +99,42 @@ def analyze(
     plan, unknown = add_refusals(plan, request)
     if unknown is not None:
         streams.say(f"which settings of the script training by this plan would refuse is not known: {unknown}")
-    if to_stdout:
-        streams.write(plan.to_yaml())
-    elif output is not None:
-        plan.save(output, force=force)
+    _write_results(analysis, plan, request, output=output, profile=profile, json=json, details=details, force=force)
     refused = plan.predictions.refused
-    if json:
-        streams.write(json_text(to_dict(analysis, refused)) + "\n")
-    else:
-        then = next_command(request, None if to_stdout else output) if plan.captured else ""
-        print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
-        for name, file in (("plan", None if to_stdout else output), ("profile", profile)):
-            if file is not None:
-                streams.say(f"{name} written to {file}")
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise GateError(f"training by this plan would be refused: {refused[0]}{more}")
+
+
+def _write_results(
+    analysis: Analysis,
+    plan: Plan,
+    request: Request,
+    *,
+    output: Path | None,
+    profile: Path | None,
+    json: bool,
+    details: bool,
+    force: bool,
+) -> None:
+    """Write the plan, and print the report or its JSON."""
+    from thdprof.analyze.report.analysis import print_report, to_dict
+    from thdprof.files import json_text
+
+    to_stdout, refused = str(output) == "-", plan.predictions.refused
+    file = None if to_stdout else output
+    if to_stdout:
+        streams.write(plan.to_yaml())
+    elif file is not None:
+        plan.save(file, force=force)
+    if json:
+        streams.write(json_text(to_dict(analysis, refused)) + "\n")
+        return
+    then = next_command(request, file) if plan.captured else ""
+    print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
+    for name, written in (("plan", file), ("profile", profile)):
+        if written is not None:
+            streams.say(f"{name} written to {written}")
 
 
 def _write_tables(
