@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -173,7 +173,7 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
     }
 
 
-def caps_rows(name: str, args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+def caps_rows(name: str, args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
     """Calibrate a model, and train it by each cap, by chosen buckets, and by the script alone.
 
     Micro-batches are not verified, so that steps are alike from the fourth on.
@@ -196,30 +196,29 @@ def caps_rows(name: str, args: argparse.Namespace, directory: Path) -> list[dict
     chosen = plan_of(flags, directory, "caps", more=["--cost-table", str(costs), "--profile", str(profile)])
     change_graphs(chosen, chosen, verify=None)
     plan, curve = load_plan(chosen), load_profile(profile).curve()
-    said, rates, rows = plan.predictions, plan.predictions.fallback_rate, list[dict[str, Any]]()
+    said, rates = plan.predictions, plan.predictions.fallback_rate
 
-    def add(kind: str, predicted: Sequence[float | None], followed: Path | None) -> None:
+    def measure(kind: str, predicted: Sequence[float | None], followed: Path | None) -> dict[str, Any]:
         ms, ran = trainer.train(kind, flags, plan=followed), trainer.ran[kind]
         counts = Counter[int]()
         for reason, values in ran.scalars.items():
             if reason.startswith("thdprof/eager/") and not reason.endswith("not_training"):
                 counts.update({step: int(value) for step, value in values.items()})
         steps = [counts[step] - counts[step - 1] for step in range(1, args.steps + 1)]
-        observed = (
-            [sum(steps), sum(count > 0 for count in steps)] if followed else [MICROBATCHES * args.steps, args.steps]
-        )
-        rows.append({"kind": kind, "predicted": [*predicted], "observed": observed, "ms": ms, "of": args.steps})
+        observed = [sum(steps), sum(count > 0 for count in steps)]
+        observed = observed if followed else [MICROBATCHES * args.steps, args.steps]
+        return {"kind": kind, "predicted": [*predicted], "observed": observed, "ms": ms, "of": args.steps}
 
+    buckets = ", ".join(str(bucket.max_seqs) for bucket in plan.graphs.buckets)
+    yield measure(f"buckets {buckets}", [rates.microbatch, rates.step, said.step_ms], chosen)
     for cap in CAPS:
         row = curve[curve["max_seqs"] <= cap].iloc[-1]
-        [bucket] = load_plan(chosen).graphs.buckets[-1:]
-        one = bucket.model_copy(update={"max_seqs": cap, "share": float(row["coverage"])}).model_dump(mode="json")
+        update = {"max_seqs": cap, "share": float(row["coverage"])}
+        one = plan.graphs.buckets[-1].model_copy(update=update).model_dump(mode="json")
         followed = change_graphs(chosen, directory / f"caps-{cap}.yaml", buckets=[one])
-        add(str(cap), [row[f"fallback_rate_{level}"] for level in ("microbatch", "step")] + [row["step_ms"]], followed)
-    buckets = "buckets " + ", ".join(str(bucket.max_seqs) for bucket in plan.graphs.buckets)
-    add(buckets, [rates.microbatch, rates.step, said.step_ms], chosen)
-    add("no graphs", [1.0, 1.0, said.eager_step_ms], None)
-    return rows
+        shares = [row[f"fallback_rate_{level}"] for level in ("microbatch", "step")]
+        yield measure(str(cap), [*shares, row["step_ms"]], followed)
+    yield measure("no graphs", [1.0, 1.0, said.eager_step_ms], None)
 
 
 def modelled_row(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -330,7 +329,7 @@ def modelled_report(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run the models, and write the report after each; a model that fails does not end the others."""
+    """Run the models, and write the report after each run; a model that fails does not end the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
@@ -343,6 +342,7 @@ def main() -> int:
     names = [name for name in (MODELLED if args.modelled else MODELS) if args.models in name]
     names = names[:1] if args.caps else names
     rows, failed = list[dict[str, Any]](), False
+    write = caps_report if args.caps else modelled_report if args.modelled else report
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
@@ -351,18 +351,22 @@ def main() -> int:
             write_documents(directory / "short" / "documents", tokens=2_000_000, mean=150)
         for name in names:
             try:
-                if args.caps:
-                    text = caps_report(caps_rows(name, args, directory))
-                else:
-                    rows.append((modelled_row if args.modelled else row_of)(name, args, directory))
-                    text = (modelled_report if args.modelled else report)(rows)
+                for row in make_rows(name, args, directory):
+                    rows.append(row)
+                    args.out.write_text(write(rows))
+                    print(write(rows), flush=True)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 failed = True
-                continue
-            args.out.write_text(text)
-            print(text, flush=True)
     return int(failed)
+
+
+def make_rows(name: str, args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one model, each as soon as it is measured."""
+    if args.caps:
+        yield from caps_rows(name, args, directory)
+    else:
+        yield (modelled_row if args.modelled else row_of)(name, args, directory)
 
 
 if __name__ == "__main__":
