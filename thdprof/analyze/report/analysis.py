@@ -25,6 +25,7 @@ from thdprof.analyze.report.shared import (
     plain_table,
     print_parts,
     times_sentences,
+    trainer_weights_sentence,
 )
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.plan import CostsPart
@@ -144,6 +145,8 @@ def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
         yield Text(_offloaded(analysis.offload))
     if analysis.memory is not None:
         yield Text(memory_sentence(analysis.memory))
+        if analysis.model is not None and analysis.settings.is_of_trainer:
+            yield Text(f"  {trainer_weights_sentence(analysis.model)}", style="dim")
     if analysis.capture is not None:
         yield Text(capture_sentence(analysis.capture))
     if analysis.overlap is not None:

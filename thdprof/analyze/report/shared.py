@@ -60,6 +60,8 @@ def model_sentence(model: Model, *, gpu: str | None, source: str | None) -> str:
     if model.expert_model_parallel_size > 1:
         parts.append(f"EP {model.expert_model_parallel_size}")
     parts.append(model.precision if model.fp8_recipe is None else f"{model.precision} with FP8 {model.fp8_recipe}")
+    if model.autocast:
+        parts[-1] += " by autocast over float32 weights"
     if model.recompute_granularity is not None:
         parts.append(f"recompute {model.recompute_granularity}")
     if model.lora_dim is not None:
@@ -136,6 +138,15 @@ def memory_sentence(memory: Memory) -> str:
         f"peak memory: about {memory_size(memory.peak_bytes / 2**30)} on pipeline rank {memory.pipeline_rank}, "
         f"{moments[memory.moment]}: {join_words(shown)}"
     )
+
+
+def trainer_weights_sentence(model: Model) -> str:
+    """The precision in which Hugging Face's Trainer is taken to keep weights."""
+    if model.autocast:
+        how = "float32 (TRL loads a model by its name so, unless model_init_kwargs has a dtype)"
+    else:
+        how = f"{model.precision} (`autocast: true` in --settings: in float32)"
+    return f"assumed: weights, gradients and Adam's moments in {how}"
 
 
 def _name_eager_beside_slots(memory: Memory) -> str:
