@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+from support import conversations
 from support.sample_files import write_lines, write_trl
 
 from thdprof.errors import UsageError
@@ -164,6 +166,23 @@ def test_the_state_follows_the_dtype_that_trl_loads_weights_in(thdprof, tmp_path
     done = thdprof(*words, "--json")
     assert (done.returncode, len(json.loads(done.stdout)["refused"])) == (3, 1)
     assert "variable-length attention takes no float32" in json.loads(done.stdout)["refused"][0]
+
+
+def test_a_sweep_reads_arguments_and_text_as_an_analysis_does(thdprof, tmp_path, arguments):
+    tokenizer = conversations.write_tokenizer(tmp_path / "tokenizer")
+    data = conversations.write_lines(tmp_path / "chat.jsonl", conversations.lines(np.random.default_rng(3), 40))
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    words = data, "--training-args", arguments, "--tokenizer", tokenizer, "--cache", tmp_path / "counts"
+    words = *words, "--chat-template", tmp_path / "template.jinja", "--gradient-accumulation", 2
+    done = thdprof("sweep", *words, "packer=bfd,wrapped", "-o", tmp_path / "plans")
+    assert done.returncode == 0, done.stderr
+    for packer in ("bfd", "wrapped"):
+        done = thdprof("analyze", *words, "--packer", packer, "-o", tmp_path / f"{packer}.yaml")
+        assert done.returncode == 0, done.stderr
+        plan = (tmp_path / f"{packer}.yaml").read_text()
+        assert "loader: trainer" in plan
+        assert plan == (tmp_path / "plans" / f"packer-{packer}.yaml").read_text()
+    assert list((tmp_path / "counts").iterdir())
 
 
 @pytest.mark.parametrize(
