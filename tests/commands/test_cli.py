@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support.command import unwrap
 from support.sample_files import cost_table, write_calibrated
 
 from thdprof.analyze import analyze_dataset
@@ -100,16 +101,16 @@ def test_whole_report(thdprof, packs):
     done = analyze(thdprof, packs, *RUN)
     assert done.returncode == 0
     assert done.stderr == ""
-    lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines == REPORT.format(path=packs).splitlines()
+    lines = [line.rstrip() for line in unwrap(done.stdout).splitlines()]
+    assert lines == unwrap(REPORT.format(path=packs)).splitlines()
 
 
 def test_whole_report_with_measured_times(thdprof, packs, tmp_path):
     table = write_calibrated(tmp_path / "costs.yaml")
     done = analyze(thdprof, packs, *RUN, "--details", "--cost-table", table)
     assert (done.returncode, done.stderr) == (0, "")
-    lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines == MEASURED_REPORT.format(path=packs).splitlines()
+    lines = [line.rstrip() for line in unwrap(done.stdout).splitlines()]
+    assert lines == unwrap(MEASURED_REPORT.format(path=packs)).splitlines()
 
 
 def test_json_is_one_object_with_the_documented_keys(thdprof, packs):

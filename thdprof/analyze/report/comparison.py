@@ -188,7 +188,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for title, ms in (("a replayed", comparison.replay_ms), ("an eager", comparison.eager_ms)):
         if ms is not None:
             lines.append(f"run: {title} micro-batch {ms:.2f} ms")
-    print_parts(lines, console, markup=False)
+    print_parts(lines, console)
 
 
 def plan_comparison_to_dict(comparison: PlanComparison) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:
     same = "the same data" if comparison.same_data else "other data"
     count = len(comparison.differences)
     fields = "1 field differs" if count == 1 else f"{count} fields differ"
-    print_parts([f"{same}; {fields}", "", table], console, markup=False)
+    print_parts([f"{same}; {fields}", "", table], console)
 
 
 def _text(value: Any, *, share: bool) -> str:

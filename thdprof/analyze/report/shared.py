@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,26 +14,28 @@ from rich.text import Text
 from thdprof.analyze.predictions import Capture, Memory, Overlap, Times, Worth
 from thdprof.plan import DatasetPart
 from thdprof.training import Model
-from thdprof.words import join_words, memory_size, write_count, write_range, write_savings
+from thdprof.words import WIDEST, join_words, memory_size, wrap_text, write_count, write_range, write_savings
 
 
-def print_parts(
-    parts: Iterable[str | Table | Text], console: Console, *, markup: bool | None = None, width: int | None = None
-) -> None:
-    """Write the parts of a report to `console`: sentences are broken into lines of at most `width` characters, where it
-    is given, and tables are fitted to the console's width.
-    """
+def print_parts(parts: Iterable[str | Table | Text], console: Console) -> None:
+    """Write the parts of a report to `console`, sentences and tables in lines of at most `WIDEST` characters."""
     for part in parts:
-        for piece in _break(part, width) if width and isinstance(part, Text) and not part.no_wrap else [part]:
-            console.print(piece, highlight=False, soft_wrap=not isinstance(part, Table), markup=markup)
+        if isinstance(part, Table):
+            if console.measure(part).maximum > WIDEST:
+                _narrow(part)
+            console.print(part, highlight=False, width=WIDEST)
+            continue
+        text = Text(part) if isinstance(part, str) else part
+        for line in wrap_text(text.plain):
+            console.print(Text(line, style=text.style), highlight=False, soft_wrap=True)
 
 
-def _break(text: Text, width: int) -> Iterator[Text]:
-    """The lines of a sentence; those behind the first are indented a little more."""
-    indent = " " * (len(text.plain) - len(text.plain.lstrip()) + 2)
-    wrapped = textwrap.wrap(text.plain, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    for line in wrapped or [""]:
-        yield Text(line, style=text.style)
+def _narrow(table: Table) -> None:
+    """Break the titles of columns at their hyphens and blanks; the table then breaks cells where that is not enough."""
+    for column in table.columns:
+        parts = re.findall(r"[^-\s]+-?", str(column.header))
+        column.header = "\n".join(textwrap.wrap(" ".join(parts), 12)).replace("- ", "-")
+        column.overflow = "fold"
 
 
 def plain_table(left: Sequence[str], right: Sequence[str]) -> Table:
