@@ -79,11 +79,13 @@ def rng(request) -> np.random.Generator:
 
 @pytest.fixture
 def thdprof() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs the command line in the test's own process, which takes milliseconds, and joins wrapped lines of stderr."""
+    """Runs the command line in the test's own process, which takes milliseconds, and joins wrapped lines again."""
 
     def run(*args: object, **options) -> subprocess.CompletedProcess:
         done = run_in_process(*args, **options)
         done.stderr = unwrap(done.stderr)
+        if not done.stdout.startswith(("{", "schema:")):  # no JSON and no plan
+            done.stdout = unwrap(done.stdout)
         return done
 
     return run

@@ -70,7 +70,7 @@ further off than 0.05 points.
 def test_the_whole_text(thdprof, made):
     done = thdprof("report", made / "plan.yaml", made / "stats.jsonl")
     assert done.returncode == 0, done.stderr
-    assert unwrap(done.stdout) == FINDINGS
+    assert done.stdout == FINDINGS
     assert done.stderr == ""
 
 

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.command import unwrap
 from support.sample_files import write_bridge, write_index, write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
@@ -76,7 +75,7 @@ COMMON = ("--loader", "single", "--tail-policy", "append_dummy_seq", "--global-b
 def test_whole_table(thdprof, packs, arguments):
     done = thdprof("sweep", packs, *COMMON, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    lines = [line.rstrip() for line in unwrap(done.stdout).splitlines()]
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines == TEXT.format(path=packs).splitlines()
 
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 from rich.console import Console
-from support.command import unwrap
 from support.sample_files import cost_table, write_lines
 
 from thdprof.analyze import analyze_dataset
@@ -39,7 +38,7 @@ def swept(thdprof, *arguments) -> tuple[dict, str]:
     """A sweep as JSON and as printed."""
     told, shown = thdprof("sweep", *arguments, "--json"), thdprof("sweep", *arguments)
     assert (told.returncode, shown.returncode) == (0, 0), told.stderr
-    return json.loads(told.stdout), unwrap(shown.stdout)
+    return json.loads(told.stdout), shown.stdout
 
 
 def rows_of(shown: str, columns: int) -> list[list[str]]:

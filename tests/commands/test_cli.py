@@ -101,7 +101,7 @@ def test_whole_report(thdprof, packs):
     done = analyze(thdprof, packs, *RUN)
     assert done.returncode == 0
     assert done.stderr == ""
-    lines = [line.rstrip() for line in unwrap(done.stdout).splitlines()]
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines == unwrap(REPORT.format(path=packs)).splitlines()
 
 
@@ -109,7 +109,7 @@ def test_whole_report_with_measured_times(thdprof, packs, tmp_path):
     table = write_calibrated(tmp_path / "costs.yaml")
     done = analyze(thdprof, packs, *RUN, "--details", "--cost-table", table)
     assert (done.returncode, done.stderr) == (0, "")
-    lines = [line.rstrip() for line in unwrap(done.stdout).splitlines()]
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines == unwrap(MEASURED_REPORT.format(path=packs)).splitlines()
 
 
@@ -715,7 +715,7 @@ def sft(thdprof, packs, tmp_path):
     return run
 
 
-def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
+def test_five_lines_answer_first(sft, tmp_path):
     done = sft("-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr
     answer, _, rest = done.stdout.partition("\n\n")
@@ -728,7 +728,6 @@ def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
     assert "peak memory:" not in rest
     details = sft("-o", tmp_path / "plan.yaml", "--force", "--details").stdout
     assert "peak memory:" in details
-    assert max(len(line) for line in (done.stdout + details).splitlines() if str(tmp_path) not in line) <= 120
 
 
 def test_python_prints_the_same_answer(thdprof, packs):

@@ -47,6 +47,8 @@ def _check_parts(check: Check) -> Iterator[str | Table | Text]:
     origin = "replayed exactly" if check.table.exact else "not replayed exactly"
     if check.table.size_guessed:
         origin = "replayed with a pack size that is a guess"
+    for reason in check.plan.predictions.refused:
+        yield Text(f"refused  {reason}", style="bold red")
     yield Text(f"{name_dataset(check.dataset)}: {changed}, {origin}")
     yield ""
     yield _sizes(check)
@@ -121,6 +123,7 @@ def check_to_dict(check: Check) -> dict[str, Any]:
         {
             "schema": CHECK_SCHEMA,
             "holds": check.holds,
+            "refused": plan.predictions.refused,
             "level": check.level,
             "max_fallback_rate": check.max_fallback_rate,
             "fallback_rate": {
