@@ -18,7 +18,7 @@ from typing import IO
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from support.command import ENVIRONMENT, run_in_process
+from support.command import ENVIRONMENT, run_in_process, unwrap
 from support.paths import ROOT
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -79,8 +79,16 @@ def rng(request) -> np.random.Generator:
 
 @pytest.fixture
 def thdprof() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs the command line in the test's own process, which takes milliseconds."""
-    return run_in_process
+    """Runs the command line in the test's own process, which takes milliseconds, and joins wrapped lines again."""
+
+    def run(*args: object, **options) -> subprocess.CompletedProcess:
+        done = run_in_process(*args, **options)
+        done.stderr = unwrap(done.stderr)
+        if not done.stdout.startswith(("{", "schema:")):  # no JSON and no plan
+            done.stdout = unwrap(done.stdout)
+        return done
+
+    return run
 
 
 @pytest.fixture

@@ -28,6 +28,25 @@ def test_round_trip(plan, tmp_path):
     assert load_plan(tmp_path / "plan.yaml") == plan
 
 
+def test_fields_that_say_nothing_are_left_out_and_may_stand_there(plan, tmp_path):
+    whole = plan.model_dump(mode="json", by_alias=True)
+    written = yaml.safe_load(plan.to_yaml())
+    left_out = {path for path in flatten(whole).items() if path not in flatten(written).items()}
+    assert len(left_out) > 20
+    assert {value for _, value in left_out} == {"None", "[]"}
+    assert flatten(written).items() <= flatten(whole).items()
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(whole))
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    assert load_plan(tmp_path / "plan.yaml").identity == plan.identity
+
+
+def flatten(value, path=()):
+    """Every leaf of nested mappings as text, by its path."""
+    if not isinstance(value, dict):
+        return {path: str(value)}
+    return {at: leaf for name, part in value.items() for at, leaf in flatten(part, (*path, name)).items()}
+
+
 def test_every_field_is_documented():
     from thdprof.plan import Plan
 
@@ -65,7 +84,7 @@ def test_an_existing_plan_is_kept_without_force(plan, tmp_path):
         ({"schema": "thdprof.plan/2", "written_by": "9.9"}, "schema thdprof.plan/2, written by thdprof 9.9; this"),
         ({"schema": "something"}, "not a plan: schema is 'something'"),
         ({"grpahs": {}}, r"grpahs: Extra inputs are not permitted"),
-        ({"graphs": {"buckets": []}}, "graphs.one_cap: Field required"),
+        ({"graphs": {"buckets": []}}, "graphs.slots: Field required"),
     ],
 )
 def test_other_files_are_refused(plan, tmp_path, change, message):

@@ -28,6 +28,7 @@ from thdprof.commands.merge import merge
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
 from thdprof.errors import ThdprofError, UsageError
+from thdprof.words import WIDEST, wrap_text
 
 app = typer.Typer(
     name="thdprof",
@@ -40,6 +41,8 @@ app = typer.Typer(
 )
 for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo):
     app.command(cls=LaunchCommand if _command in (analyze, sweep) else PanelCommand)(_command)
+_MOST_LINES = 3
+"""Lines of an error's message."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -155,7 +158,10 @@ def _report_foreign_error(error: Exception) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    streams.say(f"thdprof: {message}")
+    lines = [part for line in f"thdprof: {message}".split("\n") for part in wrap_text(line)]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES - 1 :] = [f"{lines[_MOST_LINES - 1][: WIDEST - 4]} ..."]
+    streams.say("\n".join(lines))
     return code
 
 

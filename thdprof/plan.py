@@ -180,7 +180,7 @@ class GraphsPart(Part):
     experts need attn and moe_router; moe_preprocess adds what the token dispatcher does before it communicates."""
     buckets: list[BucketPart]
     """Shapes to capture, ascending; a micro-batch takes the first that fits. Empty: run eagerly."""
-    one_cap: OneCapPart | None
+    one_cap: OneCapPart | None = None
     """The best single cap; null where running eagerly is best."""
     slots: list[list[Count]]
     """Copies of the graphs (slots): a list for each pipeline rank, with a number for each of its model chunks."""
@@ -246,18 +246,18 @@ class PredictionsPart(Part):
     """Shares of what runs eagerly."""
     fallback_rate_upper_bound: Share
     """Upper end of the one-sided 95% Clopper-Pearson interval of the micro-batch rate on data that was not seen."""
-    relative_step_time: float | None
+    relative_step_time: float | None = None
     """Mean step time divided by the mean step time with all micro-batches run eagerly; on a host in the middle of the
     range, where times were modelled. Null without times of the model."""
-    step_ms: float | None
+    step_ms: float | None = None
     """Mean step time in milliseconds, without data loading; null without times of the model."""
-    eager_step_ms: float | None
+    eager_step_ms: float | None = None
     """Mean step time in milliseconds with all micro-batches run eagerly; null without times of the model."""
     times: TimesPart | None = None
     """Times with their origin and range."""
     verdict: Ruling | None = None
     """Whether graphs pay; null without times of the model."""
-    graph_memory_bytes: int | None
+    graph_memory_bytes: int | None = None
     """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
     table has no memory, or is of another model."""
     refused: list[str] = []
@@ -316,7 +316,9 @@ class _AsInAFile:
         return reference
 
 
-_REQUIRED = tuple(name for name, d in definitions_of(TrainingSettings).items() if d.setting.in_every_plan)
+_REQUIRED = tuple(
+    name for name, d in definitions_of(TrainingSettings).items() if d.setting.in_every_plan and d.default is not None
+)
 
 
 def _check_names(value: Any) -> Any:
@@ -427,10 +429,13 @@ class Plan(Part):
         return f"sha256:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}"
 
     def to_yaml(self) -> str:
-        """The plan as YAML text."""
+        """The plan as YAML text, without fields that are null or empty."""
         import yaml
 
-        values = self.model_dump(mode="json", by_alias=True)
+        values = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        for part, name in (("graphs", "modules"), ("predictions", "refused")):
+            if not values[part][name]:
+                del values[part][name]
         return str(yaml.safe_dump(values, sort_keys=False, width=110))
 
     def save(self, path: Path | str, *, force: bool = False) -> None:

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 
 _DECIMALS = 12
 """Decimals of a share that are compared; differences in later decimals come from rounding."""
+
+WIDEST = 120
+"""Most characters of a line of text that a command prints; a longer word, such as a path, is never broken."""
+
+
+def wrap_text(text: str, indent: str | None = None) -> list[str]:
+    """`text` in lines of at most `WIDEST` characters. Lines behind the first begin with `indent`, by default with two
+    more blanks than the first.
+    """
+    if len(text) <= WIDEST:
+        return [text]
+    if indent is None:
+        indent = " " * (len(text) - len(text.lstrip()) + 2)
+    wrapper = textwrap.TextWrapper(WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    wrapper.replace_whitespace = wrapper.expand_tabs = False
+    lines = [""]
+    for line in wrapper.wrap(text):
+        if lines[-1] and len(line.split(maxsplit=1)[0]) > WIDEST - len(indent):  # too long for any line
+            lines[-1] += f" {line.lstrip()}"
+        else:
+            lines.append(line)
+    return lines[1:] or [""]
+
+
+_ALIKE = 0.7
+"""How alike names are at least, 0 to 1, that are taken for one another."""
+
+
+def find_alike(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like `name`; None where none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=_ALIKE)), None)
 
 
 def write_count(number: int, one: str, many: str | None = None) -> str:

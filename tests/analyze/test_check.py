@@ -117,6 +117,16 @@ def test_the_data_of_the_plan_fits_it(thdprof, plan):
     )
 
 
+def test_what_the_plan_says_would_be_refused_is_said_again(thdprof, plan, tmp_path):
+    reasons = ["--a: cannot be; leave it out", "--b: cannot be; leave it out"]
+    values = yaml.safe_load(plan.read_text())
+    values["predictions"]["refused"] = reasons
+    (tmp_path / "refused.yaml").write_text(yaml.safe_dump(values))
+    assert thdprof("check", tmp_path / "refused.yaml").stdout.splitlines()[:2] == [f"refused  {r}" for r in reasons]
+    assert json.loads(thdprof("check", tmp_path / "refused.yaml", "--json").stdout)["refused"] == reasons
+    assert json.loads(thdprof("check", plan, "--json").stdout)["refused"] == []
+
+
 @pytest.mark.parametrize(
     ("rate", "code"), [("12.5%", 0), ("0.125", 0), ("0.5%", 3), ("0.005", 3), ("0", 3), ("1", 0), ("100%", 0)]
 )
@@ -174,7 +184,7 @@ def test_json(thdprof, plan, packs, tmp_path):
     assert set(found) == {
         "schema", "holds", "level", "max_fallback_rate", "fallback_rate", "fallback_rate_unpadded", "dataset_changed",
         "dataset", "exact", "microbatches", "steps", "n_seqs", "max_seqlen", "n_tokens_max", "reasons", "buckets",
-        "worst", "warnings",
+        "worst", "warnings", "refused",
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 from support import sample_files as files
+from support.command import unwrap
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check
@@ -89,7 +90,7 @@ def test_check_calls_a_plan_of_a_guessed_pack_size_no_more_exact_than_its_analys
     assert held.notes[-1] == notes[1]
     console = Console(file=StringIO(), width=400)
     print_check(held, console)
-    assert "as planned, replayed with a pack size that is a guess\n" in console.file.getvalue()
+    assert "as planned, replayed with a pack size that is a guess\n" in unwrap(console.file.getvalue())
     told = check_to_dict(held)
     assert not told["exact"]
     assert set(notes) <= set(told["warnings"])

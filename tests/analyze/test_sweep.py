@@ -47,16 +47,15 @@ TEXT = """\
   assumed --pipeline-parallel-size 1 (not given)
 
                                                                                   steps with an
-row  seq-length  micro-batch-size  micro-batches  steps  P50  P99  max  caps  eager micro-batch  cannot be
+row  seq-length  micro-batch-size  micro-batches  steps  P50  P99  max  caps  eager micro-batch
   1           8                 1              8      4    2    4    4    64               0.0%
   2           8                 2              4      4    5    6    6    64               0.0%
-  3           8                 3              -      -    -    -    -     -                  -  \
---global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
+  3           8                 3              -      -    -    -    -     -                  -
   4          16                 1              8      4    3    5    5    64               0.0%
   5          16                 2              4      4    5    7    7    64               0.0%
-  6          16                 3              -      -    -    -    -     -                  -  \
---global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
+  6          16                 3              -      -    -    -    -     -                  -
 
+row 3, 6 cannot be: --global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
 P50, P99, max: documents of a micro-batch
 No times and no ranking by speed: the model is not known: --megatron-args with the launch script, or --model with its \
 config.json, gives times.
@@ -290,9 +289,14 @@ def test_no_combination_can_be(thdprof, packs):
 
 
 WRONG = [
-    (["--vary", "foo=1,2"], "foo=1,2: foo cannot be varied; known are add-extra-token, "),
-    (["--vary", "seq-length=8", "foo=1,2"], "foo=1,2: foo cannot be varied; known are add-extra-token, "),
-    (["--vary", "weights=1,2"], "weights=1,2: weights cannot be varied"),
+    (["--vary", "foo=1,2"], "foo=1,2: foo cannot be varied, since it is no setting; settings stand in"),
+    (["--vary", "seq-length=8", "foo=1,2"], "foo=1,2: foo cannot be varied, since it is no setting; settings stand in"),
+    (["dp=1,2"], "dp=1,2: dp cannot be varied, since it is no setting; did you mean data-parallel-size?"),
+    (
+        ["sequence-length=8"],
+        "sequence-length=8: sequence-length cannot be varied, since it is no setting; did you mean seq",
+    ),
+    (["--vary", "weights=1,2"], "weights=1,2: weights cannot be varied; give it as an option"),
     (["--vary", "format=trl"], "format=trl: format cannot be varied"),
     (["--vary", "seq-length"], "--vary seq-length: must be name=value,value as in seq-length=4096,8192"),
     (["--vary", ""], "--vary : must be name=value,value"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+from support import conversations
 from support.sample_files import write_lines, write_trl
 
 from thdprof.errors import UsageError
-from thdprof.training.trainer_arguments import trainer_settings
+from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
 FIELDS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 64, "seed": 7, "data_seed": None,
@@ -16,6 +18,12 @@ FIELDS = {
     "max_steps": -1, "train_sampling_strategy": "random",
     "accelerator_config": {"split_batches": False, "even_batches": True},
     "dataset_num_proc": None, "pad_to_multiple_of": None, "shuffle_dataset": True, "learning_rate": 1e-5,
+}  # fmt: skip
+
+
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
 }  # fmt: skip
 
 
@@ -42,6 +50,25 @@ def test_fields_become_settings():
     assert trainer_settings({}, where="x", num_processes=2) == {
         "loader": "trainer", "drop_last": False, "data_parallel_size": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, {"autocast": True, "precision": "bf16"}),  # SFTConfig's defaults
+        ({"model_init_kwargs": {"torch_dtype": "bfloat16"}}, {"autocast": True, "precision": "bf16"}),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, {"precision": "bf16"}),
+        ({"model_init_kwargs": {"dtype": "torch.bfloat16"}, "bf16": False}, {"precision": "bf16"}),
+        ({"model_init_kwargs": {"dtype": "auto"}, "bf16": True}, {"precision": "bf16"}),
+        ({"bf16": False, "fp16": True}, {"autocast": True, "precision": "fp16"}),
+        ({"bf16": False, "fp16": False}, {"precision": "fp32"}),
+    ],
+)
+def test_weights_are_in_float32_unless_trl_is_told_otherwise(changes, found):
+    assert trainer_model({**FIELDS, **changes}) == found
+    assert trainer_model({**FIELDS, **changes, "gradient_checkpointing": True}).items() > found.items()
+    weights_of_a_model = {name: value for name, value in FIELDS.items() if name != "packing"}  # TrainingArguments
+    assert "autocast" not in trainer_model(weights_of_a_model)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +121,7 @@ def test_rows_that_trl_has_packed_are_neither_packed_nor_shuffled_again(thdprof,
     data, table = write_trl(tmp_path / "rows.parquet", rows), tmp_path / "plan.yaml"
     done = thdprof("analyze", data, "--training-args", arguments, "-o", table)
     assert done.returncode == 0, done.stderr
-    assert "shuffle_seed: null" in table.read_text()
+    assert "shuffle_seed" not in table.read_text()
     assert "has no effect" not in done.stdout + done.stderr
     assert "replayed exactly" in done.stdout
 
@@ -112,9 +139,7 @@ def test_rows_that_trl_has_packed_are_neither_packed_nor_shuffled_again(thdprof,
 def test_checkpointing_is_taken_from_the_arguments(thdprof, tmp_path, arguments, checkpointing, option, recomputed):
     fields = {**json.loads(arguments.read_text()), **checkpointing}
     arguments.write_text(json.dumps(fields))
-    config = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / "settings.yaml").write_text("" if option is None else f"recompute_granularity: {option}\n")
     data = write_lines(tmp_path / "lengths.jsonl", list(range(1, 60)))
     done = thdprof(
@@ -123,6 +148,41 @@ def test_checkpointing_is_taken_from_the_arguments(thdprof, tmp_path, arguments,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ("full recompute" in done.stdout) is recomputed
+
+
+def test_the_state_follows_the_dtype_that_trl_loads_weights_in(thdprof, tmp_path, arguments):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    data = write_lines(tmp_path / "lengths.jsonl", list(range(1, 60)))
+    words = "analyze", data, "--training-args", arguments, "--model", tmp_path / "config.json"
+    fields, state = json.loads(arguments.read_text()), []
+    for dtype in ("float32", "bfloat16"):
+        arguments.write_text(json.dumps({**fields, "model_init_kwargs": {"dtype": dtype}}))
+        state.append(json.loads(thdprof(*words, "--json").stdout)["memory"]["state_bytes"])
+        shown = thdprof(*words, "--details").stdout
+        kept = "float32 (TRL loads" if dtype == "float32" else "bf16 (`autocast: true` in --settings"
+        assert f"assumed: weights, gradients and Adam's moments in {kept}" in shown
+    assert state[0] == 2 * state[1] > 0
+    arguments.write_text(json.dumps({**fields, "bf16": False, "fp16": False}))
+    done = thdprof(*words, "--json")
+    assert (done.returncode, len(json.loads(done.stdout)["refused"])) == (3, 1)
+    assert "variable-length attention takes no float32" in json.loads(done.stdout)["refused"][0]
+
+
+def test_a_sweep_reads_arguments_and_text_as_an_analysis_does(thdprof, tmp_path, arguments):
+    tokenizer = conversations.write_tokenizer(tmp_path / "tokenizer")
+    data = conversations.write_lines(tmp_path / "chat.jsonl", conversations.lines(np.random.default_rng(3), 40))
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    words = data, "--training-args", arguments, "--tokenizer", tokenizer, "--cache", tmp_path / "counts"
+    words = *words, "--chat-template", tmp_path / "template.jinja", "--gradient-accumulation", 2
+    done = thdprof("sweep", *words, "packer=bfd,wrapped", "-o", tmp_path / "plans")
+    assert done.returncode == 0, done.stderr
+    for packer in ("bfd", "wrapped"):
+        done = thdprof("analyze", *words, "--packer", packer, "-o", tmp_path / f"{packer}.yaml")
+        assert done.returncode == 0, done.stderr
+        plan = (tmp_path / f"{packer}.yaml").read_text()
+        assert "loader: trainer" in plan
+        assert plan == (tmp_path / "plans" / f"packer-{packer}.yaml").read_text()
+    assert list((tmp_path / "counts").iterdir())
 
 
 @pytest.mark.parametrize(

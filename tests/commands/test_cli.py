@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support.command import unwrap
 from support.sample_files import cost_table, write_calibrated
 
 from thdprof.analyze import analyze_dataset
@@ -101,7 +102,7 @@ def test_whole_report(thdprof, packs):
     assert done.returncode == 0
     assert done.stderr == ""
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines == REPORT.format(path=packs).splitlines()
+    assert lines == unwrap(REPORT.format(path=packs)).splitlines()
 
 
 def test_whole_report_with_measured_times(thdprof, packs, tmp_path):
@@ -109,7 +110,7 @@ def test_whole_report_with_measured_times(thdprof, packs, tmp_path):
     done = analyze(thdprof, packs, *RUN, "--details", "--cost-table", table)
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines == MEASURED_REPORT.format(path=packs).splitlines()
+    assert lines == unwrap(MEASURED_REPORT.format(path=packs)).splitlines()
 
 
 def test_json_is_one_object_with_the_documented_keys(thdprof, packs):
@@ -714,7 +715,7 @@ def sft(thdprof, packs, tmp_path):
     return run
 
 
-def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
+def test_five_lines_answer_first(sft, tmp_path):
     done = sft("-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr
     answer, _, rest = done.stdout.partition("\n\n")
@@ -727,7 +728,6 @@ def test_five_lines_answer_first_and_no_line_is_long(sft, tmp_path):
     assert "peak memory:" not in rest
     details = sft("-o", tmp_path / "plan.yaml", "--force", "--details").stdout
     assert "peak memory:" in details
-    assert max(len(line) for line in (done.stdout + details).splitlines() if str(tmp_path) not in line) <= 120
 
 
 def test_python_prints_the_same_answer(thdprof, packs):

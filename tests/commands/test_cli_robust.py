@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.command import run_in_process
 from support.sample_files import cost_table
 
 PACKS = "[3, 4]\n[5]\n[1, 1, 1]\n[7, 1]\n[6]\n[2, 2, 2, 2]\n[8]\n[1, 7]\n"
@@ -98,7 +99,9 @@ def test_a_settings_file_names_the_cost_table_and_weights(thdprof, packs, tmp_pa
     [
         ("seq_length: 8\nseq-length: 9\n", 2, "option seq_length is given twice"),
         ("seed: 8\nseed: 9\n", 2, "option seed is given twice"),
-        ("output: x\n", 2, "unknown option 'output'"),
+        ("output: x\n", 2, "unknown option 'output'; known are those of `thdprof analyze --help`"),
+        ("tp: 2\n", 2, "unknown option 'tp'; did you mean tensor_model_parallel_size?"),
+        ("seq_lenght: 8\n", 2, "unknown option 'seq_lenght'; did you mean seq_length?"),
         ("buckets: many\n", 2, "--buckets many: must be a whole number of at least 1"),
         ("world_size: 0\n", 2, "world_size 0: must be a whole number of at least 1"),
         ("world-size: 8\n", 2, "world_size: only completes --megatron-args"),
@@ -281,6 +284,37 @@ def test_a_dataset_without_tokens(thdprof, tmp_path):
     for name, text in (("zero.jsonl", "0\n0\n"), ("rows.jsonl", "[0]\n[0, 0]\n")):
         (tmp_path / name).write_text(text)
         refused(thdprof("analyze", tmp_path / name), 1, f"{tmp_path / name}: has no tokens")
+
+
+WORD = "x" * 100
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["analyze", "rows.jsonl", "--dp", 2], "--dp: no such option; did you mean --data-parallel-size?"),
+        (["sweep", "rows.jsonl", "--dp", 2], "--dp: no such option; did you mean --data-parallel-size?"),
+        (["sweep", "rows.jsonl", "--tp", 2], "put `tensor_model_parallel_size: VALUE` into a file"),
+        (["sweep", "rows.jsonl", "mbs=1,2"], "did you mean micro-batch-size?"),
+        (["analyze", "rows.jsonl"], f"the keys {WORD}0, {WORD}1"),
+        (["analyze", "s3://bucket/rows.parquet"], "s3://bucket/rows.parquet"),
+        (["analyze", "hf://datasets/a/b"], "hf://datasets/a/b"),
+        (["analyze", "texts"], "holds no file of a known format, but the files rows.txt"),
+        (["analyze", "table.csv"], "it is CSV with the columns width, height; give --length-column"),
+    ],
+)
+def test_an_error_is_three_lines_of_a_page_at_most(tmp_path, words, said):
+    row = {f"{WORD}{number}": number for number in range(9)}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "table.csv").write_text("width,height\n1,2\n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/rows.txt").write_text("a")
+    done = run_in_process(*words, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert said in " ".join(done.stderr.split())
+    lines = done.stderr.splitlines()
+    assert 1 <= len(lines) <= 3
+    assert max(map(len, lines)) <= 120
 
 
 # What lines of lengths may hold

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from support.paths import ROOT
 
+from thdprof.words import WIDEST
+
 pytest.importorskip("megatron.core")
 
 
@@ -37,6 +39,26 @@ def test_a_change_is_shown(monkeypatch, tmp_path):
     assert removed[0].replace("excepted", "accepted")[1:] == added[0][1:]
 
 
+COMMANDS = ("analyze", "sweep", "check", "compare", "calibrate", "export", "report")
+
+
+def test_no_line_is_wider_than_a_page_and_no_error_is_longer_than_three():
+    texts = Counter[str]()
+    for path in sorted((ROOT / "tests/golden").glob("*.txt")):
+        for output in path.read_text().split("\n$ ")[1:]:
+            command = next((word for word in COMMANDS if f"thdprof {word} " in output.partition("\n")[0]), None)
+            for part in output.split("\n--- ")[1:] if command else ():
+                stream, _, text = part.partition("\n=== ")[0].partition("\n")
+                if stream not in ("stdout", "stderr") or text.startswith(("{", "schema:")):
+                    continue
+                texts[f"{command} {stream}"] += 1
+                assert [line for line in text.splitlines() if len(line) > WIDEST] == [], output
+                error = text.rpartition("thdprof: ")[2] if "thdprof: " in text else ""
+                assert error.strip().count("\n") < 3, output
+    assert texts.total() > 400
+    assert {name.split()[0] for name in texts} == {*COMMANDS}
+
+
 def test_each_setting_is_off_its_default_in_two_cases():
     from golden_cases import model_settings, settings
 
@@ -51,5 +73,6 @@ def test_each_setting_is_off_its_default_in_two_cases():
     assert len(known) > 100
     elsewhere = {"world_size", "model", "host"}  # in the groups of demo data and of models, and in test_host.py
     elsewhere |= {"cache", "chat_template", "text_column", "eos_token", "completion_only_loss", "assistant_only_loss"}
+    elsewhere |= {"autocast"}  # of a Trainer's runs, in test_training_args.py
     elsewhere |= {"length_column"}  # as the line before in test_trl_text.py and test_sources.py
     assert {name for name in known if counted[name] < 2} == elsewhere

@@ -24,6 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 from support.paths import ROOT
+from thdprof.words import WIDEST
 
 ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
 """Variables that make output independent of the terminal in which the suite runs."""
@@ -45,6 +46,21 @@ def run_in_process(
 
     program = ROOT / "thdprof" / "__main__.py"
     return call_as_program(main, program, *args, package="thdprof", cwd=cwd, input=input, env=env)
+
+
+def unwrap(text: str) -> str:
+    """`text` with the lines joined again that `thdprof.words.wrap_text` has broken."""
+    lines: list[str] = []
+    last, indent = "", ""
+    for line in text.splitlines(keepends=True):
+        word = line.strip().partition(" ")[0]
+        if line.startswith(indent) and line[len(indent) :][:1].strip() and len(last.rstrip()) + 1 + len(word) > WIDEST:
+            lines[-1] = f"{lines[-1].rstrip()} {line.lstrip()}"
+        else:
+            lines.append(line)
+            indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        last = line
+    return "".join(lines)
 
 
 def run_script(path: str, *args: object, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -64,6 +64,7 @@ def trainer(
     **arguments,
 ):
     """TRL's trainer of `model` with packing, silent, on a processor where there is no GPU."""
+    import torch
     from trl import SFTConfig, SFTTrainer
 
     usual = {
@@ -77,6 +78,7 @@ def trainer(
         "per_device_train_batch_size": 1,
         "gradient_checkpointing": False,
         "bf16": False,
+        "use_cpu": not torch.cuda.is_available(),
         "learning_rate": 1e-3,
     }
     return SFTTrainer(

@@ -318,12 +318,22 @@ def test_plans_of_megatron_are_refused(plan, changes, reason):
         ({"parallelism_config": object()}, "parallelism_config is set"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"per_device_train_batch_size": 2}, "padding_free is False with several rows"),
+        ({"weights_dtype": "float32", "bf16": False}, "set bf16=True, or load the model in bfloat16"),
     ],
 )
 def test_what_surrounds_the_model_is_refused_by_name(changes, reason):
     usual = {"padding_free": False, "packing": False, "per_device_train_batch_size": 1, "n_gpu": 1}
     assert list(trainer_limits.refuse_arguments(usual, {})) == []
     assert reason in " ".join(trainer_limits.refuse_arguments({**usual, **changes}, {}))
+
+
+def test_the_dtype_of_weights_is_that_of_the_model_and_not_of_its_adapters():
+    peft = pytest.importorskip("peft")
+    assert refusals.find_weights_dtype(small_model()) == "float32"
+    model = small_model().to(torch.bfloat16)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))  # keeps adapters in float32
+    assert {str(p.dtype) for p in adapted.parameters()} == {"torch.float32", "torch.bfloat16"}
+    assert refusals.find_weights_dtype(adapted) == "bfloat16"
 
 
 def test_a_cache_is_refused_where_the_trainer_leaves_it_on():

@@ -13,7 +13,13 @@ import torch
 from support.trl_training import small_model
 
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.times.memory import slot_bytes, trainer_loss_bytes, trainer_state_bytes, transformers_tensors
+from thdprof.analyze.times.memory import (
+    cast_bytes,
+    slot_bytes,
+    trainer_loss_bytes,
+    trainer_state_bytes,
+    transformers_tensors,
+)
 from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.training import Model
 from thdprof.transformers import attention, refusals
@@ -37,6 +43,7 @@ class Kernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value):
+        query, key, value = (tensor.bfloat16() for tensor in (query, key, value))  # no kernel takes float32
         result = torch.zeros_like(query)
         ctx.save_for_backward(query, key, value, result, torch.zeros(query.shape[1], query.shape[0]))
         return result
@@ -46,8 +53,10 @@ class Kernels(torch.autograd.Function):
         raise NotImplementedError
 
 
-def saved_by_a_layer(model) -> int:
-    """Bytes that the second layer saves of a micro-batch of TOKENS tokens, without weights and rope tables."""
+def saved_by_a_layer(model, *, autocast: bool) -> int:
+    """Bytes that the second layer saves of a micro-batch of TOKENS tokens, with autocast's copies of its weights, but
+    without weights and rope tables.
+    """
     model.config._attn_implementation = attention.IMPLEMENTATION
     layer = refusals.decoder_of(model).layers[1]
     not_own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -72,19 +81,22 @@ def saved_by_a_layer(model) -> int:
     layer.register_forward_pre_hook(enter, with_kwargs=True)
     layer.register_forward_hook(leave)
     boundaries = {"cu_seq_lens_q": torch.tensor([0, TOKENS], dtype=torch.int32), "max_length_q": TOKENS}
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), hooks:
         model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False, **boundaries)
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
-def test_layers_save_what_is_predicted(family, monkeypatch):
+def test_layers_save_what_is_predicted(family, autocast, monkeypatch):
     monkeypatch.setattr(attention, "masked", lambda q, k, v, task: Kernels.apply(q, k, v))
     attention.register()
-    model = small_model(family).to(torch.bfloat16).train()
-    shape = replace(SHAPE, qk_layernorm=family == "qwen3")
+    model = small_model(family).to(torch.float32 if autocast else torch.bfloat16).train()
+    shape = replace(SHAPE, qk_layernorm=family == "qwen3", autocast=autocast)
     predicted = sum(one.bytes_per_token for one in transformers_tensors(shape, "attention+mlp"))
-    assert predicted * TOKENS == saved_by_a_layer(model)
+    copies = cast_bytes(replace(shape, num_layers=1)) - 2 * 2 * 32 if autocast else 0  # of norms it makes none
+    assert predicted * TOKENS + copies == saved_by_a_layer(model, autocast=autocast)
 
 
 def settings_of_trainer():
@@ -101,9 +113,11 @@ def test_checkpointing_keeps_the_inputs_of_layers_alone():
     assert slot_bytes(recomputed, settings_of_trainer(), 4096) < slot_bytes(SHAPE, settings_of_trainer(), 4096)
 
 
-def test_the_state_is_that_of_bf16_weights_and_of_float32_adapters():
+def test_the_state_is_that_of_weights_in_their_dtype_and_of_float32_adapters():
     parameters = stage_parameters(SHAPE, stages(SHAPE, pipeline_size=1, num_chunks=1)[0], 64)
     assert trainer_state_bytes(SHAPE, parameters) == (8 * parameters.dense, 4 * parameters.dense)
+    by_autocast = replace(SHAPE, autocast=True)
+    assert trainer_state_bytes(by_autocast, parameters) == (16 * parameters.dense, 8 * parameters.dense)
     adapted = replace(SHAPE, lora_dim=4)
     parameters = stage_parameters(adapted, stages(adapted, pipeline_size=1, num_chunks=1)[0], 64)
     state, moments = trainer_state_bytes(adapted, parameters)

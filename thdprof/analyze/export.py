@@ -27,6 +27,7 @@ from thdprof.errors import UsageError
 from thdprof.files import json_text
 from thdprof.plan import Plan
 from thdprof.training import suggest_setting
+from thdprof.words import wrap_text
 
 Flag = tuple[str, ...]
 """A flag and its values; each string is one word of a shell command."""
@@ -140,7 +141,7 @@ def _eager_reason(plan: Plan) -> str:
 
 
 def _comment(lines: Sequence[str]) -> str:
-    return "".join(f"# {_one_line(line)}\n" for line in lines)
+    return "".join(f"{part}\n" for line in lines for part in wrap_text(f"# {_one_line(line)}", "#   "))
 
 
 def _shell_export(flags: Sequence[Flag], comments: Sequence[str], file: str) -> Exported:

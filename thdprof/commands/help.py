@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import os
 import re
@@ -15,7 +14,8 @@ from typer.core import TyperCommand, TyperGroup
 from thdprof.analyze.settings.shell import Launch
 from thdprof.commands.options import list_removed_options
 from thdprof.errors import UsageError
-from thdprof.words import make_printable
+from thdprof.training.settings import SHORT_NAMES
+from thdprof.words import find_alike, make_printable
 
 _NARROWEST, _WIDEST = 60, 120
 """Columns of a help page, whatever the terminal has."""
@@ -168,8 +168,6 @@ def _break_name(name: str, width: int) -> str:
 # --- the parser's own errors as one line in thdprof's style -----------------------------------------------------------
 
 
-_ALIKE = 0.7
-"""How alike names are at least, 0 to 1, that are taken for one another."""
 _SWEEP = "--sweep: has become a command: thdprof sweep DATASET... seq-length=4096,8192 micro-batch-size=1,2"
 
 
@@ -227,23 +225,12 @@ def _describe_usage(error: Exception, text: str) -> str:
     return _lower_first(text)
 
 
-_SHORT_NAMES = {
-    "--dp": "--data-parallel-size",
-    "--tp": "--tensor-model-parallel-size",
-    "--pp": "--pipeline-parallel-size",
-    "--cp": "--context-parallel-size",
-    "--ep": "--expert-model-parallel-size",
-    "--mbs": "--micro-batch-size",
-    "--gbs": "--global-batch-size",
-}
-"""What users type -> the option that they mean."""
-
-
 def _no_such_option(error: Any, command: str) -> str:
     option = _join_line(str(error.option_name))
     if option == "--sweep":
         return _SWEEP
-    option_meant = _SHORT_NAMES.get(option, option)
+    short = SHORT_NAMES.get(option.removeprefix("--"))
+    option_meant = option if short is None else f"--{short.replace('_', '-')}"
     moved = list_removed_options().get(option_meant) if command in ("thdprof analyze", "thdprof sweep") else None
     if moved is not None:
         return f"{option}: is no option; put `{moved.name}: VALUE` into a file and give --settings FILE"
@@ -253,8 +240,8 @@ def _no_such_option(error: Any, command: str) -> str:
 
 def _advice(name: str, known: Sequence[str], command: str) -> str:
     """The known name that is most like `name`; where none is, the command whose help has them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
-    return f"did you mean {near[0]}?" if near else f"see {command} --help"
+    near = find_alike(name, known)
+    return f"did you mean {near}?" if near else f"see {command} --help"
 
 
 def _name_param(param: Any) -> str:

@@ -10,6 +10,7 @@ import typer
 from thdprof.commands import streams
 from thdprof.commands.options import JsonOutput, Overwrite, PlanFile
 from thdprof.errors import UsageError
+from thdprof.words import wrap_text
 
 
 def report(
@@ -56,6 +57,6 @@ def report(
     if json:
         streams.write(written.to_json() + "\n")
         return
-    streams.write("".join(f"- {sentence.text}\n" for sentence in written.findings))
+    streams.write("".join(f"{line}\n" for found in written.findings for line in wrap_text(f"- {found.text}")))
     for file in written.files:
         streams.say(f"written: {file}")

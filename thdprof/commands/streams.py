@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import DataError
 from thdprof.files import json_text
-from thdprof.words import write_count
+from thdprof.words import wrap_text, write_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,9 +86,9 @@ def write(text: str) -> None:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr as it is; a closed stderr is no error."""
+    """Write a line to stderr, a long one wrapped; a closed stderr is no error."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write("".join(f"{part}\n" for whole in line.split("\n") for part in wrap_text(whole)))
         sys.stderr.flush()
 
 

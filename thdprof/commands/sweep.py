@@ -15,6 +15,7 @@ from thdprof.commands.options import (
     Json,
     LaunchScript,
     SettingsFile,
+    TrainerArguments,
     dataset_argument,
     output_option,
     with_settings,
@@ -43,6 +44,7 @@ def sweep(
     ] = None,
     given: Given,
     megatron_args: LaunchScript = None,
+    training_args: TrainerArguments = None,
     settings: SettingsFile = None,
     impl: GraphsToCapture = None,
     output: Annotated[Path | None, output_option("-o", "--output", help="Directory for the plans.")] = None,
@@ -72,7 +74,9 @@ def sweep(
     with streams.progress_bar() as progress:
         result = analyze_combinations(
             axes,
-            lambda values: read_request(locations, {**given, **values}, settings=settings, launch=megatron_args),
+            lambda values: read_request(
+                locations, {**given, **values}, settings=settings, launch=megatron_args, training_args=training_args
+            ),
             impl=impl,
             progress=progress,
         )

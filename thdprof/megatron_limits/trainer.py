@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from thdprof.training.trainer_arguments import find_autocast
+
 if TYPE_CHECKING:
     from thdprof.plan import Plan
 
@@ -39,7 +41,7 @@ def refuse_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str
 
     Args:
         arguments: fields of TrainingArguments or SFTConfig by name, as `to_dict` gives them; `n_gpu` is the number of
-            GPUs of one process, if it is known.
+            GPUs of one process and `weights_dtype` the dtype of the model's weights, if they are known.
         environment: environment variables by name, some of which accelerate's launcher sets.
     """
 
@@ -72,6 +74,11 @@ def refuse_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str
     config = arguments.get("accelerator_config")
     if isinstance(config, Mapping) and config.get("dispatch_batches"):
         yield "accelerator_config dispatch_batches: other ranks get no boundaries on the host; leave it out"
+    if arguments.get("weights_dtype") == "float32" and not find_autocast(arguments) and not arguments.get("use_cpu"):
+        yield (
+            "bf16 and fp16 are False, and weights are in float32: variable-length attention takes no float32; set "
+            "bf16=True, or load the model in bfloat16 (model_init_kwargs={'dtype': 'bfloat16'})"
+        )
     packed = arguments.get("padding_free") or arguments.get("packing")
     if (
         "padding_free" in arguments

@@ -121,6 +121,8 @@ class Model:
 
     precision: Annotated[Precision, _CHOICE] = "bf16"
     """Precision of weights and activations."""
+    autocast: Annotated[bool, _CHOICE] = False
+    """Whether weights are in float32, and autocast computes in `precision`; under Hugging Face's Trainer alone."""
     fp8_recipe: Annotated[Fp8Recipe | None, _CHOICE] = None
     """Scaling recipe of matrix products in FP8; null: they are in `precision`."""
     recompute_granularity: Annotated[Recompute | None, _CHOICE] = None

@@ -259,6 +259,18 @@ PACKER_ALIASES: Mapping[PackerAlias, Packer] = MappingProxyType(
     {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_split", "ffd": "first_fit_decreasing"}
 )
 """Short names of packers; the first two are TRL's."""
+SHORT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "dp": "data_parallel_size",
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "mbs": "micro_batch_size",
+        "gbs": "global_batch_size",
+    }
+)
+"""What users type -> the setting that they mean."""
 TRL_MAX_LENGTH = 1024
 """TRL's max_length where nobody gives another."""
 Attention = Literal["transformer_engine", "torch"]

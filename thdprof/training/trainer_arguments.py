@@ -68,6 +68,8 @@ READ_ARGUMENTS: frozenset[str] = frozenset(_READ.split())
 """Fields of SFTConfig that thdprof reads, or that change nothing inside of a model's layers. Others, such as those of
 later versions, are named where they are off their default.
 """
+_PRECISIONS: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""dtypes of torch -> `thdprof.training.Model.precision`."""
 _SAMPLING = "train_sampling_strategy"
 _OTHER_ORDERS: Mapping[str, Any] = {
     "split_batches": False,
@@ -177,13 +179,42 @@ def _take_text(arguments: Mapping[str, Any], where: str, found: dict[str, Any]) 
 
 def trainer_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the run's arguments say of the model, by the names of `thdprof.training.Model`."""
+    weights, by_autocast = find_weights_dtype(arguments), find_autocast(arguments)
+    found: dict[str, Any] = {"autocast": True} if by_autocast and weights == "float32" else {}
+    if precision := by_autocast or _PRECISIONS.get(weights or ""):
+        found["precision"] = precision
     names = ("activation_checkpointing", "gradient_checkpointing")  # transformers 5.23 has both, 5.12 the second
     if True not in [arguments.get(name) for name in names]:
-        return {}
+        return found
     options = arguments.get("activation_checkpointing_kwargs")
     if isinstance(options, Mapping) and options.get("every_n_layers", 1) != 1:
-        return {}  # some layers keep their activations: the memory of all of them is the safe side
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return found  # some layers keep their activations: the memory of all of them is the safe side
+    return {**found, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def find_autocast(arguments: Mapping[str, Any]) -> str | None:
+    """The precision in which the Trainer's autocast computes, bf16 or fp16; None without autocast.
+
+    Where nothing is said it is bf16, as in SFTConfig.
+    """
+    bf16, fp16 = arguments.get("bf16"), arguments.get("fp16")
+    return "fp16" if fp16 and not bf16 else "bf16" if bf16 is not False else None
+
+
+def find_weights_dtype(arguments: Mapping[str, Any]) -> str | None:
+    """The dtype of the model's weights, such as "float32"; None where that is the checkpoint's, or not known.
+
+    It is `weights_dtype`, which thdprof adds where it has the model. Else it is the one in which SFTTrainer loads a
+    model by its name: TRL's create_model_from_path takes float32 where `model_init_kwargs` has no `dtype`; a
+    `torch_dtype` there changes nothing. Other Trainers are given a model.
+    """
+    if "weights_dtype" in arguments:
+        return arguments["weights_dtype"]  # type: ignore[no-any-return]
+    if "packing" not in arguments and "model_init_kwargs" not in arguments:
+        return None
+    options = arguments.get("model_init_kwargs")
+    dtype = options.get("dtype", "float32") if isinstance(options, Mapping) else "float32"
+    return None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
 
 
 def _take_length(arguments: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:

@@ -230,7 +230,9 @@ class PlanCallback(TrainerCallback):
         """
         arguments = args.to_dict()
         lines = [] if plan is None else [*refuse_plan(plan)]
-        lines += refuse_arguments({"n_gpu": getattr(args, "n_gpu", 1), **arguments}, os.environ)
+        known = {"n_gpu": getattr(args, "n_gpu", 1), "use_cpu": not on_gpu}
+        known["weights_dtype"] = refusals.find_weights_dtype(model)
+        lines += refuse_arguments({**arguments, **known}, os.environ)
         lines += refusals.refuse_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
         if self._compile:
             lines += refusals.refuse_compiling(backend=backend, own_attention=own)

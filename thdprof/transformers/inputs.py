@@ -15,6 +15,7 @@ from torch import nn
 
 from thdprof.runtime.startup import Inputs, NoPlanError
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
+from thdprof.transformers.refusals import find_weights_dtype
 
 _BATCH = 10_000
 """Rows that are read at once."""
@@ -49,7 +50,8 @@ def gather_inputs(
         NoPlanError: the rows of the dataset cannot be counted.
         UsageError: the order in which the run reads its data is not known.
     """
-    arguments, sizes, adapters = args.to_dict(), config.to_dict(), _find_adapters(model)
+    arguments = {**args.to_dict(), "weights_dtype": find_weights_dtype(model)}
+    sizes, adapters = config.to_dict(), _find_adapters(model)
     settings = trainer_settings(arguments, where="the Trainer's arguments", num_processes=args.world_size)
     rows, arguments_file, model_file = folder / "rows.parquet", folder / "args.json", folder / "config.json"
     digest = _write_rows(dataset, rows, check_time)

@@ -43,6 +43,15 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     return found[0] if len(found) == 1 else None
 
 
+def find_weights_dtype(model: nn.Module) -> str | None:
+    """The dtype of the weights that layers compute with, such as "float32"; None where no decoder is found.
+
+    Adapters have a dtype of their own: of several dtypes the shortest counts.
+    """
+    dtypes = {p.dtype for p in (decoder_of(model) or nn.Module()).parameters() if p.is_floating_point()}
+    return str(min(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else None
+
+
 def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, on_gpu: bool) -> Iterator[str]:
     """What the model does that a graph cannot follow.
 

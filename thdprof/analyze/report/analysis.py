@@ -25,6 +25,7 @@ from thdprof.analyze.report.shared import (
     plain_table,
     print_parts,
     times_sentences,
+    trainer_weights_sentence,
 )
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.plan import CostsPart
@@ -42,8 +43,6 @@ _MEASURES = (
 _BUCKET = ("max_seqs", "max_seqlen", "cp_size")
 _TIMED = ("relative_step_time", "step_ms", "eager_step_ms", "graph_memory_bytes")
 """Fields of a recommendation that are null without times of the model."""
-_WIDTH = 120
-"""Most characters of a line of sentences."""
 _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
@@ -58,7 +57,7 @@ def print_report(
         then: what the user does next; empty where nothing is to be said of it.
     """
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console, width=_WIDTH)
+    print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console)
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
@@ -92,7 +91,7 @@ def _parts(
     amounts = (
         write_count(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
-    yield Text(f"{name_dataset(data)}: {', '.join(amounts)}", no_wrap=True)
+    yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
     if table.exact or analysis.drawn:
         origin = "replayed exactly" if table.exact else "drawn, not replayed"
     else:
@@ -144,6 +143,8 @@ def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
         yield Text(_offloaded(analysis.offload))
     if analysis.memory is not None:
         yield Text(memory_sentence(analysis.memory))
+        if analysis.model is not None and analysis.settings.is_of_trainer:
+            yield Text(f"  {trainer_weights_sentence(analysis.model)}", style="dim")
     if analysis.capture is not None:
         yield Text(capture_sentence(analysis.capture))
     if analysis.overlap is not None:

@@ -47,6 +47,8 @@ def _check_parts(check: Check) -> Iterator[str | Table | Text]:
     origin = "replayed exactly" if check.table.exact else "not replayed exactly"
     if check.table.size_guessed:
         origin = "replayed with a pack size that is a guess"
+    for reason in check.plan.predictions.refused:
+        yield Text(f"refused  {reason}", style="bold red")
     yield Text(f"{name_dataset(check.dataset)}: {changed}, {origin}")
     yield ""
     yield _sizes(check)
@@ -121,6 +123,7 @@ def check_to_dict(check: Check) -> dict[str, Any]:
         {
             "schema": CHECK_SCHEMA,
             "holds": check.holds,
+            "refused": plan.predictions.refused,
             "level": check.level,
             "max_fallback_rate": check.max_fallback_rate,
             "fallback_rate": {
@@ -188,7 +191,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for title, ms in (("a replayed", comparison.replay_ms), ("an eager", comparison.eager_ms)):
         if ms is not None:
             lines.append(f"run: {title} micro-batch {ms:.2f} ms")
-    print_parts(lines, console, markup=False)
+    print_parts(lines, console)
 
 
 def plan_comparison_to_dict(comparison: PlanComparison) -> dict[str, Any]:
@@ -217,7 +220,7 @@ def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:
     same = "the same data" if comparison.same_data else "other data"
     count = len(comparison.differences)
     fields = "1 field differs" if count == 1 else f"{count} fields differ"
-    print_parts([f"{same}; {fields}", "", table], console, markup=False)
+    print_parts([f"{same}; {fields}", "", table], console)
 
 
 def _text(value: Any, *, share: bool) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,26 +14,28 @@ from rich.text import Text
 from thdprof.analyze.predictions import Capture, Memory, Overlap, Times, Worth
 from thdprof.plan import DatasetPart
 from thdprof.training import Model
-from thdprof.words import join_words, memory_size, write_count, write_range, write_savings
+from thdprof.words import WIDEST, join_words, memory_size, wrap_text, write_count, write_range, write_savings
 
 
-def print_parts(
-    parts: Iterable[str | Table | Text], console: Console, *, markup: bool | None = None, width: int | None = None
-) -> None:
-    """Write the parts of a report to `console`: sentences are broken into lines of at most `width` characters, where it
-    is given, and tables are fitted to the console's width.
-    """
+def print_parts(parts: Iterable[str | Table | Text], console: Console) -> None:
+    """Write the parts of a report to `console`, sentences and tables in lines of at most `WIDEST` characters."""
     for part in parts:
-        for piece in _break(part, width) if width and isinstance(part, Text) and not part.no_wrap else [part]:
-            console.print(piece, highlight=False, soft_wrap=not isinstance(part, Table), markup=markup)
+        if isinstance(part, Table):
+            if console.measure(part).maximum > WIDEST:
+                _narrow(part)
+            console.print(part, highlight=False, width=WIDEST)
+            continue
+        text = Text(part) if isinstance(part, str) else part
+        for line in wrap_text(text.plain):
+            console.print(Text(line, style=text.style), highlight=False, soft_wrap=True)
 
 
-def _break(text: Text, width: int) -> Iterator[Text]:
-    """The lines of a sentence; those behind the first are indented a little more."""
-    indent = " " * (len(text.plain) - len(text.plain.lstrip()) + 2)
-    wrapped = textwrap.wrap(text.plain, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    for line in wrapped or [""]:
-        yield Text(line, style=text.style)
+def _narrow(table: Table) -> None:
+    """Break the titles of columns at their hyphens and blanks; the table then breaks cells where that is not enough."""
+    for column in table.columns:
+        parts = re.findall(r"[^-\s]+-?", str(column.header))
+        column.header = "\n".join(textwrap.wrap(" ".join(parts), 12)).replace("- ", "-")
+        column.overflow = "fold"
 
 
 def plain_table(left: Sequence[str], right: Sequence[str]) -> Table:
@@ -60,6 +63,8 @@ def model_sentence(model: Model, *, gpu: str | None, source: str | None) -> str:
     if model.expert_model_parallel_size > 1:
         parts.append(f"EP {model.expert_model_parallel_size}")
     parts.append(model.precision if model.fp8_recipe is None else f"{model.precision} with FP8 {model.fp8_recipe}")
+    if model.autocast:
+        parts[-1] += " by autocast over float32 weights"
     if model.recompute_granularity is not None:
         parts.append(f"recompute {model.recompute_granularity}")
     if model.lora_dim is not None:
@@ -136,6 +141,15 @@ def memory_sentence(memory: Memory) -> str:
         f"peak memory: about {memory_size(memory.peak_bytes / 2**30)} on pipeline rank {memory.pipeline_rank}, "
         f"{moments[memory.moment]}: {join_words(shown)}"
     )
+
+
+def trainer_weights_sentence(model: Model) -> str:
+    """The precision in which Hugging Face's Trainer is taken to keep weights."""
+    if model.autocast:
+        how = "float32 (TRL loads a model by its name so, unless model_init_kwargs has a dtype)"
+    else:
+        how = f"{model.precision} (`autocast: true` in --settings: in float32)"
+    return f"assumed: weights, gradients and Adam's moments in {how}"
 
 
 def _name_eager_beside_slots(memory: Memory) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
 from thdprof.analyze.sweep import Combination, Ranking, Rate, Sweep
 from thdprof.plan import Plan
-from thdprof.words import memory_size, percent, ratio, write_range
+from thdprof.words import WIDEST, memory_size, percent, ratio, write_range
 
 SCHEMA = "thdprof.sweep/1"
 _STEPS = "steps with an\neager micro-batch"
@@ -25,18 +25,22 @@ _COSTS, _PEAK, _GRAPHS = "run costs", "peak memory", "graph memory"
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """Write the report of `sweep` to `console`."""
-    print_parts(_parts(sweep), console)
+    print_parts(_parts(sweep, console), console)
 
 
-def _parts(sweep: Sweep) -> Iterator[str | Table | Text]:
+def _parts(sweep: Sweep, console: Console) -> Iterator[str | Table | Text]:
     data, ranking = sweep.dataset, sweep.ranking()
     rows = [sweep.combinations[place] for place in ranking.order]
     yield Text(f"{name_dataset(data)}: {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
     for text, where in _by_row(rows, [[f"{a.flag} {a.value} ({a.why})" for a in c.assumptions] for c in rows]):
         yield Text(f"  assumed {text}{where}", style="dim")
     yield ""
-    yield _table(sweep.names, rows, ranking)
-    yield ""
+    for table in _tables(sweep.names, rows, ranking, console):
+        yield table
+        yield ""
+    for reason in dict.fromkeys(filter(None, (c.problem or c.blocked for c in rows))):
+        numbers = [str(n) for n, c in enumerate(rows, start=1) if reason in (c.problem, c.blocked)]
+        yield Text(f"row {', '.join(numbers)} cannot be: {reason}", style="red")
     yield "; ".join(_legend(rows, ranking))
     if ranking.measure is not None:
         yield Text(_ranked(ranking), style="bold")
@@ -61,19 +65,27 @@ def _by_row(rows: Sequence[Combination], texts: Sequence[list[str]]) -> Iterator
         yield text, "" if numbers == all_rows else f" [row {', '.join(map(str, numbers))}]"
 
 
-def _table(names: Sequence[str], rows: Sequence[Combination], ranking: Ranking) -> Table:
+def _tables(names: Sequence[str], rows: Sequence[Combination], ranking: Ranking, console: Console) -> Iterator[Table]:
+    """Settings, counts and times in one table; in two where it would be too wide."""
     columns = _columns(rows, ranking)
-    table = plain_table([], ["row", *(n.replace("_", "-") for n in names), *_COUNTS, *columns])
-    problems = any(c.problem or c.blocked for c in rows)
-    if problems:
-        table.add_column("cannot be")
+    counted: list[list[str]] = [["row", *(n.replace("_", "-") for n in names), *_COUNTS]]
+    timed = [[*columns]]
     for number, c in enumerate(rows, start=1):
         values = [str(v).lower() if isinstance(v, bool) else str(v) for v in c.values.values()]
-        counts = ["-"] * len(_COUNTS) if c.plan is None else plan_cells(c.plan)
-        cells = [cell(c) or "-" for cell in columns.values()]
-        table.add_row(
-            str(number), *values, *counts, *cells, *([Text(c.problem or c.blocked or "")] if problems else [])
-        )
+        counted.append([str(number), *values, *(["-"] * len(_COUNTS) if c.plan is None else plan_cells(c.plan))])
+        timed.append([cell(c) or "-" for cell in columns.values()])
+    whole = _make_table([a + b for a, b in zip(counted, timed, strict=True)])
+    if not columns or console.measure(whole).maximum <= WIDEST:
+        yield whole
+        return
+    yield _make_table(counted)
+    yield _make_table([a[:1] + b for a, b in zip(counted, timed, strict=True)])
+
+
+def _make_table(rows: Sequence[Sequence[str]]) -> Table:
+    table = plain_table([], rows[0])
+    for row in rows[1:]:
+        table.add_row(*row)
     return table
 
 

@@ -25,6 +25,7 @@ from thdprof.megatron_limits import Run, limits_of
 from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS, refused_beforehand
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_model_type, refuse_plan
 from thdprof.training import suggest_setting
+from thdprof.training.trainer_arguments import find_weights_dtype
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -365,7 +366,8 @@ def find_refusals(
         except UsageError as error:
             unknown = str(error)
     if trainer_arguments is not None:
-        lines += [*refuse_plan(plan), *refuse_arguments(trainer_arguments, {})]
+        known = {**trainer_arguments, "weights_dtype": find_weights_dtype(trainer_arguments)}
+        lines += [*refuse_plan(plan), *refuse_arguments(known, {})]
         if model_file is not None and model_file.suffix.lower() == ".json":
             content = json.loads(read_text(model_file, where=str(model_file), kind="JSON"))
             inner = content.get("text_config")  # of a model of images and text, whose text layers are captured

@@ -56,6 +56,7 @@ READ_APART = frozenset(
         "moe_expert_capacity_factor",
         "hybrid_layer_pattern",
         "precision",
+        "autocast",
         "fp8_recipe",
         "lora_dim",
         "lora_target_modules",

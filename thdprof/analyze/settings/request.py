@@ -6,7 +6,7 @@ import functools
 import glob
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,9 @@ from thdprof.training import (
     model_definitions,
 )
 from thdprof.training.model import read_field
+from thdprof.training.settings import SHORT_NAMES
 from thdprof.training.trainer_arguments import are_trainer_arguments, trainer_model, trainer_settings
+from thdprof.words import find_alike
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
@@ -319,12 +321,19 @@ def load_settings_file(path: Path, names: Collection[str]) -> dict[str, Any]:
     for key, _ in node.value:  # the loaded mapping has lost keys that are repeated
         name = _setting_name(key.value)
         if name not in names:
-            raise UsageError(f"--settings {path}: unknown option {key.value!r}; known are {', '.join(sorted(names))}")
+            advice = advise_name(name, names, "known are those of `thdprof analyze --help` and docs/reference-cli.md")
+            raise UsageError(f"--settings {path}: unknown option {key.value!r}; {advice}")
         if name in given:
             raise UsageError(f"--settings {path}: option {name} is given twice")
         given[name] = None
     given.update((_setting_name(key), value) for key, value in loaded.items())
     return {name: value for name, value in given.items() if value is not None}
+
+
+def advise_name(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The known name that the user may have meant, as a question; `otherwise` where none is alike."""
+    near = SHORT_NAMES.get(name) or find_alike(name, known)
+    return otherwise if near is None else f"did you mean {near}?"
 
 
 def _setting_name(key: Any) -> str:
@@ -408,8 +417,12 @@ def _axis(text: str) -> Axis:
         raise UsageError(f"--vary {text}: must be name=value,value as in seq-length=4096,8192")
     name = _setting_name(match[1])
     if name not in swept_settings():
-        known = ", ".join(sorted(n.replace("_", "-") for n in swept_settings()))
-        raise UsageError(f"{text}: {match[1]} cannot be varied; known are {known}")
+        if name in {**definitions(), **analysis_options(), **model_definitions()}:
+            raise UsageError(
+                f"{text}: {match[1]} cannot be varied; give it as an option or in --settings, and vary others"
+            )
+        advice = advise_name(name, swept_settings(), "settings stand in `thdprof analyze --help`").replace("_", "-")
+        raise UsageError(f"{text}: {match[1]} cannot be varied, since it is no setting; {advice}")
     values: list[Any] = []
     for part in match[2].split(","):
         value = _value(name, part)

@@ -275,8 +275,6 @@ class Format:
     """Value of `--format`."""
     summary: str
     """The parts of a file that are read, in one line for the documentation."""
-    sign: str
-    """What a file is recognised by, for messages."""
     suffixes: tuple[str, ...]
     """File name endings that a directory is searched for."""
     recognises: Callable[[Path], bool]

@@ -158,7 +158,6 @@ def _rows_of_parquet(file: ParquetFile) -> base.Rows:
 PARQUET = Format(
     name="bridge",
     summary="seq_start_id and the list lengths of loss_mask; no token is read",
-    sign="parquet with columns input_ids, seq_start_id and loss_mask",
     suffixes=(".parquet", ".pq"),
     recognises=_is_packed_parquet,
     read=_read_parquet,
@@ -189,7 +188,6 @@ def _rows_of_npy(path: Path) -> base.Rows:
 NPY = Format(
     name="bridge-npy",
     summary="the whole pickle, as data: seq_start_id and the lengths of input_ids and loss_mask",
-    sign=".npy of a one-dimensional array of objects",
     suffixes=(".npy",),
     recognises=_is_packed_npy,
     read=_read_npy,

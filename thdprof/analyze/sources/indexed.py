@@ -60,7 +60,6 @@ def read(paths: Sequence[Path]) -> Dataset:
 FORMAT = Format(
     name="megatron",
     summary="int32 sequence lengths of the `.idx` (the `.bin` need not exist)",
-    sign="an .idx that begins with MMIDIDX",
     suffixes=(".idx",),
     recognises=recognises,
     read=read,

@@ -151,12 +151,10 @@ def _documents(lengths: NDArray[np.integer], where: str) -> NDArray[np.int32]:
 def make_format(reading: Reading) -> Format:
     """The format, with the run's own name of the column of lengths."""
     keys = USUAL_KEYS if reading.length_column is None else (reading.length_column,)
-    named = f"{', '.join(KEYS)} or lists {TOKENS}" if reading.length_column is None else reading.length_column
     return Format(
         name="lengths",
         summary=f"integers or lists of integers: JSON lines, parquet, Arrow or CSV ({', '.join(KEYS)}), .npy; or lists "
         f"{TOKENS}",
-        sign=f"JSON lines (also .gz, .zst), parquet, Arrow or .csv with {named}; or .npy of integers",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet", ".pq", ".arrow", ".npy"),
         recognises=partial(_recognises, keys=keys),
         read=partial(_read, keys=keys),

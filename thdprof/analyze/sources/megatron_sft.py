@@ -149,7 +149,6 @@ def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 FORMAT = Format(
     name="megatron-sft",
     summary="all text: the tokens of every conversation by the run's own tokenizer",
-    sign="JSON lines (also .gz) of objects with a list messages",
     suffixes=(".jsonl", ".jsonl.gz"),
     recognises=recognises,
     read=partial(read_text, reading=Reading()),

@@ -38,7 +38,6 @@ def read(paths: Sequence[Path]) -> Dataset:
 FORMAT = Format(
     name="trl",
     summary="the lists of column seq_lengths",
-    sign="parquet or Arrow with lists in column seq_lengths",
     suffixes=(".parquet", ".pq", ".arrow"),
     recognises=recognises,
     read=read,

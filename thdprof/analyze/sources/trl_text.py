@@ -236,7 +236,6 @@ def make_format(reading: Reading) -> Format:
     return Format(
         name=NAME,
         summary="all text: the tokens of every row as TRL makes them, by the run's own tokenizer",
-        sign="JSON lines (also .gz, .zst), parquet or Arrow with messages, prompt and completion, or text",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".pq", ".arrow"),
         recognises=partial(_recognises, reading=reading),
         read=partial(_read, reading=reading),

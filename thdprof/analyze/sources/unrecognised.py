@@ -1,7 +1,8 @@
-"""Errors for data of no known format: a description of the data, and the sign of each format."""
+"""Errors for data of no known format: a description of the data, and what it could be."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,17 +12,26 @@ from thdprof.analyze.sources.readers.parquet import holds_columns, is_parquet, s
 from thdprof.errors import DataError
 from thdprof.words import list_some
 
-_MOST_NAMES = 12
+_MOST_NAMES = 8
 """Columns or files that a message names."""
 _MOST_BYTES = 40
 """Bytes of a file's beginning that a message shows."""
 _PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
 """Beginnings of compressed files that no reader unpacks, with the name of the compression."""
+_COULD_BE = (
+    "give --length-column if one holds lengths; text is messages, prompt and completion, or text (--tokenizer); "
+    "docs/formats.md has all formats"
+)
+"""What a file's columns may be."""
 
 
 def file_error(path: Path, formats: Sequence[Format]) -> DataError:
-    """The error for a file that none of `formats` recognises."""
-    return DataError(f"{path}: format not recognised: {_describe(path)}. Known formats: {_signs(formats)}")
+    """The error for a file that none of `formats` recognises: what it holds, and what that could be."""
+    known = f"known are {', '.join(f.name for f in formats)} (docs/formats.md)"
+    columns = _columns(path)
+    if columns is None:
+        return DataError(f"{path}: format not recognised: {_describe(path)}; {known}")
+    return DataError(f"{path}: format not recognised: it is {columns}; {_COULD_BE}")
 
 
 def directory_error(directory: Path, formats: Sequence[Format], *, auto: bool) -> DataError:
@@ -36,13 +46,28 @@ def directory_error(directory: Path, formats: Sequence[Format], *, auto: bool) -
     else:
         content = f"and no other file; {advice}"
     which = "a known format" if auto else f"format {formats[0].name}"
-    return DataError(f"{directory}: holds no file of {which}, {content}. Looked for: {_signs(formats, suffixes=True)}")
+    suffixes = dict.fromkeys(f"*{suffix}" for one in formats for suffix in one.suffixes)
+    return DataError(f"{directory}: holds no file of {which}, {content}; looked for {' '.join(suffixes)}")
 
 
-def _signs(formats: Sequence[Format], *, suffixes: bool = False) -> str:
-    return "; ".join(
-        f"{f.name} ({f.sign}{', named ' + ' '.join('*' + s for s in f.suffixes) if suffixes else ''})" for f in formats
-    )
+def _columns(path: Path) -> str | None:
+    """The kind of a file of columns, or of JSON lines of objects, with their names; None for another file."""
+    named: list[str] | None
+    if holds_columns(path):
+        schema = schema_of(path)
+        named = None if schema is None else [f"{f.name} ({f.type})" for f in schema]
+        kind = "parquet with the columns" if is_parquet(path) else "Arrow with the columns"
+    elif path.name.lower().endswith((".csv", ".csv.gz")):
+        kind, line = "CSV with the columns", json_lines.sniff(path).partition(b"\n")[0]
+        named = line.decode(errors="replace").strip().split(",")
+    else:
+        kind = "JSON lines with the keys"
+        try:
+            value = json.loads(json_lines.sniff(path).partition(b"\n")[0])
+        except (ValueError, RecursionError):
+            return None
+        named = [*value] if isinstance(value, dict) else None
+    return f"{kind} {_list_names(named)}" if named else None
 
 
 def _describe(path: Path) -> str:
@@ -56,10 +81,7 @@ def _describe(path: Path) -> str:
             "of a Megatron dataset"
         )
     if holds_columns(path):
-        kind, schema = "parquet" if is_parquet(path) else "Arrow", schema_of(path)
-        if schema is None:
-            return f"it begins as {kind} files do, and cannot be read"
-        return f"it is {kind} with the columns {_list_names(f'{f.name} ({f.type})' for f in schema)}"
+        return f"it begins as {'parquet' if is_parquet(path) else 'Arrow'} files do, and cannot be read"
     if header is not None:
         return f"it is .npy of {header[1]} and shape {header[0]}"
     for magic, name in _PACKED.items():

@@ -12,7 +12,8 @@ One is a verified micro-batch, which runs eagerly beside all slots after the los
 hold single layers, one layer of it at a time.
 
 Under Hugging Face's Trainer, layers are those of transformers 5.17 with root-mean-square norms and a gated MLP,
-unfused. Weights, their gradients and Adam's moments are in the model's precision.
+unfused. Weights, their gradients and Adam's moments are in the model's precision, or in float32 where autocast computes
+in it: hidden states between layers are in float32 then, and each linear layer saves copies of its input and weight.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ _TILE = (4096, 32768)
 
 def trainer_state_bytes(model: Model, parameters: Parameters) -> tuple[float, float]:
     """Bytes of weights, gradients and the optimizer's state, and of the part that its first step adds."""
-    element = _element(model)
+    element = _wide(model)
     every = parameters.dense + parameters.experts
     if parameters.adapters is not None:
         return element * every + _ADAPTER_STATE_BYTES * parameters.adapters, 8 * parameters.adapters
@@ -139,8 +140,8 @@ def trainer_loss_bytes(model: Model, vocab_size: int, n_tokens: int) -> int:
     """Bytes that TRL's loss needs at once: a tile of logits, and the output layer's gradient, summed in float32."""
     tokens, words = _TILE
     tile = min(tokens, n_tokens) * min(words, vocab_size) * 2
-    hidden = n_tokens * model.hidden_size * (STATISTICS_BYTES + _element(model))
-    gradient = 0 if model.lora_dim else vocab_size * model.hidden_size * (4 + _element(model))
+    hidden = n_tokens * model.hidden_size * (STATISTICS_BYTES + _wide(model))
+    gradient = 0 if model.lora_dim else vocab_size * model.hidden_size * (4 + _wide(model))
     return tile + hidden + gradient
 
 
@@ -151,28 +152,29 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
     element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
     heads, groups, adapter = model.num_attention_heads, model.query_groups, element * (model.lora_dim or 0)
+    wide, copied = _wide(model), hidden if model.autocast else 0  # a cast of an input is of one linear layer alone
 
-    def norm(name: str, width: int, count: int = 1) -> list[tuple[str, float]]:
+    def norm(name: str, width: int, count: int = 1, scaled: int = element) -> list[tuple[str, float]]:
         """A norm of `count` times `width` values: its input and statistics in float32, and what its weight scales."""
-        return [(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, element * width * count)]
+        return [(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, scaled * width * count)]
 
     def linear(name: str, width: int = 0) -> list[tuple[str, float]]:
         """The input of a linear layer, unless something before has saved it, and what its adapter saves."""
         return [(name, nbytes) for nbytes in (element * width, adapter) if nbytes]
 
     found = [
-        *norm("input_layernorm", hidden),
+        *norm("input_layernorm", hidden, scaled=wide),
         *linear("self_attn.q_proj", hidden),
-        *linear("self_attn.k_proj"),
-        *linear("self_attn.v_proj"),
+        *linear("self_attn.k_proj", copied),
+        *linear("self_attn.v_proj", copied),
         *(norm("self_attn.q_norm", model.head_dim, heads) if model.qk_layernorm else ()),
         *(norm("self_attn.k_norm", model.head_dim, groups) if model.qk_layernorm else ()),
         *(("self_attn", element * width) for width in (queries, keys, keys, queries)),
         ("self_attn", STATISTICS_BYTES * heads),
         *linear("self_attn.o_proj"),
-        *norm("post_attention_layernorm", hidden),
+        *norm("post_attention_layernorm", hidden, scaled=wide),
         *linear("mlp.gate_proj", hidden),
-        *linear("mlp.up_proj"),
+        *linear("mlp.up_proj", copied),
         *[("mlp", element * ffn)] * 3,
         *linear("mlp.down_proj", ffn),
     ]
@@ -180,13 +182,27 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
     if model.recompute_granularity is None:
         return saved
     return [
-        Saved(module="input_layernorm", bytes_per_token=element * hidden, is_input=True),
+        Saved(module="input_layernorm", bytes_per_token=wide * hidden, is_input=True),
         *(Saved(module=one.module, bytes_per_token=one.bytes_per_token, recomputed=True) for one in saved),
     ]
 
 
 def _element(model: Model) -> int:
     return 4 if model.precision == "fp32" else 2
+
+
+def _wide(model: Model) -> int:
+    """Bytes of an element of weights, and of hidden states between layers."""
+    return 4 if model.autocast else _element(model)
+
+
+def cast_bytes(model: Model) -> int:
+    """Bytes of the copies that autocast makes of all layers' weights, which a backward needs; 0 without autocast."""
+    if not model.autocast:
+        return 0
+    (stage,) = stages(model, pipeline_size=1, num_chunks=1)
+    parameters = stage_parameters(model, stage, model.vocab_size or 0)
+    return round(_element(model) * (parameters.dense - parameters.outside + parameters.experts))
 
 
 LIBRARY_BYTES = 64 * 2**20
@@ -274,7 +290,7 @@ def _sum_held(
     if stage.last and not of_trainer:
         depths[-1] = model.mtp_num_layers
     parts = [([chunk], depth) for chunk, depth in zip(stage.chunks, depths, strict=True)]
-    one_pass = max((layers.pass_bytes(*part) for part in parts), default=0)
+    one_pass = max((layers.pass_bytes(*part) for part in parts), default=0) + cast_bytes(model)
     replayed = [layers.replayed(*part) for part in parts]
     beside = max(0, sum(slots) - in_flight)  # replayed micro-batches in flight, of which one at a time has a backward
     kept, in_backward = max((one.kept_beside, one.beside) for one in replayed)
@@ -355,7 +371,8 @@ class _Layers:
         """What one replayed micro-batch takes."""
         model, n_tokens = self._model, self._n_tokens
         if self._settings.is_of_trainer:
-            return _Replayed(in_pool=self.pass_bytes(chunks, depths))
+            at_once = 1 if model.recompute_granularity is None else model.num_layers  # a graph casts anew in a backward
+            return _Replayed(in_pool=self.pass_bytes(chunks, depths) + cast_bytes(model) // at_once)
         if self._settings.experts != "dropless":
             recompute = not self._layer_graphs
             of_chunks = self.pass_bytes(chunks, 0, recompute=recompute)
@@ -424,7 +441,7 @@ def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer
 def hidden_bytes(model: Model, n_tokens: int) -> int:
     """Bytes of a micro-batch's hidden states between two layers, on one rank."""
     share = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    return n_tokens * model.hidden_size * (4 if model.precision == "fp32" else 2) // share
+    return n_tokens * model.hidden_size * _wide(model) // share
 
 
 def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:
