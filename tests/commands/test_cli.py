@@ -233,7 +233,7 @@ def test_settings_come_from_flags_then_file_then_launch_script(thdprof, packs, t
     script = tmp_path / "train.sh"
     script.write_text(
         f"torchrun --nproc_per_node 4 pretrain_gpt.py --seq-length 64 --micro-batch-size 1 --te-rng-tracker \\\n"
-        f"  --global-batch-size 8 --seed 5 --train-iters 1 --data-path {packs}\n"
+        f"  --dataloader-inter-document-masking --global-batch-size 8 --seed 5 --train-iters 1 --data-path {packs}\n"
     )
     (tmp_path / "settings.yaml").write_text("global-batch-size: 4\nseed: 6\nloader: single\n")
     done = thdprof(
@@ -635,7 +635,8 @@ def test_whole_layers_of_dropless_experts_are_refused(thdprof, packs, tmp_path):
 def test_a_launch_script_asks_for_graphs_of_megatrons_chunks(thdprof, packs, tmp_path):
     """A plan for a torch module would be refused by thdprof.run."""
     script = tmp_path / "run.sh"
-    script.write_text("WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 --micro-batch-size 1 --te-rng-tracker\n")
+    flags = "--te-rng-tracker --dataloader-inter-document-masking"
+    script.write_text(f"WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 --micro-batch-size 1 {flags}\n")
     for options, impl in (((), "chunk"), (("--impl", "module"), "module")):
         done = analyze(thdprof, packs, "--megatron-args", script, *options, "-o", tmp_path / "plan.yaml", "--force")
         assert done.returncode == 0, done.stderr
@@ -644,7 +645,8 @@ def test_a_launch_script_asks_for_graphs_of_megatrons_chunks(thdprof, packs, tmp
 
 def test_a_launch_script_tells_of_dropless_experts(thdprof, packs, tmp_path):
     script = tmp_path / "run.sh"
-    script.write_text("WORLD_SIZE=1\npretrain_gpt.py --num-experts 8 --moe-router-topk 2 --te-rng-tracker\n")
+    flags = "--te-rng-tracker --dataloader-inter-document-masking"
+    script.write_text(f"WORLD_SIZE=1\npretrain_gpt.py --num-experts 8 --moe-router-topk 2 {flags}\n")
     done = analyze(thdprof, packs, "--megatron-args", script, "-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr
     assert load_plan(tmp_path / "plan.yaml").graphs.modules == ["attn", "moe_router"]

@@ -389,7 +389,8 @@ def test_names_with_markup_are_shown_as_they_are(thdprof, tmp_path):
     directory.mkdir()
     (directory / "[red]x.jsonl").write_text(PACKS)
     script = directory / "[green]train.sh"
-    script.write_text("pretrain_gpt.py --seq-length 8 --mock-data --te-rng-tracker\n")
+    flags = "--te-rng-tracker --dataloader-inter-document-masking"
+    script.write_text(f"pretrain_gpt.py --seq-length 8 --mock-data {flags}\n")
     plan = directory / "[blue]plan.yaml"
     done = thdprof("analyze", directory / "[red]x.jsonl", "--loader", "single", "--megatron-args", script, "-o", plan)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from support.paths import ROOT
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128"
 RUN = "--seq-length 64 --micro-batch-size 1 --global-batch-size 16 --train-iters 10 --te-rng-tracker"
+RUN += " --dataloader-inter-document-masking"
 ARGUMENTS = [*MODEL.split(), *RUN.split()]
 
 # In the manner of Megatron-LM's examples: a choice of precision and data, a loop over options, a function that starts.
@@ -37,7 +38,8 @@ esac
 function start() {
     $FRONT torchrun --nproc_per_node $GPUS_PER_NODE --nnodes "$NUM_NODES" pretrain_gpt.py "$@"
 }
-start "${MODEL_ARGS[@]}" ${PRECISION[@]} --global-batch-size $BATCH --train-iters 10 --te-rng-tracker
+start "${MODEL_ARGS[@]}" ${PRECISION[@]} --global-batch-size $BATCH --train-iters 10 --te-rng-tracker \
+  --dataloader-inter-document-masking
 """
 
 
@@ -143,3 +145,12 @@ def test_commands_that_cannot_be_read_are_refused(thdprof, documents, tmp_path, 
 
 def test_the_other_commands_know_no_command_behind_dashes(thdprof):
     assert "more arguments than there can be" in one_line_error(thdprof("demo", "a", "--", "torchrun"), code=2)
+
+
+def test_a_script_of_megatron_that_gives_no_boundaries_is_refused(thdprof, documents):
+    arguments = RUN.replace("--dataloader-inter-document-masking", "").split()
+    for script, code in (("pretrain_gpt.py", 3), ("of_mine.py", 0)):
+        done = thdprof("analyze", documents, "--json", "--", "torchrun", "--nproc-per-node", 8, script, *arguments)
+        assert done.returncode == code, done.stderr
+        refused = json.loads(done.stdout)["refused"]
+        assert [line.partition(" is missing")[0] for line in refused] == ["--dataloader-inter-document-masking"][:code]

@@ -132,6 +132,16 @@ class Arguments:
         return " ".join([flag, *self.values(flag)])
 
 
+def refuse_unpacked(script: str, given: Arguments | frozenset[str]) -> list[str]:
+    """A line where Megatron-LM's own `script` gives no document boundaries, since `given` lacks the argument."""
+    if PurePath(script).name not in _READ_BY or any(flag in given for flag in _PACKS):
+        return []
+    return [
+        f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
+        "(or --sft)"
+    ]
+
+
 def refused_arguments(
     plan: Plan, command: Sequence[str], *, replay: bool = True, environment: Mapping[str, str]
 ) -> list[str]:
@@ -140,13 +150,8 @@ def refused_arguments(
     Args:
         replay: False: micro-batches are padded for graphs of whole model chunks, and run eagerly.
     """
-    given, script = Arguments(command[1:]), PurePath(command[0]).name
-    unpacked = []
-    if script in _READ_BY and not any(flag in given for flag in _PACKS):
-        unpacked = [
-            f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
-            "(or --sft)"
-        ]
+    given = Arguments(command[1:])
+    unpacked = refuse_unpacked(command[0], given)
     if plan.graphs.impl == "none":
         return unpacked
     impl: Impl = find_kind(plan) if replay else "chunk"

@@ -22,7 +22,14 @@ from thdprof.analyze.settings.shell import Command, Script, Word, split_quoted
 from thdprof.errors import UsageError
 from thdprof.files import read_text
 from thdprof.megatron_limits import Run, limits_of
-from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS, refused_beforehand
+from thdprof.megatron_limits.command_line import (
+    COUNTS,
+    LISTS,
+    SWITCHES,
+    TEXTS,
+    refuse_unpacked,
+    refused_beforehand,
+)
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_model_type, refuse_plan
 from thdprof.training import suggest_setting
 from thdprof.training.trainer_arguments import find_weights_dtype
@@ -318,6 +325,11 @@ def _behind_program(words: Sequence[Word]) -> Sequence[Word]:
     return words[start:]
 
 
+def _program_of(words: Sequence[Word]) -> str:
+    """The Python file that a command runs; empty where none is named."""
+    return next((word.text for word in words if word.text.endswith(".py")), "")
+
+
 def _settle_words(words: Sequence[Word]) -> tuple[str, ...]:
     """The text of the words that a limit depends on.
 
@@ -363,6 +375,8 @@ def find_refusals(
     if script is not None:
         try:
             lines += refused_beforehand(plan, training_words(script))
+            for words in _training_commands(script):
+                lines += refuse_unpacked(_program_of(words), frozenset(word.flag for word in words))
         except UsageError as error:
             unknown = str(error)
     if trainer_arguments is not None:
