@@ -131,6 +131,6 @@ def test_nvidia_smi_names_the_gpu_of_a_virtual_machine(tmp_path, monkeypatch, ex
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(modelled_costs, "DRIVER", tmp_path / "none")
     monkeypatch.setattr(modelled_costs, "has_gpu", lambda: gpus)
-    modelled_costs._name_gpu.cache_clear()
+    modelled_costs.name_gpu.cache_clear()
     assert modelled_costs.local_gpu() is (found and GPUS[found])
-    modelled_costs._name_gpu.cache_clear()
+    modelled_costs.name_gpu.cache_clear()

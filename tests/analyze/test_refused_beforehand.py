@@ -15,6 +15,7 @@ from thdprof.plan import OffloadPart, load_plan
 ARGUMENTS = (
     "torchrun --nproc-per-node 2 pretrain_gpt.py --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
     "--global-batch-size 4 --train-iters 10 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --te-rng-tracker "
+    "--dataloader-inter-document-masking "
 )
 RECIPE = """\
 model:

@@ -99,8 +99,7 @@ def analyze_dataset(
         data_parallel_gbps: bandwidth of one GPU in reduce-scatters of its data-parallel group, in GB/s (busbw of
             nccl-tests), by which communication beside graphs of a few layers is predicted; None: by the GPU's data
             sheet.
-        impl: the kind of graphs that `make_plan` is called for: those of single layers keep what the model
-            recomputes, and their memory is then predicted so; None: none, or not known.
+        impl: the kind of graphs that `make_plan` is called for, whose memory is predicted; None: not known.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:

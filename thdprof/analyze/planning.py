@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
@@ -22,7 +23,6 @@ from thdprof.plan import (
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
-    from thdprof.analyze.settings.request import Request
     from thdprof.plan import Impl
 
 
@@ -32,6 +32,7 @@ def make_plan(
     impl: Impl | None = None,
     usual: Impl = "module",
     layers_per_graph: LayersPerGraph = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan of an analysis, for graphs of the kind `impl`; without buckets, the plan's impl is "none". It says what
     training by it would refuse, as far as the settings tell.
@@ -43,6 +44,7 @@ def make_plan(
         usual: graphs of a torch module, or of model chunks where the run is known to be Megatron's.
         layers_per_graph: layers of one graph of a model chunk, or "all"; None: as the analysis predicts that steps are
             shortest.
+        warn: called with a sentence if some of what training would refuse is not known.
 
     Raises:
         UsageError: `impl` cannot capture any part of a model with dropless experts, or does not move the activations
@@ -84,13 +86,7 @@ def make_plan(
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
-    return add_refusals(plan, analysis.request)[0]
-
-
-def add_refusals(plan: Plan, request: Request) -> tuple[Plan, str | None]:
-    """The plan with what training by it would refuse, as far as the settings of its `request` tell; and why others are
-    not known, or None.
-    """
+    request = analysis.request
     refused, unknown = find_refusals(
         plan,
         script=request.script,
@@ -98,7 +94,9 @@ def add_refusals(plan: Plan, request: Request) -> tuple[Plan, str | None]:
         trainer_arguments=request.trainer_arguments,
         model_file=request.model_file,
     )
-    return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})}), unknown
+    if warn is not None and unknown is not None:
+        warn(f"which settings of the script training by this plan would refuse is not known: {unknown}")
+    return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})})
 
 
 def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:

@@ -64,7 +64,7 @@ def analyze(
     """
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.analysis import check_gpu
-    from thdprof.analyze.planning import add_refusals, make_plan
+    from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.captures import read_choice
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.request import read_request
@@ -93,12 +93,10 @@ def analyze(
         _write_tables(analysis, tables, part=part, force=force, progress=progress)
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
-    plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
+    layers = request.layers_per_graph
+    plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=layers, warn=streams.say)
     if (other := compare_with_installed(plan.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
-    plan, unknown = add_refusals(plan, request)
-    if unknown is not None:
-        streams.say(f"which settings of the script training by this plan would refuse is not known: {unknown}")
     _write_results(analysis, plan, request, output=output, profile=profile, json=json, details=details, force=force)
     refused = plan.predictions.refused
     if refused:

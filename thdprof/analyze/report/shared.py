@@ -19,7 +19,7 @@ from thdprof.words import WIDEST, join_words, memory_size, wrap_text, write_coun
 
 def print_parts(parts: Iterable[str | Table | Text], console: Console) -> None:
     """Write the parts of a report to `console`, sentences and tables in lines of at most `WIDEST` characters."""
-    for part in parts:
+    for part in list(parts):
         if isinstance(part, Table):
             if console.measure(part).maximum > WIDEST:
                 _narrow(part)

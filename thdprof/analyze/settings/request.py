@@ -112,12 +112,7 @@ def read_request(
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     analysis_options()["attention"].check(command.get("attention", "transformer_engine"))
     own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
-    named = command.get("model")
-    path = None if named is None or isinstance(named, Model) else Path(_text("--model", named))
-    file = None if path is None else read_model_file(path)
-    if isinstance(named, Model):
-        check_model(named)
-        file = ModelReading(source="the Model given", values=asdict(named))
+    path, file = _read_named_model(command.get("model"))
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     run: MegatronArgs | None = None
     usual_format, fields = "auto", None
@@ -148,22 +143,24 @@ def read_request(
         if taken:
             notes.append(f"--model {file.source}: {_list_values(taken)} taken from it")
         given.update(taken)
-    decides = file is not None or "experts" not in given or not _EXPERTS.isdisjoint(own)
-    experts = None if resolved.model is None else experts_of(resolved.model)
-    if decides and experts is not None and (experts != "none" or "experts" in given):
-        given["experts"] = experts
+    if resolved.model is not None and (file is not None or "experts" not in given or not _EXPERTS.isdisjoint(own)):
+        experts = experts_of(resolved.model)
+        if experts != "none" or "experts" in given:
+            given["experts"] = experts
     _override(given, stronger)
     if "shared_capture_ranks" not in stronger and resolved.model is not None:
         over_all = run is not None and run.global_aux_loss
         given.pop("shared_capture_ranks", None)
         given.update(shared_captures(given, asdict(resolved.model), global_aux_loss=over_all))
+    files = [name for name in ("cache", "cost_table", "host") if name in command]
+    paths = {name: Path(_text(analysis_options()[name].label, command[name])) for name in files}
     return Request(
         locations=found,
         given=given,
         format=_text("--format", command.get("format", usual_format)),
-        cache=Path(_text("--cache", command["cache"])) if "cache" in command else None,
-        cost_table=Path(_text("--cost-table", command["cost_table"])) if "cost_table" in command else None,
-        host=Path(_text("--host", command["host"])) if "host" in command else None,
+        cache=paths.get("cache"),
+        cost_table=paths.get("cost_table"),
+        host=paths.get("host"),
         attention=command.get("attention", "transformer_engine"),
         limits=read_limits(command),
         model=resolved.model,
@@ -179,6 +176,22 @@ def read_request(
         notes=[*notes, *resolved.notes],
         usual_impl="module" if launch is None else "chunk",
     )
+
+
+def _read_named_model(named: Any) -> tuple[Path | None, ModelReading | None]:
+    """The file that names the run's model, and what is read from it; None for what there is none of.
+
+    Raises:
+        DataError: the file cannot be read.
+        UsageError: `named` is neither a path nor a model that can be.
+    """
+    if named is None:
+        return None, None
+    if isinstance(named, Model):
+        check_model(named)
+        return None, ModelReading(source="the Model given", values=asdict(named))
+    path = Path(_text("--model", named))
+    return path, read_model_file(path)
 
 
 def _read_trainer_arguments(source: Path | Mapping[str, Any], where: str) -> Mapping[str, Any]:

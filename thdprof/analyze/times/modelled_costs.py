@@ -350,12 +350,12 @@ def local_gpu() -> Gpu | None:
     try:
         facts = next(iter(sorted(DRIVER.glob("*/information")))).read_text()
     except (OSError, StopIteration):
-        facts = _name_gpu() if has_gpu() else ""
+        facts = name_gpu() if has_gpu() else ""
     return known_gpu(facts)
 
 
 @functools.cache
-def _name_gpu() -> str:
+def name_gpu() -> str:
     """The first GPU's name by nvidia-smi, on virtual machines whose driver describes none; "" where it fails."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
