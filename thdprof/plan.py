@@ -64,7 +64,9 @@ class DatasetPart(Part):
     """The dataset that was analysed."""
 
     uris: list[str]
-    """Paths of the files that were read, in that order."""
+    """Paths of the files that were read, in that order; in a plan of many files of one directory, a glob of them."""
+    files: int | None = Field(default=None, ge=1)
+    """Number of files, where `uris` is a glob."""
     format: str
     """Name of the format."""
     fingerprint: str
@@ -75,6 +77,11 @@ class DatasetPart(Part):
     """Number of stored documents."""
     tokens: int = Field(ge=0)
     """Number of stored tokens, as training counts them."""
+
+    @property
+    def num_files(self) -> int:
+        """Number of files that were read."""
+        return self.files or len(self.uris)
 
 
 class Percentiles(Part):
@@ -448,7 +455,7 @@ class Plan(Part):
 
     def _repr_html_(self) -> str:
         data, microbatches, graphs, predicted = self.dataset, self.microbatches, self.graphs, self.predictions
-        source = data.uris[0] if len(data.uris) == 1 else f"{len(data.uris)} files"
+        source = data.uris[0] if data.num_files == 1 else write_count(data.num_files, "file")
         how = "replayed exactly" if microbatches.exact else "not replayed exactly"
         facts = [
             (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 
@@ -466,6 +467,24 @@ def test_a_new_shard_of_the_directory(thdprof, tmp_path, costs):
     write_lines(directory / "2.jsonl", [[2, 2, 2, 2]] * 8)
     assert thdprof("check", tmp_path / "plan.yaml").returncode == 0
     assert thdprof("check", tmp_path / "plan.yaml", directory).returncode == 3
+
+
+def test_many_shards_of_a_directory_are_a_glob_and_a_count(thdprof, tmp_path, costs):
+    shards = tmp_path / "shards[1]"
+    shards.mkdir()
+    for number in range(120):
+        write_lines(shards / f"part-{number:03}.jsonl", PACKS)
+    plan = tmp_path / "plan.yaml"
+    make_plan(analyze_dataset(shards, cost_table=costs, **SETTINGS)).save(plan)
+    data = load_plan(plan).dataset
+    assert (len(data.uris), data.num_files) == (1, 120)
+    assert thdprof("check", plan).returncode == 0
+    write_lines(shards / "part-120.jsonl", PACKS)
+    done = thdprof("check", plan)
+    assert re.search(r"files +120 +121", done.stdout)
+    (shards / "other.jsonl").write_text("[1]")
+    some = make_plan(analyze_dataset(f"{glob.escape(str(shards))}/part-*.jsonl", cost_table=costs, **SETTINGS)).dataset
+    assert (len(some.uris), some.files) == (121, None)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"a: [", b"schema: thdprof.plan/2\n", b"[1]"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
@@ -13,6 +15,7 @@ from thdprof.plan import (
     SCHEMA,
     BucketPart,
     CostsPart,
+    DatasetPart,
     GraphsPart,
     MicrobatchesPart,
     OffloadPart,
@@ -70,7 +73,7 @@ def make_plan(
     plan = Plan(
         schema=SCHEMA,
         written_by=__version__,
-        dataset=analysis.dataset,
+        dataset=_shorten_files(analysis.dataset),
         training=settings,
         microbatches=MicrobatchesPart(
             exact=analysis.microbatches.exact,
@@ -97,6 +100,20 @@ def make_plan(
     if warn is not None and unknown is not None:
         warn(f"which settings of the script training by this plan would refuse is not known: {unknown}")
     return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})})
+
+
+_MANY_FILES = 100
+
+
+def _shorten_files(data: DatasetPart) -> DatasetPart:
+    """The dataset with a glob in place of its files, where they are many, and all of their kind in one directory."""
+    paths = [Path(uri) for uri in data.uris]
+    if len(paths) < _MANY_FILES or len({(path.parent, path.suffix) for path in paths}) > 1:
+        return data
+    files = str(Path(glob.escape(str(paths[0].parent))) / f"*{paths[0].suffix}")
+    if data.format == "megatron" or sorted(glob.glob(files)) != data.uris:
+        return data
+    return data.model_copy(update={"uris": [files], "files": len(paths)})
 
 
 def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:

@@ -82,7 +82,7 @@ def _sizes(check: Check) -> Table:
     table = plain_table([""], ["planned", "now", ""])
     pairs = {
         "fingerprint": (before.fingerprint[:19], now.fingerprint[:19]),
-        "files": (len(before.uris), len(now.uris)),
+        "files": (before.num_files, now.num_files),
         **{name: (getattr(before, name), getattr(now, name)) for name in ("rows", "documents", "tokens")},
         "micro-batches": (microbatches.count, len(check.table)),
         "steps": (microbatches.steps, check.table.num_steps),

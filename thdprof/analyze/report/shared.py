@@ -48,7 +48,7 @@ def plain_table(left: Sequence[str], right: Sequence[str]) -> Table:
 
 def name_dataset(data: DatasetPart) -> str:
     """The first file, how many there are besides, and the format."""
-    source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
+    source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {data.num_files - 1} more"
     return f"{source} ({data.format})"
 
 
