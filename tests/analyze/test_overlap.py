@@ -373,7 +373,7 @@ def test_the_command_reads_megatrons_flags_and_writes_the_plan(thdprof, rows, tm
     script.write_text(
         "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 "
         "--seq-length 1024 --micro-batch-size 1 --global-batch-size 8 --use-distributed-optimizer "
-        "--overlap-grad-reduce --overlap-param-gather --bf16 --te-rng-tracker\n"
+        "--overlap-grad-reduce --overlap-param-gather --bf16 --te-rng-tracker --dataloader-inter-document-masking\n"
     )
     run = ["analyze", rows, "--megatron-args", script, "--gpu", "h100", "--force", "-o", tmp_path / "plan.yaml"]
     done = thdprof(*run, "--json")

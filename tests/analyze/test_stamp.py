@@ -103,7 +103,7 @@ def test_a_plan_carries_the_stamp_of_its_table_and_analyze_warns_of_another_vers
 def test_a_plan_without_a_stamp_loads_and_warns_of_nothing(analyzed):
     ran, path = analyzed(None)
     values = yaml.safe_load(path.read_text())
-    del values["costs"]["stamp"]
+    assert "stamp" not in values["costs"]
     path.write_text(yaml.safe_dump(values))
     assert load_plan(path).costs.stamp is None
     assert "measured elsewhere" not in ran.stderr
