@@ -54,7 +54,7 @@ def name_dataset(data: DatasetPart) -> str:
 
 def dataset_to_dict(data: DatasetPart) -> dict[str, Any]:
     """The dataset as an object of JSON, whose first key is the format."""
-    return {"format": data.format, **data.model_dump()}
+    return {"format": data.format, **data.model_dump(exclude_none=True)}
 
 
 def model_sentence(model: Model, *, gpu: str | None, source: str | None) -> str:
