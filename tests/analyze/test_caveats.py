@@ -184,7 +184,7 @@ def test_times_of_a_trainer_reach_to_those_of_layers_that_are_not_fused(tmp_path
     assert unknown.times.decoder_replay_ms == fused.times.decoder_replay_ms
     assert unknown.times.step_ms[0] == fused.times.step_ms[0]
     assert unknown.times.step_ms[1] > 1.5 * fused.times.step_ms[1]
-    assert unknown.times.relative_step_time[0] == fused.times.relative_step_time[0]
+    assert unknown.times.relative_step_time[0] == pytest.approx(fused.times.relative_step_time[0], rel=0.01)
     assert fused.times.relative_step_time[1] < 0.7 < unknown.times.relative_step_time[1] <= 1.05
     assert unknown.worth.gpu_hours_saved[0] < fused.worth.gpu_hours_saved[0]
     assert unknown.worth.gpu_hours_saved[1] >= fused.worth.gpu_hours_saved[1]

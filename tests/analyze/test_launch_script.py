@@ -230,7 +230,7 @@ def test_mixed_weights_are_refused_as_megatron_does():
     ("text", "message"),
     [
         ("python x.py \\\n --seq-length $SEQ", "run.sh, line 2: --seq-length: $SEQ is not set in the file; give --seq-length"),
-        ("D=$4\nA=(\n --data-path $D\n)\npython x.py ${A[@]}", "run.sh, line 3: --data-path: $4 is an argument of the script; give the datasets' .idx files on the command line"),
+        ("D=$4\nA=(\n --data-path $D\n)\npython x.py ${A[@]}", "run.sh, line 3: --data-path: $4 is an argument of the script; give the datasets' .idx files on the command line, and their --weights"),
         ("python x.py --seed $(date +%s)", "run.sh, line 1: --seed: $(date +%s) is a command's output; give --seed"),
         ("python x.py --seed `date '+%s'`", "run.sh, line 1: --seed: `date '+%s'` is a command's output; give --seed"),
         ("torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES x.py --seq-length 8", "run.sh, line 1: --nnodes: $SLURM_NNODES is not set in the file; give --data-parallel-size"),

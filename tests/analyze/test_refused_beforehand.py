@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from support.sample_files import write_lines
+from support.sample_files import write_index, write_lines
 
 from thdprof.analyze.settings.launch_flags import find_refusals
 from thdprof.analyze.settings.resolved_model import read_model_file
@@ -199,3 +199,17 @@ def test_what_a_recipe_offloads_is_held_against_the_plan(thdprof, documents, tmp
     offloading = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"offload": offload})})
     lines, _ = find_refusals(offloading, script=None, recipe=read_model_file(recipe).config)
     assert lines == ["graphs.offload: it was not checked with FP8 or FP4; set it to null"]
+
+
+@pytest.mark.parametrize(("blend", "weights"), [("0.7 /a/web 0.3 /a/code", [0.7, 0.3]), ("0.2 a 0.3 b 0.5 c", None)])
+def test_weights_of_the_script_are_those_of_as_many_datasets_named(thdprof, documents, tmp_path, blend, weights):
+    script = tmp_path / "launch.sh"
+    script.write_text(f"{ARGUMENTS} --data-path {blend}")
+    for name in ("web", "code"):
+        write_index(tmp_path / f"{name}.idx", [7, 9, 30] * 60)
+    plan = tmp_path / "plan.yaml"
+    done = thdprof("analyze", tmp_path / "web", tmp_path / "code", "--megatron-args", script, "-o", plan)
+    assert done.returncode == 0, done.stderr
+    planned = load_plan(plan).training.weights
+    assert (planned and [*planned]) == weights
+    assert ("say --weights of those named" in done.stderr) == (weights is None)

@@ -12,6 +12,7 @@ from support.paths import ROOT
 from support.schedules import analyzed_run, make_table
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.analysis import answer as answer_lines
 from thdprof.analyze.analysis import sentence
 from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
 from thdprof.analyze.predictions import Times
@@ -374,6 +375,16 @@ def test_dropless_experts_stay_with_the_host_between_graphs():
 
 def test_a_run_that_does_not_fit_its_gpu_is_warned_of():
     fits = analyze_dataset(LENGTHS, model=QWEN, gpu="h100")
-    assert not any("GiB, and an" in warning for warning in fits.warnings)
+    assert not any("GiB, and the GPU has" in warning for warning in fits.warnings)
     huge = analyze_dataset(LENGTHS, model=replace(LLAMA, num_layers=80), gpu="h100")
-    assert any("and an H100 SXM has 79" in warning for warning in huge.warnings)
+    assert any("and the GPU has 79" in warning for warning in huge.warnings)
+    [memory] = [text for name, text in answer_lines(huge) if name == "memory"]
+    assert memory.endswith(": more than the GPU's 79")
+
+
+def test_compiled_graphs_are_compared_with_eager_layers_that_are_not_fused():
+    large = replace(QWEN, hidden_size=4096, ffn_hidden_size=12288)
+    run = {"model": large, "gpu": "h100", "seq_length": 8192, "packer": "best_fit_decreasing"}
+    of_megatron, of_trainer = (analyze_dataset(LENGTHS, loader=loader, **run).times for loader in ("single", "trainer"))
+    assert of_megatron.relative_step_time[0] > 0.85  # the GPU is busy: fused kernels gain little
+    assert of_trainer.relative_step_time[0] < 0.65

@@ -9,6 +9,7 @@ import pytest
 from support import conversations
 from support.sample_files import write_lines, write_trl
 
+from thdprof.analyze import analyze_dataset
 from thdprof.errors import UsageError
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
@@ -216,3 +217,16 @@ def test_parallelism_that_the_callback_refuses_is_refused_here(thdprof, tmp_path
     data = write_lines(tmp_path / "lengths.jsonl", [3, 4])
     done = thdprof("analyze", data, "--training-args", arguments, option, 2)
     assert f"--loader trainer: the callback for the Trainer refuses {option} 2" in one_line_error(done, code=2)
+
+
+def test_packing_without_a_length_is_refused_as_trl_does():
+    with pytest.raises(UsageError, match="max_length is null: TRL refuses to pack without it"):
+        settings(max_length=None)
+    assert "seq_length" not in settings(max_length=None, packing=False)
+
+
+@pytest.mark.parametrize(("packer", "loader"), [("bfd", "trainer"), ("bfd_split", "trainer"), ("next_fit", None)])
+def test_documents_in_trls_packs_are_read_as_its_trainer_does(tmp_path, packer, loader):
+    found = analyze_dataset([5, 9, 14, 3, 16, 7] * 40, seq_length=16, packer=packer)
+    assert found.settings.loader == loader
+    assert found.microbatches.exact is (loader is not None)

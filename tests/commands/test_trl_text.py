@@ -203,6 +203,12 @@ def test_a_row_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line, e
     assert error in one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=1)
 
 
+def test_a_line_that_is_no_json_is_named(thdprof, tmp_path, tokenizer):
+    data = tmp_path / "text.jsonl"
+    data.write_text('{"text": "fox"}\n\n{"text": "fox"}\n{"text": "f\n')
+    assert "line 4: is not JSON: " in one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=1)
+
+
 @pytest.mark.parametrize("line", ["{", '{"messages": []}', "[1]"])
 def test_a_first_row_that_is_no_text_is_named(thdprof, tmp_path, tokenizer, line):
     data = tmp_path / "text.jsonl"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captured, recommend
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
-from thdprof.analyze.caveats import caveats, note_order
+from thdprof.analyze.caveats import caveats, find_gpu_memory, note_order
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import Replay, replay, summarize_dataset
@@ -134,8 +134,11 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     if (rate := chosen.fallback_rate).microbatch:
         eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
     memory = "not known: it takes the model (--megatron-args or --model)"
+    room, fits = find_gpu_memory(analysis.gpu), True
     if analysis.memory is not None:
         memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
+        fits = room is None or analysis.memory.peak_bytes <= room * 2**30
+        memory += "" if fits else f": more than the GPU's {room}"
     size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
     if size and analysis.timed:
         graphs = memory_size(size / 2**30)
@@ -152,7 +155,8 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
             ruling = "graphs would pay without the limits"  # type: ignore[assignment]
         gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
         step = f"{ruling}: {saves} ({times.origin}, {gpus}{analysis.costs.hardware})"
-    then = "change what is refused, and analyse again" if refused else then
+    if refused or not fits:
+        then = f"change {'what is refused' if refused else 'parallelism or recompute'}, and analyse again"
     return [
         ("capture", _captured(analysis)),
         ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),

@@ -13,7 +13,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.megatron_limits import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
-from thdprof.words import add_article, percent
+from thdprof.words import percent
 
 if TYPE_CHECKING:
     from thdprof.analyze.times.gpus import Gpu
@@ -92,17 +92,21 @@ def caveats(
         )
 
 
-def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
-    """A warning where the predicted peak is more than the GPU has."""
-    if memory is None or gpu is None:
-        return
+def find_gpu_memory(gpu: str | None) -> int | None:
+    """GiB of memory of the GPU; None where it is not known."""
     from thdprof.analyze.times.gpus import known_gpu
 
-    known = known_gpu(gpu)
-    if known is not None and memory.peak_bytes > known.memory_gib * 2**30:
+    known = None if gpu is None else known_gpu(gpu)
+    return None if known is None else known.memory_gib
+
+
+def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
+    """A warning where the predicted peak is more than the GPU has."""
+    room = find_gpu_memory(gpu)
+    if memory is not None and room is not None and memory.peak_bytes > room * 2**30:
         yield (
-            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and {add_article(known.label)} has "
-            f"{known.memory_gib}: the parallelism or recompute that is known of it does not fit"
+            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and the GPU has {room}: the parallelism or "
+            "recompute that is known of it does not fit"
         )
 
 

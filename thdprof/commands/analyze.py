@@ -157,7 +157,7 @@ def next_command(request: Request, plan: Path | None) -> str:
         return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}", compile=True)]), from thdprof.transformers'
     if request.script is not None:
         return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
-    return f"thdprof report {plan}, or training by it (README.md)"
+    return f"train by {plan} (README.md); with --profile FILE, thdprof report shows it"
 
 
 def _check_outputs(

@@ -154,6 +154,8 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
         if not isinstance(strategy, str) or strategy not in PACKERS:
             raise UsageError(f"{where}: packing_strategy {strategy!r}: known are {', '.join(PACKERS)}")
         found["packer"] = PACKERS[strategy]
+        if arguments.get("max_length", 0) is None:
+            raise UsageError(f"{where}: max_length is null: TRL refuses to pack without it; set it")
     elif "packing" in arguments:
         found["packer"] = "none"
     _take_text(arguments, where, found)

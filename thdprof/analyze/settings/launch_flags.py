@@ -381,12 +381,13 @@ def find_refusals(
             unknown = str(error)
     if trainer_arguments is not None:
         known = {**trainer_arguments, "weights_dtype": find_weights_dtype(trainer_arguments)}
-        lines += [*refuse_plan(plan), *refuse_arguments(known, {})]
+        types: list[str] = []
         if model_file is not None and model_file.suffix.lower() == ".json":
             content = json.loads(read_text(model_file, where=str(model_file), kind="JSON"))
             inner = content.get("text_config")  # of a model of images and text, whose text layers are captured
             model_type = (inner if isinstance(inner, dict) else content).get("model_type")
-            lines += refuse_model_type(model_type) if isinstance(model_type, str) else []
+            types = [*refuse_model_type(model_type)] if isinstance(model_type, str) else []
+        lines += [*types, *([] if types else refuse_plan(plan)), *refuse_arguments(known, {})]
     if recipe is not None:
         run = Run.from_recipe(recipe, plan, os.environ)
         lines += [limit.describe_in_fields(run) for limit in limits_of(run)]

@@ -297,10 +297,22 @@ def _world_size(flags: LaunchFlags) -> int | None:
 
 
 def _read_blend(flags: LaunchFlags, settings: dict[str, Any]) -> tuple[list[str], list[float] | None]:
-    """The prefixes and weights of --data-path, by the rule of megatron-core's get_blend_from_list."""
-    option = "the datasets' .idx files on the command line"
-    train = flags.one(table.TRAIN_DATA_PATH, "data_paths", option)
-    blend = train or flags.one(table.DATA_PATH, "data_paths", option)
+    """The prefixes and weights of --data-path, by the rule of megatron-core's get_blend_from_list.
+
+    Of datasets that the caller names, the script still has the weights; what it does not settle is then passed over.
+    """
+    option, are_named = (
+        "the datasets' .idx files on the command line, and their --weights",
+        "data_paths" in flags.from_caller,
+    )
+    name = "weights" if are_named else "data_paths"
+    try:
+        train = flags.one(table.TRAIN_DATA_PATH, name, option)
+        blend = train or flags.one(table.DATA_PATH, name, option)
+    except UsageError:
+        if not are_named:
+            raise
+        return [], None
     if blend is None:
         return [], None
     if train is not None and "split" not in flags.from_caller:

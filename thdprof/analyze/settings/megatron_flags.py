@@ -133,7 +133,7 @@ MODEL_FLAGS: Mapping[str, Value] = {
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-_FILE_NOT_READ = "the file is not read; name the datasets on the command line"
+_FILE_NOT_READ = "the file is not read; name the datasets on the command line, and their --weights"
 _EVENLY = (
     "times and memory are predicted for layers that are spread evenly over the pipeline; slots and fallbacks do not "
     "depend on layers"

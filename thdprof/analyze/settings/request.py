@@ -130,8 +130,10 @@ def read_request(
         given, notes = dict(run.settings), run.notes
         if not found:
             found, usual_format = run.data_paths, run.format or "auto"
-            if run.weights is not None:
-                given["weights"] = run.weights
+        if run.weights is not None and len(found) == len(run.weights):
+            given["weights"] = run.weights
+        elif run.weights is not None and "weights" not in stronger:
+            notes.append(f"the script's {len(run.weights)} weights are of other datasets: say --weights of those named")
     elif number_of("world_size", command) is not None:
         raise UsageError(
             f"{analysis_options()['world_size'].describe()}: only completes --megatron-args; give --data-parallel-size "

@@ -102,6 +102,8 @@ def resolve_settings(
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
+    elif kind == "documents" and values.get("packer") in ("best_fit_decreasing", "best_fit_split"):
+        assume("loader", "trainer", "TRL packs so")
     _assume_usual(values, kind, assume)
     if "train_iters" in values:
         if "train_samples" in values:

@@ -90,6 +90,8 @@ def _describe(path: Path) -> str:
     for magic, name in ((json_lines.GZIP_MAGIC, "gzip"), (json_lines.ZSTD_MAGIC, "zstd")):
         if head.startswith(magic):
             return f"its {name} begins with {json_lines.sniff(path)[:_MOST_BYTES]!r}"
+    if head.startswith(b"#!"):
+        return "it is a script, as --megatron-args takes"
     return f"it begins with {head!r}"
 
 

@@ -76,13 +76,14 @@ class HostRate:
         low, high = self._launch_ms(time.expert_launches, time.expert_light_launches)
         return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
 
-    def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
+    def eager_ms(self, time: DecoderTime, *, slower_kernels: float = 1.0) -> tuple[float, float, float]:
         """Eager time of a micro-batch, the larger of GPU time and launches: lowest, middle and highest, in
-        milliseconds.
+        milliseconds. `slower_kernels` is the factor by which eager kernels may take longer than those of `time`.
         """
         low, high = self.launch_ms(time)
-        middle = _larger(time.gpu_ms * _GAPS**0.5, math.sqrt(low * high))
-        return max(time.gpu_ms, low), middle, _larger(time.gpu_ms * _GAPS, high)
+        most = _GAPS * slower_kernels
+        middle = _larger(time.gpu_ms * most**0.5, math.sqrt(low * high))
+        return max(time.gpu_ms, low), middle, _larger(time.gpu_ms * most, high)
 
 
 def _larger(gpu: float, host: float) -> float:
@@ -265,8 +266,9 @@ class ModelledTimes:
 
     def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
         """Eager time of a micro-batch: lowest, middle and highest, in milliseconds, with what layers of multi-token
-        prediction take longer than on the GPU alone."""
-        low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.eager_ms(time))
+        prediction take longer than on the GPU alone. Eager layers of transformers' own are never fused."""
+        eager = self.host.eager_ms(time, slower_kernels=self.slower_kernels)
+        low, middle, high = (self._with_mtp(ms, ms) for ms in eager)
         return low, middle, high
 
     def _eager_point(self, documents: int) -> EagerPoint:

@@ -41,6 +41,15 @@ _AHEAD = 4
 Example = dict[str, Any]
 
 
+class BrokenLineError(ValueError):
+    """A line that is no JSON."""
+
+    def __init__(self, number: int, fault: ValueError) -> None:
+        """Line `number`, with the error of its parser."""
+        super().__init__(str(fault))
+        self.number = number
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some rows of a file, for one worker."""
@@ -59,7 +68,11 @@ class Part:
         if isinstance(self.content, list):
             for number, line in enumerate(self.content, self.first):
                 if line.strip():
-                    yield number, json.loads(line)
+                    try:
+                        value = json.loads(line)
+                    except ValueError as error:
+                        raise BrokenLineError(number, error) from error
+                    yield number, value
             return
         yield from enumerate(decoded_rows(self.content), self.first)
 
@@ -230,6 +243,8 @@ class _Counter:
             if self._masks:
                 return part.share, np.array(trained, dtype=np.int32).reshape(-1, 2).T
             return part.share, np.array([self._lengths(texts)], dtype=np.int32)
+        except BrokenLineError as error:
+            return part.share, f"{part.where} {error.number}: is not JSON: {error}"
         except Exception as error:  # a template may raise any
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return part.share, f"{part.where} {number}: TRL cannot make tokens of it: {reason}"
