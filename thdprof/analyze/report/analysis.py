@@ -98,7 +98,9 @@ def _parts(
         guessed = "replayed with a pack size that is a guess"
         origin = guessed if table.size_guessed else "replayed up to a step that Megatron stops on"
     count = write_count(len(table), "micro-batch", "micro-batches")
-    yield Text(f"{count} in {write_count(analysis.steps, 'step')}, {origin}")
+    has_tails = analysis.settings.is_of_trainer and analysis.settings.tail_policy == "append_dummy_seq"
+    tails = "; the padded tail of a row counts as a document" if has_tails else ""
+    yield Text(f"{count} in {write_count(analysis.steps, 'step')}, {origin}{tails}")
     if analysis.model is not None and details:
         yield Text(model_sentence(analysis.model, gpu=analysis.gpu, source=analysis.model_source))
     if details:

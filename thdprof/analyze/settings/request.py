@@ -132,7 +132,7 @@ def read_request(
             found, usual_format = run.data_paths, run.format or "auto"
         if run.weights is not None and len(found) == len(run.weights):
             given["weights"] = run.weights
-        elif run.weights is not None and "weights" not in stronger:
+        elif run.weights is not None and "weights" not in stronger and len(found) > 1:
             notes.append(f"the script's {len(run.weights)} weights are of other datasets: say --weights of those named")
     elif number_of("world_size", command) is not None:
         raise UsageError(
