@@ -252,3 +252,18 @@ def test_slots_are_of_the_pipeline_and_its_chunks(tmp_path):
     values["graphs"]["slots"] = [[2], [1]]
     with pytest.raises(DataError, match=r"graphs\.slots\.0: must hold a number for each chunk"):
         parse_plan(values, where="p")
+
+
+def test_a_plan_with_a_null_in_every_field_that_takes_one_is_read_again(plan):
+    stamp = {
+        "torch": "2.11",
+        "transformer_engine": None,
+        "cudnn": None,
+        "megatron_core": None,
+        "gpu": "A",
+        "processor": "B",
+    }
+    values = {**plan.model_dump(mode="json", by_alias=True)}
+    values["costs"] = {**values["costs"], "stamp": stamp}
+    with_stamp = parse_plan(values, where="p")
+    assert parse_plan(yaml.safe_load(with_stamp.to_yaml()), where="p") == with_stamp

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-from thdprof.words import add_article, install_line, write_saved_share, write_savings
+from thdprof.words import add_article, install_line, wrap_text, write_saved_share, write_savings
 
 SOURCES = [path for name in ("thdprof", "examples", "docs") for path in sorted((ROOT / name).rglob("*.*"))]
 
@@ -67,3 +67,9 @@ def test_savings_that_may_be_losses_are_told_as_such():
 )
 def test_a_negative_saving_is_a_loss(relative, text):
     assert write_saved_share(relative) == text
+
+
+@pytest.mark.parametrize("blank", ["\u3000", "\u2003 \u3000", "\u00a0", "\x1f"])
+def test_lines_of_other_blanks_are_wrapped(blank):
+    text = "x" * 120 + f"  {blank} " + "y " * 80
+    assert "".join("".join(wrap_text(text)).split()) == "".join(text.split())

@@ -303,7 +303,7 @@ class CostsPart(Part):
 
 
 class _AsInAFile:
-    """Validates `TrainingSettings` from a file, in which every setting must stand.
+    """Validates `TrainingSettings` from a file, in which every setting that is not null must stand.
 
     The defaults of `TrainingSettings` are for users who give no value. A plan or profile that lacks a setting was cut
     or misspelt, and is refused. Settings that were added after the first files were written may be absent.

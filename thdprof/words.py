@@ -27,7 +27,7 @@ def wrap_text(text: str, indent: str | None = None) -> list[str]:
     wrapper.replace_whitespace = wrapper.expand_tabs = False
     lines = [""]
     for line in wrapper.wrap(text):
-        if lines[-1] and len(line.split(maxsplit=1)[0]) > WIDEST - len(indent):  # too long for any line
+        if lines[-1] and len((line.split(maxsplit=1) or [""])[0]) > WIDEST - len(indent):  # too long for any line
             lines[-1] += f" {line.lstrip()}"
         else:
             lines.append(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from importlib.util import find_spec
 from typing import get_type_hints
 
@@ -294,3 +295,31 @@ def test_text_of_a_program_is_counted_as_that_of_a_file(tmp_path, rng):
         analyze_dataset(plain, tokenizer=tokenizer, packer="bfd", eos_token="absent")
     with pytest.raises(UsageError, match="tokenizer and tokenizer_model are one setting"):
         analyze_dataset(plain, tokenizer=tiny, tokenizer_model=str(tiny))
+
+
+def test_a_result_keeps_to_itself_what_it_was_made_of():
+    arguments = {"packing": True, "max_length": 64, "bf16": True, "hub_token": "hf_SECRET"}
+    result = analyze_dataset([5, 9, 30] * 20, training_args=arguments)
+    arguments["packing"] = False
+    assert result.request.trainer_arguments["packing"] is True
+    assert "SECRET" not in repr(result) + str(result)
+    assert result.recommendation.graph_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"seqlength": 64}, "seqlength: no such setting; did you mean seq_length?"),
+        ({"hidden_size": 64}, "hidden_size: no such setting"),
+        ({"tokenizer": 3}, "tokenizer: an object of type int is neither a name nor a tokenizer"),
+    ],
+)
+def test_keywords_that_mean_nothing_are_refused(more, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        analyze_dataset([5, 9, 30] * 20, **more)
+
+
+def test_frames_that_cannot_be_arrow_tables_are_named():
+    for frame in (pd.DataFrame([[1, 2], [3, 4]], columns=["length", "length"]), pd.DataFrame({"length": [2**70, 3]})):
+        with pytest.raises(UsageError, match="cannot become an Arrow table"):
+            analyze_dataset(frame)

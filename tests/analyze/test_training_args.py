@@ -230,3 +230,16 @@ def test_documents_in_trls_packs_are_read_as_its_trainer_does(tmp_path, packer, 
     found = analyze_dataset([5, 9, 14, 3, 16, 7] * 40, seq_length=16, packer=packer)
     assert found.settings.loader == loader
     assert found.microbatches.exact is (loader is not None)
+
+
+def test_a_precision_of_the_users_own_says_what_weights_are_in(thdprof, tmp_path):
+    packed, arguments, model = tmp_path / "packed.parquet", tmp_path / "args.json", tmp_path / "config.json"
+    write_trl(packed, [[5, 9], [30], [12, 12]] * 40)
+    arguments.write_text(json.dumps({**FIELDS, "packing": True, "bf16": False, "fp16": False}))
+    model.write_text(json.dumps(QWEN3))
+    own = tmp_path / "own.yaml"
+    own.write_text("precision: bf16\n")
+    run = ("analyze", packed, "--training-args", arguments, "--model", model, "--gpu", "h100")
+    assert thdprof(*run).returncode == 3
+    done = thdprof(*run, "--settings", own)
+    assert (done.returncode, "autocast" in done.stdout) == (0, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ class CpSize:
 class Analysis(Predictions):
     """Everything that `thdprof analyze` reports and writes."""
 
-    request: Request
+    request: Request = field(repr=False)
     """What was analysed, and by which options."""
     dataset: DatasetPart
     """The dataset that was read."""

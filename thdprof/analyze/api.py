@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset, 
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
 from thdprof.training import Attention, Model, TrainingOptions
+from thdprof.words import find_alike
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -107,9 +109,11 @@ def analyze_dataset(
             refuse.
         UsageError: the settings, limits, model or lengths contradict each other or cannot be trained with.
     """
-    named_tokenizer = getattr(tokenizer, "name_or_path", tokenizer)
+    if unknown := [name for name in settings if name not in TrainingOptions.__annotations__]:
+        alike = find_alike(unknown[0], TrainingOptions.__annotations__)
+        raise UsageError(f"{unknown[0]}: no such setting" + (f"; did you mean {alike}?" if alike else ""))
     own = {
-        "tokenizer_model": None if named_tokenizer is None else str(named_tokenizer),
+        "tokenizer_model": _name_tokenizer(tokenizer),
         "format": format,
         "cache": cache,
         "cost_table": cost_table,
@@ -158,18 +162,29 @@ def _read_arguments(training_args: Any) -> Path | Mapping[str, Any] | None:
         return Path(training_args)
     if hasattr(training_args, "to_dict"):  # which hides tokens
         return {**training_args.to_dict(), "eos_token": getattr(training_args, "eos_token", None)}
-    if training_args is None or isinstance(training_args, Path | Mapping):
+    if training_args is None or isinstance(training_args, Path):
         return training_args
+    if isinstance(training_args, Mapping):
+        return copy.deepcopy({**training_args})
     raise UsageError(
         f"training_args: {type(training_args).__name__} is none: give a file, TrainingArguments, SFTConfig or a dict"
     )
+
+
+def _name_tokenizer(tokenizer: Any) -> str | None:
+    """The name or directory of a tokenizer, by which a plan has it; of one without a name its class."""
+    if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
+        return None if tokenizer is None else str(tokenizer)
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise UsageError(f"tokenizer: an object of type {type(tokenizer).__name__} is neither a name nor a tokenizer")
+    return getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
 
 
 def _read_dataset(locations: tuple[Location, ...], request: Request, tokenizer: Any) -> Dataset:
     """The dataset in files, or in one object of the program; `tokenizer` as for `analyze_dataset`."""
     if not hasattr(tokenizer, "save_pretrained"):
         return _read_locations(locations, request.format, request.given, request.cache)
-    with temporary_path(str(tokenizer.name_or_path)) as directory:
+    with temporary_path(str(_name_tokenizer(tokenizer))) as directory:
         tokenizer.save_pretrained(directory)
         given = {**request.given, "tokenizer_model": str(directory)}
         return _read_locations(locations, request.format, given, request.cache)

@@ -288,7 +288,8 @@ def _render_bridge(plan: Plan, cap: int | None) -> Exported:
     }
     uris = plan.dataset.uris
     is_text = not any("\ud800" <= c <= "\udfff" for c in uris[0])  # as a file of overrides is, in UTF-8
-    if plan.dataset.format.startswith("bridge") and len(uris) == 1 and is_text:
+    is_one = len(uris) == 1 and (plan.dataset.files is None or plan.dataset.format == "bridge")  # Bridge globs parquet
+    if plan.dataset.format.startswith("bridge") and is_one and is_text:
         specs["packed_train_data_path"] = uris[0].replace("${", "\\${")  # else OmegaConf interpolates it
     else:
         comments.append("also set dataset.offline_packing_specs.packed_train_data_path to the packs analysed")

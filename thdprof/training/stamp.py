@@ -29,11 +29,11 @@ class Stamp(BaseModel):
 
     torch: str
     """Version of torch."""
-    transformer_engine: str | None
+    transformer_engine: str | None = None
     """Version of Transformer Engine; null where it is not installed."""
-    cudnn: str | None
+    cudnn: str | None = None
     """Version of cuDNN."""
-    megatron_core: str | None
+    megatron_core: str | None = None
     """Version of megatron-core; null where it is not installed."""
     gpu: str
     """Name of the GPU, as the driver gives it."""

@@ -232,6 +232,8 @@ class PlanCallback(TrainerCallback):
         lines = [] if plan is None else [*refuse_plan(plan)]
         known = {"n_gpu": getattr(args, "n_gpu", 1), "use_cpu": not on_gpu}
         known["weights_dtype"] = refusals.find_weights_dtype(model)
+        if (mixed := getattr(args, "mixed_precision", None)) in ("bf16", "fp16"):  # accelerate's own, too
+            known[mixed] = True
         lines += refuse_arguments({**arguments, **known}, os.environ)
         lines += refusals.refuse_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
         if self._compile:

@@ -51,6 +51,8 @@ def gather_inputs(
         UsageError: the order in which the run reads its data is not known.
     """
     arguments = {**args.to_dict(), "weights_dtype": find_weights_dtype(model)}
+    if (mixed := getattr(args, "mixed_precision", None)) in ("bf16", "fp16"):  # accelerate's own, too
+        arguments[mixed] = True
     sizes, adapters = config.to_dict(), _find_adapters(model)
     settings = trainer_settings(arguments, where="the Trainer's arguments", num_processes=args.world_size)
     rows, arguments_file, model_file = folder / "rows.parquet", folder / "args.json", folder / "config.json"

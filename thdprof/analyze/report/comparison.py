@@ -132,7 +132,7 @@ def check_to_dict(check: Check) -> dict[str, Any]:
             },
             "fallback_rate_unpadded": check.fallback_rate_unpadded,
             "dataset_changed": not check.same_data,
-            "dataset": _pair(plan.dataset, dataset_to_dict(check.dataset)),
+            "dataset": _pair(dataset_to_dict(plan.dataset), dataset_to_dict(check.dataset)),
             "exact": check.table.exact,
             "microbatches": _pair(before.count, len(check.table)),
             "steps": _pair(before.steps, check.table.num_steps),

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
 
 _RANKS = "tensor_model_parallel_size"
+_WEIGHTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Precision of a model that is trained without autocast -> the dtype of its weights."""
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 """Fields of the model that decide the setting `experts`."""
 
@@ -122,6 +124,9 @@ def read_request(
         where = f"--training-args {training_args}" if isinstance(training_args, Path) else "training_args"
         fields = _read_trainer_arguments(training_args, where)
         given = trainer_settings(fields, where=where)
+        if (precision := own.get("precision")) is not None and not own.get("autocast"):
+            fields = {**fields, "weights_dtype": _WEIGHTS.get(precision)}
+            own = {"autocast": False, **own}
         own = {**trainer_model(fields), **own}
         notes.append(f"{where}: {_list_values(given)} taken from it")
     script = None if launch is None else launch.read()

@@ -164,7 +164,7 @@ def _write_table(data: object, file: Path, settings: Mapping[str, Any]) -> None:
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
             for table in chain([first], tables):
                 writer.write_table(table)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, ValueError, OverflowError) as error:
         raise UsageError(f"{TABLE}: cannot become an Arrow table: {' '.join(str(error).split())[:200]}") from error
 
 
