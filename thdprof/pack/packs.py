@@ -1,0 +1,243 @@
+"""Packs whole documents: as few packs as best fit decreasing makes, with the short documents spread over all of them.
+
+Best fit decreasing alone puts the short documents that are left at the end into a few packs. Here the number of packs
+is fixed first. Long documents go into the emptiest pack, so that all packs are equally full when the short ones come,
+and each takes as many of them. The shortest go into the fullest pack with room, which closes the gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule import compiled
+
+_SHARE_TO_CLOSE_GAPS = 0.01
+"""Share of the tokens, in the shortest documents, that closes the gaps between full packs."""
+_PARTS_TO_SPREAD = (0, 4, 16)
+"""Documents over one of these parts of a pack go into the fullest pack with room; 0: none do. Tried in this order."""
+_STEPS = 2000
+"""The number of packs grows in steps of one in so many, until all documents have a place."""
+
+
+class PackCurve(NamedTuple):
+    """What a cap on the documents of a pack makes of packs."""
+
+    cap: int | None
+    """Most documents that a pack may hold; None: any number."""
+    num_packs: int
+    fill: float
+    """Share of the packs' tokens that hold documents, 0 to 1."""
+    docs_p50: int
+    """Documents of a pack: median, 99th percentile (nearest rank) and maximum."""
+    docs_p99: int
+    docs_max: int
+
+
+def pack_documents(lengths: NDArray[np.int64], *, seq_length: int, max_docs: int | None = None) -> NDArray[np.int32]:
+    """Put every document, whole, into one pack.
+
+    Without a cap there are at most 0.05% more packs than best fit decreasing makes. With one there are at most as many
+    more as best fit decreasing makes under that cap. Equal lengths give equal packs.
+
+    Args:
+        lengths: tokens of every document, 1 to `seq_length` each, int64, shape [documents].
+        seq_length: tokens of a pack.
+        max_docs: most documents of a pack; None: any number.
+
+    Returns:
+        The pack of every document, int32, shape [documents]. Packs are numbered from 0 without gaps.
+
+    Raises:
+        ValueError: a length, `seq_length` or `max_docs` is out of bounds.
+    """
+    order, descending = _sort_lengths(lengths, seq_length)
+    placed = _spread(descending, seq_length, len(descending), 0)
+    placed = _apply_cap(descending, placed, seq_length, max_docs)
+    packs = np.empty(len(lengths), dtype=np.int32)
+    packs[order] = placed
+    return packs
+
+
+def measure_curve(lengths: NDArray[np.int64], *, seq_length: int, caps: Sequence[int | None]) -> list[PackCurve]:
+    """Measure the packs that `pack_documents` makes with each cap.
+
+    Args:
+        lengths: tokens of every document, 1 to `seq_length` each, int64, shape [documents], at least one.
+        seq_length: tokens of a pack.
+        caps: caps on the documents of a pack; None: no cap.
+
+    Returns:
+        A row for each cap, in the order of `caps`.
+
+    Raises:
+        ValueError: there is no document, or a length, `seq_length` or a cap is out of bounds.
+    """
+    if len(lengths) == 0:
+        raise ValueError("lengths: there is no document; give at least one")
+    _, descending = _sort_lengths(lengths, seq_length)
+    without_cap = _spread(descending, seq_length, len(descending), 0)
+    curve = []
+    for cap in caps:
+        counts = np.bincount(_apply_cap(descending, without_cap, seq_length, cap))
+        fill = float(descending.sum(dtype=np.int64)) / (len(counts) * seq_length)
+        p50, p99 = np.percentile(counts, (50, 99), method="inverted_cdf").astype(int).tolist()
+        curve.append(PackCurve(cap, len(counts), fill, p50, p99, int(counts.max())))
+    return curve
+
+
+def _sort_lengths(lengths: NDArray[np.int64], seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Return the order from the longest to the shortest document, int64, and the lengths in that order, int32."""
+    if not 1 <= seq_length < 2**31:
+        raise ValueError(f"seq_length {seq_length}: use 1 to {2**31 - 1}")
+    wrong = np.flatnonzero((lengths < 1) | (lengths > seq_length))
+    if len(wrong):
+        value = lengths[wrong[0]]
+        raise ValueError(f"lengths: document {wrong[0]} has {value} tokens; use 1 to seq_length {seq_length}")
+    keys = (seq_length - lengths.astype(np.int64)) << 32
+    keys |= np.arange(len(lengths), dtype=np.int64)
+    keys.sort()
+    order = keys & (2**32 - 1)
+    keys >>= 32
+    return order, (seq_length - keys).astype(np.int32)
+
+
+def _apply_cap(
+    descending: NDArray[np.int32], without_cap: NDArray[np.int32], seq_length: int, max_docs: int | None
+) -> NDArray[np.int32]:
+    """Return the packs without a cap where they hold at most `max_docs` documents each, else others that do."""
+    if max_docs is None:
+        return without_cap
+    if max_docs < 1:
+        raise ValueError(f"max_docs {max_docs}: use 1 or more")
+    counts = np.bincount(without_cap)
+    if counts.max(initial=0) <= max_docs:
+        return without_cap
+    return _spread(descending, seq_length, max_docs, max(len(counts), -(-len(descending) // max_docs)))
+
+
+def _spread(descending: NDArray[np.int32], seq_length: int, max_docs: int, at_least: int) -> NDArray[np.int32]:
+    """Return the packs of documents that come longest first, `at_least` or more, and no more than best fit makes."""
+    size = len(descending)
+    if size == 0:
+        return np.zeros(0, dtype=np.int32)
+    tokens = np.cumsum(descending[::-1], dtype=np.int64)
+    shortest = int(descending[::-1][np.searchsorted(tokens, tokens[-1] * _SHARE_TO_CLOSE_GAPS, side="right")])
+
+    def place(num_packs: int, spread: tuple[int, int]) -> NDArray[np.int32] | None:
+        args = (descending, seq_length, max_docs, num_packs, *spread)
+        packs, placed = compiled.run(_place, 32 * size, *args)
+        return packs if placed == size else None
+
+    # in best fit all packs but one are over half full or at their cap
+    best_fit = place(int(min(size, 2 * tokens[-1] // seq_length + size // max_docs + 2)), (1, 1))
+    assert best_fit is not None
+    num_best = int(best_fit.max()) + 1
+    spreads = [(shortest, seq_length // part + 1 if part else seq_length + 1) for part in _PARTS_TO_SPREAD]
+    at_least = at_least or num_best
+    step = max(1, at_least // _STEPS)
+    failed, excess = -1, 0
+    while at_least + excess * step <= num_best + num_best // _STEPS:
+        for spread in spreads:
+            found = place(at_least + excess * step, spread)
+            if found is None:
+                continue
+            while excess - failed > 1:
+                middle = (failed + excess) // 2
+                fewer = place(at_least + middle * step, spread)
+                failed, excess, found = (middle, excess, found) if fewer is None else (failed, middle, fewer)
+            return _number_without_gaps(found)
+        failed, excess = excess, max(1, 2 * excess)
+    return best_fit
+
+
+def _number_without_gaps(packs: NDArray[np.int32]) -> NDArray[np.int32]:
+    numbers = np.cumsum(np.bincount(packs) > 0, dtype=np.int32) - np.int32(1)
+    return numbers[packs]
+
+
+def _place(
+    descending: NDArray[np.int32], seq_length: int, max_docs: int, num_packs: int, shortest: int, longest: int
+) -> tuple[NDArray[np.int32], int]:
+    """Place documents of `shortest` to `longest` - 1 tokens into the emptiest pack, others into the fullest with room.
+
+    Packs with equal room are a linked list, and a tree of marks finds the least room that suffices. So a document takes
+    a number of steps that does not grow with the number of packs.
+
+    Returns:
+        The pack of each document, and how many documents were placed until one had no room anywhere.
+    """
+    size = len(descending)
+    packs, counts = np.empty(size, dtype=np.int32), np.zeros(num_packs, dtype=np.int32)
+    following = np.arange(1, num_packs + 1).astype(np.int32)
+    following[-1] = -1
+    first = np.full(seq_length + 1, -1, dtype=np.int32)
+    leaves = 2
+    while leaves <= seq_length:
+        leaves *= 2
+    marks = np.zeros(2 * leaves, dtype=np.bool_)
+    first[seq_length] = 0
+    _mark(marks, leaves + seq_length)
+    most = seq_length
+    i = 0
+    while i < size:
+        need = descending[i]
+        spread = shortest <= need < longest
+        if spread:
+            while most > 0 and first[most] < 0:
+                most -= 1
+            room = most
+        else:
+            room = _find_room(marks, leaves, need)
+        if room < need:
+            return packs, i
+        pack = first[room]
+        first[room] = following[pack]
+        if first[room] < 0:
+            _unmark(marks, leaves + room)
+        while True:
+            packs[i] = pack
+            room -= need
+            counts[pack] += 1
+            i += 1
+            if spread or i == size or descending[i] != need or room < need or counts[pack] >= max_docs:
+                break
+        if room > 0 and counts[pack] < max_docs:
+            following[pack] = first[room]
+            if first[room] < 0:
+                _mark(marks, leaves + room)
+            first[room] = pack
+    return packs, size
+
+
+def _mark(marks: NDArray[np.bool_], node: int) -> None:
+    while node > 0 and not marks[node]:
+        marks[node] = True
+        node //= 2
+
+
+def _unmark(marks: NDArray[np.bool_], node: int) -> None:
+    marks[node] = False
+    while node > 1 and not marks[node ^ 1]:
+        node //= 2
+        marks[node] = False
+
+
+def _find_room(marks: NDArray[np.bool_], leaves: int, need: int) -> int:
+    """Return the least marked room of `need` or more, or -1."""
+    node = leaves + need
+    if marks[node]:
+        return need
+    while node > 1 and (node % 2 == 1 or not marks[node + 1]):
+        node //= 2
+    if node <= 1:
+        return -1
+    node += 1
+    while node < leaves:
+        node *= 2
+        if not marks[node]:
+            node += 1
+    return node - leaves
