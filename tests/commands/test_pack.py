@@ -128,6 +128,22 @@ def test_the_input_is_never_replaced(demo, thdprof):
     assert [path.name for path in file.parent.iterdir()] == ["packed.parquet"]
 
 
+def test_metadata_beside_the_packs_are_an_output_too(demo, thdprof, tmp_path):
+    arguments = ("pack", demo / "bridge", *RUN, "--to", "bridge", "-o", tmp_path / "training_2048.idx.parquet")
+    (tmp_path / "training_2048_metadata.jsonl").write_text("mine")
+    refused = thdprof(*arguments)
+    assert refused.returncode == 2
+    assert "training_2048_metadata.jsonl: exists; give --force to replace it" in refused.stderr
+    done = thdprof(*arguments, "--force")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "training_2048.idx.parquet",
+        "training_2048_metadata.jsonl",
+    ]
+    assert 'dataloader_type="single"' in done.stdout
+    assert "packed_sequence_size=2048" in done.stdout
+
+
 def test_documents_that_training_cuts_or_leaves_out_are_counted(thdprof, tmp_path):
     data = tmp_path / "lengths.jsonl"
     data.write_text("".join(f"{n}\n" for n in [*range(1, 60), 80, 200, 0]))

@@ -49,7 +49,8 @@ def pack(
         ),
     ] = None,
     to: Annotated[
-        Literal["trl", "index"], output_option(help="What is written: rows of TRL, or an index of documents.")
+        Literal["trl", "bridge", "index"],
+        output_option(help="What is written: rows of TRL or of Megatron-Bridge, or an index of documents."),
     ] = "index",
     output: Annotated[Path | None, output_option("-o", "--output", help="File of the packs (parquet).")] = None,
     plan: Annotated[Path | None, output_option(help="Write the plan of the packs here.")] = None,
@@ -63,7 +64,7 @@ def pack(
     from thdprof.files import check_not_inputs, check_targets, json_text
     from thdprof.pack.repack import plan_packs, repack
     from thdprof.pack.report import print_repacking, to_dict
-    from thdprof.pack.write import explain_reading, write_packs
+    from thdprof.pack.write import explain_reading, metadata_path, write_packs
 
     cap = _read_cap(max_docs)
     if dry_run and (output, plan) != (None, None):
@@ -71,8 +72,9 @@ def pack(
     if output is None and not dry_run:
         raise UsageError("no output named: give -o FILE, or --dry-run for the comparison alone")
     if plan is not None and to == "index":
-        raise UsageError("--plan: an index is no data that training reads; give --to trl")
-    outputs = [path for path in (output, plan) if path is not None]
+        raise UsageError("--plan: an index is no data that training reads; give --to trl or bridge")
+    beside = None if output is None or to != "bridge" else metadata_path(output)
+    outputs = [path for path in (output, beside, plan) if path is not None]
     check_targets(outputs, force=force)
     request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
     check_gpu(request)
@@ -88,7 +90,7 @@ def pack(
     if json:
         streams.write(json_text(to_dict(result)) + "\n")
     else:
-        then = [] if output is None else explain_reading(to, output)
+        then = [] if output is None else explain_reading(result, to, output)
         print_repacking(result, streams.console(stderr=False), then=then)
     for name, file in (("packs", output), ("plan", plan)):
         if file is not None:

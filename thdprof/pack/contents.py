@@ -5,7 +5,7 @@ Packs are written in the order of training, which takes documents from everywher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches, schema_of
 from thdprof.errors import DataError, UsageError
 
-LABELS = "labels"
+LABELS, LOSS_MASK = "labels", "loss_mask"
 IGNORED = -100
 """Label of a token that is not trained."""
 _BESIDE = {LABELS: np.int32, "completion_mask": np.int8, "assistant_masks": np.int8}
 """Columns of TRL's rows that have a value for each token."""
+_OF_BRIDGE = {LOSS_MASK: np.int8}
+"""The column of Megatron-Bridge's rows that has one."""
 Batch = dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
 """Values of each column, and the offsets of its rows in them, shape [rows + 1]."""
 
@@ -49,6 +51,19 @@ class Contents:
         at = _places(starts, lengths)
         return np.where(self.trained[at] != 0, self.columns[TOKENS][at], IGNORED).astype(np.int32)
 
+    def gather_loss_mask(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int8]:
+        """Megatron-Bridge's mask of such documents: whether the token after each one is trained; 0 at their ends."""
+        at = _places(starts, lengths)
+        if LOSS_MASK in self.columns:
+            mask = self.columns[LOSS_MASK][at].astype(np.int8)
+        else:
+            after = np.minimum(at + 1, int(self.row_starts[-1]) - 1)
+            mask = np.ones(len(at), dtype=np.int8)
+            for name in _BESIDE.keys() & self.columns.keys():
+                mask &= self.columns[name][after] != (IGNORED if name == LABELS else 0)
+        mask[np.cumsum(lengths) - 1] = 0
+        return mask
+
 
 def _places(starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int64]:
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -63,14 +78,9 @@ def copy_contents(dataset: Dataset, reading: Reading, directory: Path) -> Conten
         DataError: a file cannot be read, or is another than when it was counted.
     """
     if dataset.format == "trl-text":
-        contents = _copy_text(dataset, reading, directory)
-    elif dataset.format in ("lengths", "trl"):
-        contents = _copy_tokens([Path(uri) for uri in dataset.uris], directory)
-    else:
-        raise UsageError(
-            f"{dataset.uris[0]}: --to trl needs text or {TOKENS}, and {dataset.format} has others; give --to index"
-        )
-    return contents
+        return _copy_text(dataset, reading, directory)
+    beside = _OF_BRIDGE if dataset.format == "bridge" else _BESIDE
+    return _copy_tokens([Path(uri) for uri in dataset.uris], beside, directory)
 
 
 def _copy_text(dataset: Dataset, reading: Reading, directory: Path) -> Contents:
@@ -87,13 +97,13 @@ def _copy_text(dataset: Dataset, reading: Reading, directory: Path) -> Contents:
     )
 
 
-def _copy_tokens(paths: Sequence[Path], directory: Path) -> Contents:
-    """Copy rows of `input_ids`, with the columns of `_BESIDE` that they have."""
+def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path) -> Contents:
+    """Copy rows of `input_ids`, with the columns of `beside` that they have."""
     names: list[str] | None = None
     lengths = [np.zeros(1, dtype=np.int64)]
-    types = {TOKENS: np.int32, **_BESIDE}
+    types = {TOKENS: np.int32, **beside}
     for path in paths:
-        here = _columns_of(path)
+        here = _columns_of(path, beside)
         if TOKENS not in here:
             raise UsageError(f"{path}: holds lengths and no {TOKENS}, so there is nothing to write: give --to index")
         if names is None:
@@ -119,9 +129,9 @@ def _map(path: Path, dtype: Any) -> NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
-def _columns_of(path: Path) -> list[str]:
+def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
     held = schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or ()
-    return [name for name in (TOKENS, *_BESIDE) if name in held]
+    return [name for name in (TOKENS, *beside) if name in held]
 
 
 def _read_batches(path: Path, names: Sequence[str]) -> Iterator[Batch]:

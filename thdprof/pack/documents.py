@@ -36,15 +36,20 @@ class Documents:
     """Stored tokens of that row before the document, shape [documents]."""
     tokens: NDArray[np.int32]
     """Tokens that training sees of it, at least 1, shape [documents]."""
+    stored_more: int
+    """Tokens that each document stores besides: 1 for Megatron-Bridge's, else 0."""
     notes: tuple[str, ...]
     """Sentences on documents that were cut, split or left out, with their number."""
 
 
-def collect_documents(dataset: Dataset, settings: TrainingSettings, *, seq_length: int) -> Documents:
+def collect_documents(
+    dataset: Dataset, settings: TrainingSettings, *, seq_length: int, for_bridge: bool = False
+) -> Documents:
     """The documents of the training split of `dataset`, none longer than `seq_length` tokens.
 
     Longer ones are treated as training treats them under `settings`: Megatron-Bridge leaves them out, TRL's bfd_split
     and wrapped and Megatron's GPTDataset split them, all others cut them. Documents without tokens are left out.
+    `for_bridge` makes documents of Megatron-Bridge, which trains one token fewer than a document stores.
 
     Raises:
         DataError: no document is left.
@@ -53,9 +58,8 @@ def collect_documents(dataset: Dataset, settings: TrainingSettings, *, seq_lengt
     stored_more = 0
     match content:
         case PackedRows():
-            lengths = content.document_tokens
-            counts, rule = np.diff(content.row_offsets), "cut"
-            row_counts = _rows_of_files(dataset, settings)
+            lengths, rule = content.document_tokens, "cut"
+            counts, row_counts = np.diff(content.row_offsets), _rows_of_files(dataset, settings)
             stored_more = int(content.rule == "bridge")
         case UnpackedDocuments():
             lengths, rule = content.document_tokens, _overlong_rule(settings)
@@ -70,6 +74,10 @@ def collect_documents(dataset: Dataset, settings: TrainingSettings, *, seq_lengt
             lengths, rule = np.concatenate([stream.sequence_tokens for stream in streams]), "split"
             counts = np.ones(len(lengths), dtype=np.int64)
             row_counts = [len(stream.sequence_tokens) for stream in streams]
+    if for_bridge:
+        rule = "leave out"
+        if not stored_more:
+            lengths, stored_more = np.maximum(lengths - 1, 0), 1
     file_of_row = np.repeat(np.arange(len(row_counts), dtype=np.int32), row_counts)
     row_in_file = np.concatenate([np.arange(count) for count in row_counts])
     row = np.repeat(np.arange(len(counts)), counts)
@@ -103,6 +111,7 @@ def collect_documents(dataset: Dataset, settings: TrainingSettings, *, seq_lengt
         row=row_in_file[row[at]],
         start=start[at] + offset,
         tokens=np.minimum(lengths[at] - offset, seq_length).astype(np.int32),
+        stored_more=stored_more,
         notes=tuple(notes),
     )
 

@@ -34,7 +34,7 @@ _OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "shuffle_seed",
 """Settings of the run that say how the old rows were made and read."""
 _RUN_LENGTH = ("train_samples", "train_iters", "train_epochs")
 
-Target = Literal["trl", "index"]
+Target = Literal["trl", "bridge", "index"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,13 @@ def repack(
     def try_cap(max_docs: int | None, done: float) -> Analysis:
         show("packing", done, dataset.num_documents())
         packs = make_packs(
-            dataset, before.settings, seq_length=seq_length, adds_tail=adds_tail, max_docs=max_docs, window=window
+            dataset,
+            before.settings,
+            seq_length=seq_length,
+            adds_tail=adds_tail,
+            max_docs=max_docs,
+            window=window,
+            for_bridge=target == "bridge",
         )
         analysis = Study(one_epoch, _as_dataset(packs, rule), measured, impl=impl).analyze()
         tried.append((_measure_cap(max_docs, packs, analysis), packs, analysis))
@@ -228,11 +234,13 @@ def make_packs(
     adds_tail: bool,
     max_docs: int | None,
     window: int | None,
+    for_bridge: bool = False,
 ) -> Packs:
     """The packs of the dataset's documents, in the order of training.
 
     They are ordered by the sum of squared lengths: a micro-batch's time grows with that alone, where rows are padded.
-    `adds_tail` says that training appends a document for an unused tail, which counts for `max_docs`.
+    `adds_tail` says that training appends a document for an unused tail, which counts for `max_docs`; `for_bridge` is
+    for `collect_documents`.
 
     Raises:
         DataError: no document is left to pack.
@@ -240,7 +248,12 @@ def make_packs(
     """
     pads = isinstance(dataset.content, UnpackedDocuments) and settings.packer not in TRL_PACKERS
     multiple = settings.pad_seq_to_mult if pads else 1
-    documents = collect_documents(dataset, settings, seq_length=max(1, seq_length // multiple * multiple))
+    if for_bridge and multiple > 1:
+        raise UsageError(
+            f"--pad-seq-to-mult {multiple}: --to bridge pads no documents; pack rows that Megatron-Bridge has padded"
+        )
+    longest = max(1, seq_length // multiple * multiple)
+    documents = collect_documents(dataset, settings, seq_length=longest, for_bridge=for_bridge)
     tokens = pad(documents.tokens.astype(np.int64), multiple)
     tail = int(adds_tail)
     if max_docs is not None and max_docs <= tail:
@@ -284,7 +297,7 @@ def _without(given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]
 
 def _find_rule(dataset: Dataset, settings: TrainingSettings, target: Target | None) -> RowRule:
     """How training reads the new packs: as the trainer of the target does, else as that of the run."""
-    if target == "trl":
+    if target in ("trl", "bridge"):
         return target
     if isinstance(dataset.content, PackedRows):
         return dataset.content.rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +13,17 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Progress
 from thdprof.analyze.sources.base import Dataset, Reading
-from thdprof.errors import DataError
-from thdprof.files import replacing
-from thdprof.pack.contents import LABELS, Contents, copy_contents
+from thdprof.analyze.sources.readers.json_lines import TOKENS
+from thdprof.errors import DataError, UsageError
+from thdprof.files import json_text, replacing
+from thdprof.pack.contents import LABELS, LOSS_MASK, Contents, copy_contents
 from thdprof.pack.documents import Documents
 from thdprof.pack.repack import Packs, Repacking, Target
 
 _TOKENS_A_GROUP = 1 << 22
 """Most tokens of a row group of the output, which is what is held in memory."""
+_ROWS_A_GROUP = 500
+"""Most rows of one, which readers of single rows load whole; as many as Megatron-Bridge writes."""
 _DOCUMENTS_A_GROUP = 1 << 20
 Tick = Callable[[float], None]
 
@@ -45,14 +49,43 @@ def write_packs(
     if target == "index":
         write_index(result.packs, path, tick)
         return
+    _check_target(target, dataset, path)
     reading = Reading.from_settings(result.old.given, cache=result.old.cache)
-    write_trl(result.packs, dataset, reading, path, tick)
+    write = write_trl if target == "trl" else write_bridge
+    write(result.packs, dataset, reading, path, tick)
 
 
-def explain_reading(target: Target, path: Path) -> list[str]:
+def _check_target(target: Target, dataset: Dataset, path: Path) -> None:
+    """Refuse a target that cannot be written of `dataset`, or not to `path`.
+
+    Raises:
+        UsageError: the dataset holds other contents, or Megatron-Bridge would not read a file of that name.
+    """
+    texts = ("trl-text",) if target == "trl" else ("bridge",)
+    if target != "index" and dataset.format not in ("lengths", "trl", *texts):
+        needs = "text or input_ids" if target == "trl" else "its own packed parquet or input_ids"
+        raise UsageError(
+            f"{dataset.uris[0]}: --to {target} needs {needs}, and this is {dataset.format}: give --to index"
+        )
+    if target == "bridge" and path.suffix not in (".parquet", ".pq"):
+        raise UsageError(f"{path}: Megatron-Bridge reads names that end in .parquet or .pq; give another name")
+
+
+def metadata_path(path: Path) -> Path:
+    """The metadata of Megatron-Bridge beside its packs."""
+    return path.with_name(f"{path.name.partition('.')[0]}_metadata.jsonl")
+
+
+def explain_reading(result: Repacking, target: Target, path: Path) -> list[str]:
     """What the user does so that training reads the packs of `path` in their order."""
     if target == "index":
         return ["Read the packs in their order: a micro-batch for each rank in turn."]
+    if target == "bridge":
+        return [
+            'train with dataloader_type="single", without max_train_samples, and',
+            f'PackedSequenceSpecs(packed_sequence_size={result.packs.seq_length}, packed_train_data_path="{path}", '
+            f'packed_metadata_path="{metadata_path(path)}")',
+        ]
     return [
         f'train on load_dataset("parquet", data_files="{path}", split="train") with',
         'SFTConfig(packing=False, padding_free=True, max_length=None, train_sampling_strategy="sequential", '
@@ -103,11 +136,40 @@ def write_trl(packs: Packs, dataset: Dataset, reading: Reading, path: Path, tick
         UsageError: the dataset holds no tokens and no text.
         DataError: the dataset cannot be read, is another than when it was counted, or the file cannot be written.
     """
+    with _copied(packs, dataset, reading, path) as (contents, starts):
+        _write_parquet(path, _trl_rows(packs, contents, starts, tick))
+
+
+def write_bridge(packs: Packs, dataset: Dataset, reading: Reading, path: Path, tick: Tick = lambda done: None) -> None:
+    """Write rows of Megatron-Bridge as parquet, and their metadata beside it.
+
+    A document stores one token more than it trains, and its mask says for each token whether the next one is trained.
+    Contents and errors are those of `write_trl`.
+    """
+    lengths = np.diff(packs.offsets)
+    totals = np.add.reduceat(packs.tokens, packs.offsets[:-1], dtype=np.int64)
+    metadata = {
+        "dataset_max_seqlen": int(packs.tokens.max()),
+        "max_samples_per_bin": int(lengths.max()),
+        "packing_factor": round(float(lengths.mean()), 2),
+        "packing_efficiency": round(float(totals.mean()) / packs.seq_length * 100, 2),
+        "pack_size": packs.seq_length,
+        "min_packed_seqlen": int(totals.min()),
+    }
+    with _copied(packs, dataset, reading, path) as (contents, starts), replacing(metadata_path(path)) as beside:
+        beside.write_text(json_text([metadata], indent=None), encoding="utf-8")
+        _write_parquet(path, _bridge_rows(packs, contents, starts, tick))
+
+
+@contextlib.contextmanager
+def _copied(
+    packs: Packs, dataset: Dataset, reading: Reading, path: Path
+) -> Iterator[tuple[Contents, NDArray[np.int64]]]:
+    """The contents of `dataset`, in a folder beside `path` as long as the block runs, and where documents begin."""
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
             contents = copy_contents(dataset, reading, Path(directory))
-            starts = _find_documents(packs.documents, contents)
-            _write_parquet(path, _trl_rows(packs, contents, starts, tick))
+            yield contents, _find_documents(packs.documents, contents)
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
 
@@ -121,7 +183,7 @@ def _find_documents(documents: Documents, contents: Contents) -> NDArray[np.int6
     row = (np.cumsum(documents.rows_of_file) - documents.rows_of_file)[documents.file] + documents.row
     if len(contents.row_starts) - 1 == documents.rows_of_file.sum():
         starts: NDArray[np.int64] = contents.row_starts[row] + documents.start
-        missing = starts + documents.tokens > contents.row_starts[row + 1]
+        missing = starts + documents.tokens + documents.stored_more > contents.row_starts[row + 1]
         if not missing.any():
             return starts
     raise DataError(
@@ -129,24 +191,54 @@ def _find_documents(documents: Documents, contents: Contents) -> NDArray[np.int6
     )
 
 
-def _trl_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick: Tick) -> Iterator[Any]:
-    import pyarrow as pa
-
+def _groups(packs: Packs, tick: Tick) -> Iterator[tuple[slice, NDArray[np.int64]]]:
+    """The packs that are written together: their documents, and where these begin in each, shape [packs + 1]."""
     ends = np.concatenate(([0], np.cumsum(packs.tokens, dtype=np.int64)))[packs.offsets]
     first, last = 0, len(packs.offsets) - 1
     while first < last:
         stop = max(first + 1, int(np.searchsorted(ends, ends[first] + _TOKENS_A_GROUP, side="right")) - 1)
-        documents = slice(packs.offsets[first], packs.offsets[stop])
+        stop = min(stop, first + _ROWS_A_GROUP)
+        yield slice(packs.offsets[first], packs.offsets[stop]), packs.offsets[first : stop + 1] - packs.offsets[first]
+        tick(stop / last)
+        first = stop
+
+
+def _lists(values: NDArray[Any], lengths: NDArray[np.integer]) -> Any:
+    """An Arrow array of lists, whose `lengths` are given."""
+    import pyarrow as pa
+
+    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def _trl_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick: Tick) -> Iterator[Any]:
+    import pyarrow as pa
+
+    for documents, offsets in _groups(packs, tick):
         at, lengths = starts[packs.order[documents]], packs.tokens[documents]
-        row_ends = pa.array((ends[first : stop + 1] - ends[first]).astype(np.int32))
         columns = {name: contents.gather(name, at, lengths) for name in contents.columns}
         if contents.trained is not None:
             columns[LABELS] = contents.gather_labels(at, lengths)
-        lists = {name: pa.ListArray.from_arrays(row_ends, pa.array(values)) for name, values in columns.items()}
-        of_rows = pa.array((packs.offsets[first : stop + 1] - packs.offsets[first]).astype(np.int32))
-        yield pa.record_batch({**lists, "seq_lengths": pa.ListArray.from_arrays(of_rows, pa.array(lengths))})
-        tick(stop / last)
-        first = stop
+        totals = np.add.reduceat(lengths, offsets[:-1])
+        lists = {name: _lists(values, totals) for name, values in columns.items()}
+        yield pa.record_batch({**lists, "seq_lengths": _lists(lengths, np.diff(offsets))})
+
+
+def _bridge_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick: Tick) -> Iterator[Any]:
+    import pyarrow as pa
+
+    for documents, offsets in _groups(packs, tick):
+        at, stored = starts[packs.order[documents]], packs.tokens[documents] + 1
+        totals = np.add.reduceat(stored, offsets[:-1])
+        row_starts = np.repeat(np.cumsum(totals) - totals, np.diff(offsets))
+        begins = (np.cumsum(stored) - stored - row_starts).astype(np.int32)
+        yield pa.record_batch(
+            {
+                TOKENS: _lists(contents.gather(TOKENS, at, stored), totals),
+                LOSS_MASK: _lists(contents.gather_loss_mask(at, stored), totals),
+                "seq_start_id": _lists(begins, np.diff(offsets)),
+            }
+        )
 
 
 def _write_parquet(path: Path, batches: Iterator[Any]) -> None:
