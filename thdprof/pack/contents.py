@@ -5,6 +5,7 @@ Packs are written in the order of training, which takes documents from everywher
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,43 +32,52 @@ Batch = dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """Numbers of one type in a file, one for each token of all rows."""
+
+    path: Path
+    """The file."""
+    dtype: Any
+    """Their type."""
+
+    def read(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[Any]:
+        """The numbers of documents that begin at the tokens `starts`, one document after the other."""
+        size = np.dtype(self.dtype).itemsize
+        with self.path.open("rb") as file:
+            number = file.fileno()
+            pairs = zip((lengths.astype(np.int64) * size).tolist(), (starts * size).tolist(), strict=True)
+            return np.frombuffer(b"".join([os.pread(number, *pair) for pair in pairs]), dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """Values for each token of all rows, one row after the other, file after file."""
 
-    columns: dict[str, NDArray[np.integer]]
-    """`input_ids` and what stands beside them, by name, each of shape [tokens]. They are maps of files."""
+    columns: dict[str, Column]
+    """`input_ids` and what stands beside them, by name."""
     row_starts: NDArray[np.int64]
     """First token of every row, and the number of tokens, shape [rows + 1]."""
-    trained: NDArray[np.uint8] | None = None
-    """Whether each token is trained, shape [tokens]; None: all are, or a column says it."""
+    trained: Column | None = None
+    """Whether each token is trained; None: all are, or a column says it."""
 
-    def gather(self, name: str, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.integer]:
-        """The values of column `name` of documents that begin at the tokens `starts`, one after the other."""
-        return np.asarray(self.columns[name][_places(starts, lengths)])
-
-    def gather_labels(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The labels that TRL makes of the same documents, by `trained`."""
+    def read_labels(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The labels that TRL makes of documents, by `trained`; arguments as for `Column.read`."""
         assert self.trained is not None
-        at = _places(starts, lengths)
-        return np.where(self.trained[at] != 0, self.columns[TOKENS][at], IGNORED).astype(np.int32)
+        trained = self.trained.read(starts, lengths) != 0
+        return np.where(trained, self.columns[TOKENS].read(starts, lengths), IGNORED).astype(np.int32)
 
-    def gather_loss_mask(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int8]:
+    def read_loss_mask(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int8]:
         """Megatron-Bridge's mask of such documents: whether the token after each one is trained; 0 at their ends."""
-        at = _places(starts, lengths)
+        ends = np.cumsum(lengths) - 1
         if LOSS_MASK in self.columns:
-            mask = self.columns[LOSS_MASK][at].astype(np.int8)
+            mask = self.columns[LOSS_MASK].read(starts, lengths).copy()
         else:
-            after = np.minimum(at + 1, int(self.row_starts[-1]) - 1)
-            mask = np.ones(len(at), dtype=np.int8)
+            trained = np.ones(ends[-1] + 1, dtype=np.bool_)
             for name in _BESIDE.keys() & self.columns.keys():
-                mask &= self.columns[name][after] != (IGNORED if name == LABELS else 0)
-        mask[np.cumsum(lengths) - 1] = 0
+                trained &= self.columns[name].read(starts, lengths) != (IGNORED if name == LABELS else 0)
+            mask = np.roll(trained, -1).astype(np.int8)
+        mask[ends] = 0
         return mask
-
-
-def _places(starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
 
 
 def copy_contents(dataset: Dataset, reading: Reading, directory: Path) -> Contents:
@@ -89,11 +99,11 @@ def _copy_text(dataset: Dataset, reading: Reading, directory: Path) -> Contents:
 
     write_tokens([Path(uri) for uri in dataset.uris], reading, directory)
     lengths = np.load(directory / LENGTHS_FILE, allow_pickle=False)
-    trained = directory / TRAINED_FILE
+    trained = Column(path=directory / TRAINED_FILE, dtype=np.uint8)
     return Contents(
-        columns={TOKENS: _map(directory / TOKENS_FILE, np.int32)},
+        columns={TOKENS: Column(path=directory / TOKENS_FILE, dtype=np.int32)},
         row_starts=np.concatenate(([0], np.cumsum(lengths))),
-        trained=_map(trained, np.uint8) if trained.stat().st_size else None,
+        trained=trained if trained.path.stat().st_size else None,
     )
 
 
@@ -120,13 +130,9 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
                     values.astype(types[name]).tofile(file)
             lengths.append(np.diff(offsets))
     return Contents(
-        columns={name: _map(directory / name, types[name]) for name in names or ()},
+        columns={name: Column(path=directory / name, dtype=types[name]) for name in names or ()},
         row_starts=np.cumsum(np.concatenate(lengths)),
     )
-
-
-def _map(path: Path, dtype: Any) -> NDArray[Any]:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def _columns_of(path: Path, beside: Collection[str]) -> list[str]:

@@ -216,9 +216,9 @@ def _trl_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick:
 
     for documents, offsets in _groups(packs, tick):
         at, lengths = starts[packs.order[documents]], packs.tokens[documents]
-        columns = {name: contents.gather(name, at, lengths) for name in contents.columns}
+        columns = {name: column.read(at, lengths) for name, column in contents.columns.items()}
         if contents.trained is not None:
-            columns[LABELS] = contents.gather_labels(at, lengths)
+            columns[LABELS] = contents.read_labels(at, lengths)
         totals = np.add.reduceat(lengths, offsets[:-1])
         lists = {name: _lists(values, totals) for name, values in columns.items()}
         yield pa.record_batch({**lists, "seq_lengths": _lists(lengths, np.diff(offsets))})
@@ -234,8 +234,8 @@ def _bridge_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], ti
         begins = (np.cumsum(stored) - stored - row_starts).astype(np.int32)
         yield pa.record_batch(
             {
-                TOKENS: _lists(contents.gather(TOKENS, at, stored), totals),
-                LOSS_MASK: _lists(contents.gather_loss_mask(at, stored), totals),
+                TOKENS: _lists(contents.columns[TOKENS].read(at, stored), totals),
+                LOSS_MASK: _lists(contents.read_loss_mask(at, stored), totals),
                 "seq_start_id": _lists(begins, np.diff(offsets)),
             }
         )
