@@ -49,10 +49,10 @@ def pack(
         ),
     ] = None,
     to: Annotated[
-        Literal["trl", "bridge", "index"],
-        output_option(help="What is written: rows of TRL or of Megatron-Bridge, or an index of documents."),
+        Literal["trl", "bridge", "megatron-sft", "index"],
+        output_option(help="What is written: rows of a trainer, or an index of documents."),
     ] = "index",
-    output: Annotated[Path | None, output_option("-o", "--output", help="File of the packs (parquet).")] = None,
+    output: Annotated[Path | None, output_option("-o", "--output", help="File of the packs.")] = None,
     plan: Annotated[Path | None, output_option(help="Write the plan of the packs here.")] = None,
     dry_run: Annotated[bool, output_option("--dry-run", help="Print the comparison alone; write nothing.")] = False,
     json: Json = False,
@@ -72,7 +72,7 @@ def pack(
     if output is None and not dry_run:
         raise UsageError("no output named: give -o FILE, or --dry-run for the comparison alone")
     if plan is not None and to == "index":
-        raise UsageError("--plan: an index is no data that training reads; give --to trl or bridge")
+        raise UsageError("--plan: an index is no data that training reads; give --to with the trainer")
     beside = None if output is None or to != "bridge" else metadata_path(output)
     outputs = [path for path in (output, beside, plan) if path is not None]
     check_targets(outputs, force=force)

@@ -40,13 +40,17 @@ class Column:
     dtype: Any
     """Their type."""
 
-    def read(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[Any]:
+    def read(self, starts: NDArray[np.int64], lengths: NDArray[np.integer]) -> NDArray[Any]:
         """The numbers of documents that begin at the tokens `starts`, one document after the other."""
+        return np.frombuffer(b"".join(self.read_each(starts, lengths)), dtype=self.dtype)
+
+    def read_each(self, starts: NDArray[np.int64], lengths: NDArray[np.integer]) -> list[bytes]:
+        """The bytes of each of these documents."""
         size = np.dtype(self.dtype).itemsize
         with self.path.open("rb") as file:
             number = file.fileno()
             pairs = zip((lengths.astype(np.int64) * size).tolist(), (starts * size).tolist(), strict=True)
-            return np.frombuffer(b"".join([os.pread(number, *pair) for pair in pairs]), dtype=self.dtype)
+            return [os.pread(number, *pair) for pair in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

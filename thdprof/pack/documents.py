@@ -28,6 +28,8 @@ class Documents:
     """The files that hold them."""
     rows_of_file: NDArray[np.int64]
     """Rows of each file, also those that nothing is packed of, shape [files]."""
+    number: NDArray[np.int64]
+    """Number of the document in the dataset, from 0, shape [documents]."""
     file: NDArray[np.int32]
     """Index into `files`, shape [documents]."""
     row: NDArray[np.int64]
@@ -107,6 +109,7 @@ def collect_documents(
     return Documents(
         files=dataset.uris,
         rows_of_file=np.array(row_counts, dtype=np.int64),
+        number=at,
         file=file_of_row[row[at]],
         row=row_in_file[row[at]],
         start=start[at] + offset,

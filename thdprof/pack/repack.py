@@ -16,7 +16,15 @@ from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.schedule.packers import pad
 from thdprof.analyze.settings.request import Request
-from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, RowRule, UnpackedDocuments
+from thdprof.analyze.sources.base import (
+    Content,
+    ConversationFile,
+    Conversations,
+    Dataset,
+    PackedRows,
+    RowRule,
+    UnpackedDocuments,
+)
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.pack.documents import Documents, collect_documents
@@ -32,9 +40,13 @@ _CAPS = tuple(2**power for power in range(2, 13))
 _OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "shuffle_seed", "loader", "seq_length", "split",
              "sft_tokenizer_prompt_format", "tokenizer_model", "length_column", "drop_last")  # fmt: skip
 """Settings of the run that say how the old rows were made and read."""
+_OF_CONVERSATIONS = ("sft_tokenizer_prompt_format", "tokenizer_model")
+"""Those of them by which conversations are still read."""
 _RUN_LENGTH = ("train_samples", "train_iters", "train_epochs")
 
-Target = Literal["trl", "bridge", "index"]
+Target = Literal["trl", "bridge", "megatron-sft", "index"]
+Rule = RowRule | Literal["conversations"]
+"""How training reads the new packs: as rows, or as lines of conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +64,20 @@ class Packs:
     seq_length: int
     """Most tokens of a pack."""
 
-    def rows(self, rule: RowRule) -> PackedRows:
-        """The packs as rows of training."""
-        return PackedRows(document_tokens=self.tokens, row_offsets=self.offsets, rule=rule)
+    def make_dataset(self, rule: Rule) -> Dataset:
+        """The packs as training reads them."""
+        content: Content
+        if rule == "conversations":
+            lines = np.arange(1, len(self.offsets))
+            tokens = self.documents.tokens[self.order]
+            file = ConversationFile(
+                path="new packs", conversation_tokens=tokens, line_offsets=self.offsets, line_numbers=lines, faults={}
+            )
+            format, content = "megatron-sft", Conversations(files=(file,))
+        else:
+            content = PackedRows(document_tokens=self.tokens, row_offsets=self.offsets, rule=rule)
+            format = "lengths" if rule == "concatenate" else rule
+        return Dataset.from_content(format, ["new packs"], content, pack_tokens=self.seq_length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +197,7 @@ def repack(
             window=window,
             for_bridge=target == "bridge",
         )
-        analysis = Study(one_epoch, _as_dataset(packs, rule), measured, impl=impl).analyze()
+        analysis = Study(one_epoch, packs.make_dataset(rule), measured, impl=impl).analyze()
         tried.append((_measure_cap(max_docs, packs, analysis), packs, analysis))
         return analysis
 
@@ -248,6 +271,8 @@ def make_packs(
     """
     pads = isinstance(dataset.content, UnpackedDocuments) and settings.packer not in TRL_PACKERS
     multiple = settings.pad_seq_to_mult if pads else 1
+    if isinstance(dataset.content, Conversations) and settings.context_parallel_size > 1:
+        multiple = 2 * settings.context_parallel_size  # as SFTDataset pads each conversation
     if for_bridge and multiple > 1:
         raise UsageError(
             f"--pad-seq-to-mult {multiple}: --to bridge pads no documents; pack rows that Megatron-Bridge has padded"
@@ -281,13 +306,13 @@ def make_packs(
     )
 
 
-def read_in_order(
-    given: Mapping[str, Any], rule: RowRule, settings: TrainingSettings, seq_length: int
-) -> dict[str, Any]:
+def read_in_order(given: Mapping[str, Any], rule: Rule, settings: TrainingSettings, seq_length: int) -> dict[str, Any]:
     """The run's settings for the new packs: those given, and a loader that reads rows in their order."""
     found = {**_without(given, _OLD_ROWS), "seq_length": seq_length, "loader": "single"}
     if rule == "trl":
         found |= {"loader": "trainer", "sampling": "sequential", "drop_last": settings.drop_last}
+    if rule == "conversations":
+        found |= {name: given[name] for name in _OF_CONVERSATIONS if name in given} | {"split": "100,0,0"}
     return found
 
 
@@ -295,8 +320,10 @@ def _without(given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]
     return {name: value for name, value in given.items() if name not in names}
 
 
-def _find_rule(dataset: Dataset, settings: TrainingSettings, target: Target | None) -> RowRule:
+def _find_rule(dataset: Dataset, settings: TrainingSettings, target: Target | None) -> Rule:
     """How training reads the new packs: as the trainer of the target does, else as that of the run."""
+    if target == "megatron-sft":
+        return "conversations"
     if target in ("trl", "bridge"):
         return target
     if isinstance(dataset.content, PackedRows):
@@ -305,11 +332,6 @@ def _find_rule(dataset: Dataset, settings: TrainingSettings, target: Target | No
         return "trl"
     bridge = isinstance(dataset.content, UnpackedDocuments) and settings.packer.startswith("first_fit")
     return "bridge" if bridge else "concatenate"
-
-
-def _as_dataset(packs: Packs, rule: RowRule) -> Dataset:
-    format = "lengths" if rule == "concatenate" else rule
-    return Dataset.from_content(format, ["new packs"], packs.rows(rule), pack_tokens=packs.seq_length)
 
 
 def _count_packs(dataset: Dataset, before: Analysis, packs: Packs) -> tuple[int, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Progress
 from thdprof.analyze.sources.base import Dataset, Reading
+from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing
-from thdprof.pack.contents import LABELS, LOSS_MASK, Contents, copy_contents
+from thdprof.pack.contents import LABELS, LOSS_MASK, Column, Contents, copy_contents
 from thdprof.pack.documents import Documents
 from thdprof.pack.repack import Packs, Repacking, Target
 
@@ -50,6 +53,9 @@ def write_packs(
         write_index(result.packs, path, tick)
         return
     _check_target(target, dataset, path)
+    if target == "megatron-sft":
+        write_conversations(result.packs, dataset, path, tick)
+        return
     reading = Reading.from_settings(result.old.given, cache=result.old.cache)
     write = write_trl if target == "trl" else write_bridge
     write(result.packs, dataset, reading, path, tick)
@@ -61,9 +67,12 @@ def _check_target(target: Target, dataset: Dataset, path: Path) -> None:
     Raises:
         UsageError: the dataset holds other contents, or Megatron-Bridge would not read a file of that name.
     """
-    texts = ("trl-text",) if target == "trl" else ("bridge",)
-    if target != "index" and dataset.format not in ("lengths", "trl", *texts):
-        needs = "text or input_ids" if target == "trl" else "its own packed parquet or input_ids"
+    formats, needs = {
+        "trl": (("trl-text", "trl", "lengths"), "text or input_ids"),
+        "bridge": (("bridge", "trl", "lengths"), "its own packed parquet or input_ids"),
+        "megatron-sft": (("megatron-sft",), "conversations of --format megatron-sft"),
+    }[target]
+    if dataset.format not in formats:
         raise UsageError(
             f"{dataset.uris[0]}: --to {target} needs {needs}, and this is {dataset.format}: give --to index"
         )
@@ -80,6 +89,8 @@ def explain_reading(result: Repacking, target: Target, path: Path) -> list[str]:
     """What the user does so that training reads the packs of `path` in their order."""
     if target == "index":
         return ["Read the packs in their order: a micro-batch for each rank in turn."]
+    if target == "megatron-sft":
+        return [f"train with --sft --data-path {path} --split 100,0,0 --dataloader-type single"]
     if target == "bridge":
         return [
             'train with dataloader_type="single", without max_train_samples, and',
@@ -161,17 +172,62 @@ def write_bridge(packs: Packs, dataset: Dataset, reading: Reading, path: Path, t
         _write_parquet(path, _bridge_rows(packs, contents, starts, tick))
 
 
+def write_conversations(packs: Packs, dataset: Dataset, path: Path, tick: Tick = lambda done: None) -> None:
+    """Write JSON lines for Megatron-LM's `--sft`: each a pack, the conversations of which follow each other.
+
+    Raises:
+        DataError: a conversation does not begin with a message of the role system, by which training tells those of a
+            line apart; the files cannot be read, or are others than were counted; or the file cannot be written.
+    """
+    with _folder_beside(path) as directory:
+        copy = Column(path=directory / "conversations", dtype=np.uint8)
+        sizes = []
+        with copy.path.open("wb") as file:
+            for where, conversation in _conversations(dataset):
+                if conversation[0]["role"] != "system":
+                    raise DataError(
+                        f"{where}: a conversation begins with the role {conversation[0]['role']!r}: --sft tells the "
+                        "conversations of a line apart by messages of the role system; add one, or give --to index"
+                    )
+                sizes.append(file.write(json.dumps(conversation, ensure_ascii=False)[1:-1].encode()))
+        if len(sizes) != dataset.num_documents():
+            raise DataError(f"{dataset.uris[0]}: has other lines than when it was counted: pack it again")
+        lengths = np.array(sizes, dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        with replacing(path) as temporary, temporary.open("wb") as output:
+            for documents, offsets in _groups(packs, tick):
+                number = packs.documents.number[packs.order[documents]]
+                texts = copy.read_each(starts[number], lengths[number])
+                for begin, end in pairwise(offsets.tolist()):
+                    output.write(b'{"messages": [' + b", ".join(texts[begin:end]) + b"]}\n")
+
+
+def _conversations(dataset: Dataset) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Every conversation of the files, with the line that it stands in."""
+    for uri in dataset.uris:
+        for number, messages in lines_of(Path(uri)):
+            for conversation in conversations_of(messages):
+                yield f"{uri}: line {number}", conversation
+
+
+@contextlib.contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A folder beside `path` as long as the block runs."""
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
+            yield Path(directory)
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
+
+
 @contextlib.contextmanager
 def _copied(
     packs: Packs, dataset: Dataset, reading: Reading, path: Path
 ) -> Iterator[tuple[Contents, NDArray[np.int64]]]:
     """The contents of `dataset`, in a folder beside `path` as long as the block runs, and where documents begin."""
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
-            contents = copy_contents(dataset, reading, Path(directory))
-            yield contents, _find_documents(packs.documents, contents)
-    except OSError as error:
-        raise DataError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
+    with _folder_beside(path) as directory:
+        contents = copy_contents(dataset, reading, directory)
+        yield contents, _find_documents(packs.documents, contents)
 
 
 def _find_documents(documents: Documents, contents: Contents) -> NDArray[np.int64]:
