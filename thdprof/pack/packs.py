@@ -1,8 +1,9 @@
 """Packs whole documents: as few packs as best fit decreasing makes, with the short documents spread over all of them.
 
-Best fit decreasing alone puts the short documents that are left at the end into a few packs. Here the number of packs
-is fixed first. Long documents go into the emptiest pack, so that all packs are equally full when the short ones come,
-and each takes as many of them. The shortest go into the fullest pack with room, which closes the gaps.
+Best fit decreasing puts the short documents that are left at the end into a few packs. Here best fit only gives the
+number of packs. Then each document, the longest first, goes into the emptiest pack. All packs are equally full when the
+short documents come, and each takes as many of them. Where that needs more packs, part of the documents is placed by
+best fit: the shortest, which close gaps, or the longest, which may fit together in few ways only.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled
 
-_SHARE_TO_CLOSE_GAPS = 0.01
-"""Share of the tokens, in the shortest documents, that closes the gaps between full packs."""
-_PARTS_TO_SPREAD = (0, 4, 16)
-"""Documents over one of these parts of a pack go into the fullest pack with room; 0: none do. Tried in this order."""
+_SPREADS = ((0, 1), (0.01, 1), (0.01, 4), (0.01, 16))
+"""What is tried for a number of packs, the most even packs first. Share of the tokens, in the shortest documents, that
+closes gaps between full packs. Part of a pack: longer documents go into the fullest pack with room as well."""
 _STEPS = 2000
 """The number of packs grows in steps of one in so many, until all documents have a place."""
 
@@ -40,8 +40,8 @@ class PackCurve(NamedTuple):
 def pack_documents(lengths: NDArray[np.int64], *, seq_length: int, max_docs: int | None = None) -> NDArray[np.int32]:
     """Put every document, whole, into one pack.
 
-    Without a cap there are at most 0.05% more packs than best fit decreasing makes. With one there are at most as many
-    more as best fit decreasing makes under that cap. Equal lengths give equal packs.
+    There are at most 0.05% more packs than best fit decreasing makes under the same cap. Equal arguments give equal
+    packs.
 
     Args:
         lengths: tokens of every document, 1 to `seq_length` each, int64, shape [documents].
@@ -125,22 +125,25 @@ def _spread(descending: NDArray[np.int32], seq_length: int, max_docs: int, at_le
     if size == 0:
         return np.zeros(0, dtype=np.int32)
     tokens = np.cumsum(descending[::-1], dtype=np.int64)
-    shortest = int(descending[::-1][np.searchsorted(tokens, tokens[-1] * _SHARE_TO_CLOSE_GAPS, side="right")])
 
     def place(num_packs: int, spread: tuple[int, int]) -> NDArray[np.int32] | None:
         args = (descending, seq_length, max_docs, num_packs, *spread)
-        packs, placed = compiled.run(_place, 32 * size, *args)
+        packs, placed = compiled.run(_place, 100 * size, *args)
         return packs if placed == size else None
 
     # in best fit all packs but one are over half full or at their cap
     best_fit = place(int(min(size, 2 * tokens[-1] // seq_length + size // max_docs + 2)), (1, 1))
     assert best_fit is not None
     num_best = int(best_fit.max()) + 1
-    spreads = [(shortest, seq_length // part + 1 if part else seq_length + 1) for part in _PARTS_TO_SPREAD]
-    at_least = at_least or num_best
+    shares = np.searchsorted(tokens, [tokens[-1] * share for share, _ in _SPREADS], side="right")
+    spreads = [
+        (int(descending[-1 - at]), seq_length // part + 1) for at, (_, part) in zip(shares, _SPREADS, strict=True)
+    ]
+    at_most = num_best + num_best // _STEPS
+    at_least = at_least or at_most
     step = max(1, at_least // _STEPS)
     failed, excess = -1, 0
-    while at_least + excess * step <= num_best + num_best // _STEPS:
+    while at_least + excess * step <= at_most:
         for spread in spreads:
             found = place(at_least + excess * step, spread)
             if found is None:

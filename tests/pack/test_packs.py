@@ -1,0 +1,157 @@
+"""Packs: every document in one, within their bounds, and hardly more of them than best fit decreasing makes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import pack_lengths
+
+from thdprof.analyze.schedule import compiled
+from thdprof.pack.packs import PackCurve, measure_curve, pack_documents
+
+small_lengths = st.integers(1, 30).flatmap(
+    lambda longest: st.tuples(st.just(longest), st.lists(st.integers(1, longest), max_size=40))
+)
+caps = st.none() | st.integers(1, 8)
+
+
+def pack(lengths, seq_length, max_docs=None) -> list[int]:
+    return pack_documents(np.array(lengths, dtype=np.int64), seq_length=seq_length, max_docs=max_docs).tolist()
+
+
+def count_best_fit(lengths, seq_length: int, cap: int | None) -> int:
+    """Packs of best fit decreasing: each document goes into the fullest pack that has room for it."""
+    packs = 0
+    with_room: list[tuple[int, int]] = []  # room and documents
+    for need in sorted(lengths, reverse=True):
+        at = bisect_left(with_room, (need, 0))
+        room, documents = with_room.pop(at) if at < len(with_room) else (seq_length, 0)
+        packs += documents == 0
+        if room > need and documents + 1 != cap:
+            insort(with_room, (room - need, documents + 1))
+    return packs
+
+
+def count_fewest(lengths, seq_length: int, cap: int | None) -> int:
+    """Fewest packs of all that are possible, by trying all."""
+    fewest = len(lengths)
+
+    def place(at: int, packs: list[tuple[int, int]]) -> None:
+        nonlocal fewest
+        if len(packs) >= fewest:
+            return
+        if at == len(lengths):
+            fewest = len(packs)
+            return
+        for i, (tokens, documents) in enumerate(packs):
+            if tokens + lengths[at] <= seq_length and documents != cap:
+                place(at + 1, [*packs[:i], (tokens + lengths[at], documents + 1), *packs[i + 1 :]])
+        place(at + 1, [*packs, (lengths[at], 1)])
+
+    place(0, [])
+    return fewest
+
+
+def test_packs_by_hand():
+    assert pack([5, 3, 2, 8, 2], 10) in ([0, 0, 0, 1, 1], [1, 1, 1, 0, 0])
+    assert pack([10, 10], 10) == [0, 1]
+    assert sorted(pack([1] * 6, 10, 2)) == [0, 0, 1, 1, 2, 2]
+    assert pack([], 10) == pack([], 10, 1) == []
+    packs = pack_documents(np.array([3, 3]), seq_length=10)
+    assert (packs.dtype, packs.shape) == (np.int32, (2,))
+
+
+def test_every_document_is_packed_once_within_bounds():
+    packed = at_cap = 0
+
+    @settings(max_examples=300)
+    @given(small_lengths, caps)
+    def check(data, cap):
+        nonlocal packed, at_cap
+        seq_length, lengths = data
+        packs = pack(lengths, seq_length, cap)
+        assert len(packs) == len(lengths)
+        assert sorted(set(packs)) == list(range(max(packs, default=-1) + 1))
+        assert packs == pack(lengths, seq_length, cap)
+        if lengths:
+            assert np.bincount(packs, weights=lengths).max() <= seq_length
+            assert cap is None or np.bincount(packs).max() <= cap
+            assert max(packs) + 1 <= count_best_fit(lengths, seq_length, cap)
+            at_cap += np.bincount(packs).max() == cap
+        packed += len(lengths)
+
+    check()
+    assert packed > 1000
+    assert at_cap > 10
+
+
+def test_few_more_packs_than_the_fewest_possible():
+    counted = as_few = 0
+
+    @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), caps)
+    def check(lengths, cap):
+        nonlocal counted, as_few
+        fewest = count_fewest(lengths, 20, cap)
+        assert fewest <= max(pack(lengths, 20, cap)) + 1 <= fewest * 3 // 2
+        counted += 1
+        as_few += fewest == max(pack(lengths, 20, cap)) + 1
+
+    check()
+    assert counted > 50
+    assert as_few > counted * 0.9
+
+
+def test_compiled_loops_equal_plain_ones(monkeypatch):
+    lengths = pack_lengths.draw("chat 8k", 1500)
+    plain = [pack(lengths, 8192, cap) for cap in (None, 14, 12)]
+    monkeypatch.setattr(compiled, "_WORTH_COMPILING", 0)
+    assert [pack(lengths, 8192, cap) for cap in (None, 14, 12)] == plain
+    assert len({max(packs) for packs in plain}) > 1
+
+
+@pytest.mark.parametrize("name", pack_lengths.SEQ_LENGTHS)
+def test_a_cap_costs_few_packs_and_short_documents_are_spread(name):
+    lengths, seq_length = pack_lengths.draw(name, 60_000), pack_lengths.SEQ_LENGTHS[name]
+    best_fit = count_best_fit(lengths.tolist(), seq_length, None)
+    mean = len(lengths) / best_fit
+    bounds = {None: 0.0005, int(np.ceil(4 * mean)): 0.003, int(np.ceil(2 * mean)): 0.01}
+    for cap, bound in bounds.items():
+        packs = pack_documents(lengths, seq_length=seq_length, max_docs=cap)
+        counts = np.bincount(packs)
+        assert counts.min() > 0
+        assert cap is None or counts.max() <= cap
+        assert np.bincount(packs, weights=lengths).max() <= seq_length
+        assert len(counts) <= best_fit * (1 + bound)
+        assert np.percentile(counts, 99) <= 3 * mean  # 8 times the mean and more in best fit's packs
+    if name == "chat 8k":  # best fit under that cap pays 14%
+        assert count_best_fit(lengths.tolist(), seq_length, int(np.ceil(2 * mean))) > 1.1 * best_fit
+
+
+def test_a_curve_measures_the_packs_of_each_cap():
+    lengths = pack_lengths.draw("chat 8k", 20_000)
+    curve = measure_curve(lengths, seq_length=8192, caps=(None, 13, 12, 2))
+    assert [row.cap for row in curve] == [None, 13, 12, 2]
+    for row in curve:
+        counts = np.bincount(pack_documents(lengths, seq_length=8192, max_docs=row.cap))
+        fill = lengths.sum() / (len(counts) * 8192)
+        middle, high = np.sort(counts)[[-(-len(counts) // 2) - 1, -(-len(counts) * 99 // 100) - 1]]
+        assert row == PackCurve(row.cap, len(counts), pytest.approx(fill), middle, high, counts.max())
+    assert curve[0].fill > 0.99 > 0.2 > curve[-1].fill
+    assert curve[0].docs_max == 15
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="lengths: document 1 has 11 tokens; use 1 to seq_length 10"):
+        pack([1, 11], 10)
+    with pytest.raises(ValueError, match="lengths: document 0 has 0 tokens"):
+        pack([0], 10)
+    with pytest.raises(ValueError, match="seq_length 0: use 1"):
+        pack([1], 0)
+    with pytest.raises(ValueError, match="max_docs 0: use 1 or more"):
+        pack([1], 10, 0)
+    with pytest.raises(ValueError, match="lengths: there is no document"):
+        measure_curve(np.zeros(0, dtype=np.int64), seq_length=10, caps=[None])
