@@ -70,11 +70,10 @@ def test_it_is_a_permutation_with_the_rest_last():
 @pytest.mark.parametrize("name", pack_lengths.SEQ_LENGTHS)
 def test_ranks_of_a_step_cost_alike(name):
     for ranks in (1, 2, 8, 64, 512):
-        for microbatches, rows in ((1, 1), (2, 1), (16, 1), (1, 2)):
-            size = ranks * microbatches * rows
-            costs = draw_costs(name, min(200 * size + size // 2, 800_000 // size * size + size // 2))
-            if len(costs) < 200 * size:
-                continue
+        for microbatches, rows in ((1, 1), (2, 1), (1, 2), (16, 1)):
+            if (size := ranks * microbatches * rows) > 2000:
+                continue  # 512 ranks x 16 micro-batches stand in benchmarks/results/pack.md
+            costs = draw_costs(name, 200 * size + size // 2)
             numbers = {"num_ranks": ranks, "num_microbatches": microbatches, "micro_batch_size": rows}
             figures = measure_order(costs, order_packs(costs, **numbers, seed=1), **numbers, seed=1)
             assert figures.ordered.slowest_over_mean <= 1.02

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import pack_lengths
+from support.pack_lengths import count_best_fit
 
 from thdprof.analyze.schedule import compiled
 from thdprof.pack.packs import PackCurve, measure_curve, pack_documents
@@ -21,19 +20,6 @@ caps = st.none() | st.integers(1, 8)
 
 def pack(lengths, seq_length, max_docs=None) -> list[int]:
     return pack_documents(np.array(lengths, dtype=np.int64), seq_length=seq_length, max_docs=max_docs).tolist()
-
-
-def count_best_fit(lengths, seq_length: int, cap: int | None) -> int:
-    """Packs of best fit decreasing: each document goes into the fullest pack that has room for it."""
-    packs = 0
-    with_room: list[tuple[int, int]] = []  # room and documents
-    for need in sorted(lengths, reverse=True):
-        at = bisect_left(with_room, (need, 0))
-        room, documents = with_room.pop(at) if at < len(with_room) else (seq_length, 0)
-        packs += documents == 0
-        if room > need and documents + 1 != cap:
-            insort(with_room, (room - need, documents + 1))
-    return packs
 
 
 def count_fewest(lengths, seq_length: int, cap: int | None) -> int:
@@ -129,6 +115,13 @@ def test_a_cap_costs_few_packs_and_short_documents_are_spread(name):
         assert np.percentile(counts, 99) <= 3 * mean  # 8 times the mean and more in best fit's packs
     if name == "chat 8k":  # best fit under that cap pays 14%
         assert count_best_fit(lengths.tolist(), seq_length, int(np.ceil(2 * mean))) > 1.1 * best_fit
+
+
+def test_a_tight_cap_costs_no_more_than_it_must():
+    lengths, seq_length = pack_lengths.draw("long 128k", 60_000), pack_lengths.SEQ_LENGTHS["long 128k"]
+    without_cap, tight = (row.num_packs for row in measure_curve(lengths, seq_length=seq_length, caps=(None, 19)))
+    assert len(lengths) / without_cap > 17
+    assert without_cap < tight < 1.05 * without_cap  # best fit pays 50%
 
 
 def test_a_curve_measures_the_packs_of_each_cap():

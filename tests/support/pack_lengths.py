@@ -1,6 +1,9 @@
-"""Lengths of documents, drawn as measured and modelled data has them, for packers."""
+"""Lengths of documents, drawn as measured and modelled data has them; and how many packs best fit makes of them."""
 
 from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -23,3 +26,16 @@ def draw(name: str, count: int, seed: int = 0) -> np.ndarray:
         case "papers 32k":  # nine abstracts for each paper, of which two or three make a pack
             lengths = np.where(rng.random(count) < 0.9, rng.lognormal(5.5, 0.6, count), rng.normal(14_000, 2500, count))
     return np.clip(lengths, 1, SEQ_LENGTHS[name]).astype(np.int64)
+
+
+def count_best_fit(lengths: Iterable[int], seq_length: int, cap: int | None) -> int:
+    """Packs of best fit decreasing: each document goes into the fullest pack that has room for it."""
+    packs = 0
+    with_room: list[tuple[int, int]] = []  # room and documents
+    for need in sorted(lengths, reverse=True):
+        at = bisect_left(with_room, (need, 0))
+        room, documents = with_room.pop(at) if at < len(with_room) else (seq_length, 0)
+        packs += documents == 0
+        if room > need and documents + 1 != cap:
+            insort(with_room, (room - need, documents + 1))
+    return packs
