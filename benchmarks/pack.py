@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
 
@@ -32,7 +31,6 @@ def pack_once(packer: str, count: int) -> dict[str, float]:
     if packer == "Megatron-Bridge":
         from support import bridge_referee
 
-        logging.disable(logging.CRITICAL)
         began = time.perf_counter()
         counts = np.array([*map(len, bridge_referee.algorithms.first_fit_decreasing(lengths.tolist(), seq_length))])
     elif packer == "TRL":
@@ -40,7 +38,6 @@ def pack_once(packer: str, count: int) -> dict[str, float]:
         import pyarrow as pa
         from trl import pack_dataset
 
-        datasets.disable_progress_bars()
         tokens = pa.LargeListArray.from_arrays([0, *np.cumsum(lengths)], np.zeros(lengths.sum(), dtype=np.int8))
         data = datasets.Dataset(pa.table({"input_ids": tokens}))
         began = time.perf_counter()
@@ -106,12 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--packer", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.packer:
-        print(json.dumps(pack_once(given.packer, given.documents)))
+    options = parser.parse_args()
+    if options.packer:
+        print(json.dumps(pack_once(options.packer, options.documents)))
         return
     note = f"{NAME}, packs of 8,192 tokens, processors only"
-    print_page(("numpy", "numba", "trl", "datasets", "megatron-bridge"), note, time_packers(given.documents))
+    print_page(("numpy", "numba", "trl", "datasets", "megatron-bridge"), note, time_packers(options.documents))
     caps = f"{IN_TABLES:,} documents: percent more packs than best fit decreasing makes without a cap (by best fit)"
     orders = f"{STEPS} steps, costs of squared lengths: slowest rank over mean, mean of the steps (of a random order)"
     for note, rows in ((caps, compare_caps()), (orders, compare_orders())):

@@ -66,15 +66,15 @@ def order_packs(
     Raises:
         ValueError: a cost is not over 0 and finite, or a number is out of bounds.
     """
-    shape = _check(costs, num_ranks, num_microbatches, micro_batch_size)
+    shape = _check_arguments(costs, num_ranks, num_microbatches, micro_batch_size)
     if window is not None and window < 0:
         raise ValueError(f"window {window}: use 0 or more steps")
     random = np.random.default_rng(seed)
-    shuffled = random.permutation(len(costs))
+    permutation = random.permutation(len(costs))
     num_steps = len(costs) // int(np.prod(shape))
     if num_steps == 0 or window == 0:
-        return shuffled
-    full, rest = np.split(shuffled, [num_steps * int(np.prod(shape))])
+        return permutation
+    full, rest = np.split(permutation, [num_steps * int(np.prod(shape))])
     size = min(window or 1, num_steps)
     steps = _deal_windows(costs, full, shape, size)
     while window is None and size < num_steps and _measure_slowest(costs[steps]) > _ENOUGH:
@@ -87,7 +87,7 @@ def order_packs(
     shuffles = (random.permutation(num_steps) for _ in range(_SHUFFLES))
     shuffle, least = np.arange(num_steps), np.inf
     for other in shuffles:
-        correlation = abs(_correlate(step_costs[other]))
+        correlation = abs(_correlate_neighbours(step_costs[other]))
         if correlation < least:
             shuffle, least = other, correlation
         if least < _CORRELATION:
@@ -119,7 +119,7 @@ def measure_order(
     Raises:
         ValueError: a cost is not over 0 and finite, a number is out of bounds, or the packs fill no step.
     """
-    shape = _check(costs, num_ranks, num_microbatches, micro_batch_size)
+    shape = _check_arguments(costs, num_ranks, num_microbatches, micro_batch_size)
     size = int(np.prod(shape))
     if len(costs) < size:
         raise ValueError(f"costs: {len(costs)} packs fill no step of {size}")
@@ -128,11 +128,13 @@ def measure_order(
         steps = packs[: len(packs) // size * size].reshape(-1, *shape)
         by_step = costs[steps]
         distance = None if sources is None else _measure_sources(sources[steps.reshape(-1, size)])
-        both.append(StepFigures(_measure_slowest(by_step), _correlate(by_step.sum(axis=(1, 2, 3))), distance))
+        both.append(
+            StepFigures(_measure_slowest(by_step), _correlate_neighbours(by_step.sum(axis=(1, 2, 3))), distance)
+        )
     return OrderFigures(*both)
 
 
-def _check(
+def _check_arguments(
     costs: NDArray[np.float64], num_ranks: int, num_microbatches: int, micro_batch_size: int
 ) -> tuple[int, int, int]:
     """Return the shape of a step's packs: micro-batches, ranks, packs of a micro-batch."""
@@ -153,15 +155,17 @@ def _deal_windows(
     per_step = int(np.prod(shape))
     num_windows = max(1, len(packs) // (size * per_step))
     equal, last = np.split(packs, [(num_windows - 1) * size * per_step])
-    dealt = [_deal(costs, part, shape) for part in (equal.reshape(-1, size * per_step), last[None]) if part.size]
-    return np.concatenate(dealt)
+    steps = [_deal_packs(costs, part, shape) for part in (equal.reshape(-1, size * per_step), last[None]) if part.size]
+    return np.concatenate(steps)
 
 
-def _deal(costs: NDArray[np.float64], windows: NDArray[np.int64], shape: tuple[int, int, int]) -> NDArray[np.int64]:
+def _deal_packs(
+    costs: NDArray[np.float64], windows: NDArray[np.int64], shape: tuple[int, int, int]
+) -> NDArray[np.int64]:
     """Deal the packs of every window [windows, packs] to steps, whose ranks' sums are alike; int64 [steps, *shape]."""
     num_microbatches, num_ranks, micro_batch_size = shape
-    packs, sums = _fold(costs[windows], micro_batch_size)
-    microbatches, sums = _fold(sums, num_microbatches)
+    packs, sums = _fold_values(costs[windows], micro_batch_size)
+    microbatches, sums = _fold_values(sums, num_microbatches)
     by_sum = np.argsort(sums, axis=1, kind="stable")[:, :, None]
     microbatches = np.take_along_axis(microbatches, by_sum, axis=1).reshape(len(windows), -1, 1)
     packs = np.take_along_axis(packs, microbatches, axis=1).reshape(len(windows), -1)
@@ -169,7 +173,7 @@ def _deal(costs: NDArray[np.float64], windows: NDArray[np.int64], shape: tuple[i
     return dealt.reshape(-1, num_ranks, num_microbatches, micro_batch_size).swapaxes(1, 2)
 
 
-def _fold(values: NDArray[np.float64], size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _fold_values(values: NDArray[np.float64], size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Put `size` values together, so that sums are alike, in each row of [rows, values].
 
     The largest values come first, a part of them for each place. The largest of a part goes to the least sum.
@@ -193,7 +197,7 @@ def _measure_slowest(by_step: NDArray[np.float64]) -> float:
     return float((ranks.max(axis=1) / ranks.mean(axis=1)).mean())
 
 
-def _correlate(step_costs: NDArray[np.float64]) -> float:
+def _correlate_neighbours(step_costs: NDArray[np.float64]) -> float:
     """Correlation of each value with the next one; 0 where there is none."""
     if len(step_costs) < 3 or np.ptp(step_costs[1:]) == 0 or np.ptp(step_costs[:-1]) == 0:
         return 0.0

@@ -55,10 +55,9 @@ def pack_documents(lengths: NDArray[np.int64], *, seq_length: int, max_docs: int
         ValueError: a length, `seq_length` or `max_docs` is out of bounds.
     """
     order, descending = _sort_lengths(lengths, seq_length)
-    placed = _spread(descending, seq_length, len(descending), 0)
-    placed = _apply_cap(descending, placed, seq_length, max_docs)
+    without_cap = _spread_documents(descending, seq_length, len(descending), 0)
     packs = np.empty(len(lengths), dtype=np.int32)
-    packs[order] = placed
+    packs[order] = _apply_cap(descending, without_cap, seq_length, max_docs)
     return packs
 
 
@@ -79,7 +78,7 @@ def measure_curve(lengths: NDArray[np.int64], *, seq_length: int, caps: Sequence
     if len(lengths) == 0:
         raise ValueError("lengths: there is no document; give at least one")
     _, descending = _sort_lengths(lengths, seq_length)
-    without_cap = _spread(descending, seq_length, len(descending), 0)
+    without_cap = _spread_documents(descending, seq_length, len(descending), 0)
     curve = []
     for cap in caps:
         counts = np.bincount(_apply_cap(descending, without_cap, seq_length, cap))
@@ -116,10 +115,12 @@ def _apply_cap(
     counts = np.bincount(without_cap)
     if counts.max(initial=0) <= max_docs:
         return without_cap
-    return _spread(descending, seq_length, max_docs, max(len(counts), -(-len(descending) // max_docs)))
+    return _spread_documents(descending, seq_length, max_docs, max(len(counts), -(-len(descending) // max_docs)))
 
 
-def _spread(descending: NDArray[np.int32], seq_length: int, max_docs: int, at_least: int) -> NDArray[np.int32]:
+def _spread_documents(
+    descending: NDArray[np.int32], seq_length: int, max_docs: int, at_least: int
+) -> NDArray[np.int32]:
     """Return the packs of documents that come longest first, `at_least` or more, and no more than best fit makes."""
     size = len(descending)
     if size == 0:
@@ -128,8 +129,8 @@ def _spread(descending: NDArray[np.int32], seq_length: int, max_docs: int, at_le
 
     def place(num_packs: int, spread: tuple[int, int]) -> NDArray[np.int32] | None:
         args = (descending, seq_length, max_docs, num_packs, *spread)
-        packs, placed = compiled.run(_place, 100 * size, *args)
-        return packs if placed == size else None
+        packs, num_placed = compiled.run(_place_documents, 100 * size, *args)
+        return packs if num_placed == size else None
 
     # in best fit all packs but one are over half full or at their cap
     best_fit = place(int(min(size, 2 * tokens[-1] // seq_length + size // max_docs + 2)), (1, 1))
@@ -142,18 +143,18 @@ def _spread(descending: NDArray[np.int32], seq_length: int, max_docs: int, at_le
     at_most = num_best + num_best // _STEPS
     at_least = at_least or at_most
     step = max(1, at_least // _STEPS)
-    failed, excess = -1, 0
-    while at_least + excess * step <= at_most:
+    low, high = -1, 0  # steps that were too few, and those that are tried
+    while at_least + high * step <= at_most:
         for spread in spreads:
-            found = place(at_least + excess * step, spread)
-            if found is None:
+            packs = place(at_least + high * step, spread)
+            if packs is None:
                 continue
-            while excess - failed > 1:
-                middle = (failed + excess) // 2
+            while high - low > 1:
+                middle = (low + high) // 2
                 fewer = place(at_least + middle * step, spread)
-                failed, excess, found = (middle, excess, found) if fewer is None else (failed, middle, fewer)
-            return _number_without_gaps(found)
-        failed, excess = excess, max(1, 2 * excess)
+                low, high, packs = (middle, high, packs) if fewer is None else (low, middle, fewer)
+            return _number_without_gaps(packs)
+        low, high = high, max(1, 2 * high)
     return best_fit
 
 
@@ -162,7 +163,7 @@ def _number_without_gaps(packs: NDArray[np.int32]) -> NDArray[np.int32]:
     return numbers[packs]
 
 
-def _place(
+def _place_documents(
     descending: NDArray[np.int32], seq_length: int, max_docs: int, num_packs: int, shortest: int, longest: int
 ) -> tuple[NDArray[np.int32], int]:
     """Place documents of `shortest` to `longest` - 1 tokens into the emptiest pack, others into the fullest with room.
@@ -183,7 +184,7 @@ def _place(
         leaves *= 2
     marks = np.zeros(2 * leaves, dtype=np.bool_)
     first[seq_length] = 0
-    _mark(marks, leaves + seq_length)
+    _mark_room(marks, leaves + seq_length)
     most = seq_length
     i = 0
     while i < size:
@@ -200,7 +201,7 @@ def _place(
         pack = first[room]
         first[room] = following[pack]
         if first[room] < 0:
-            _unmark(marks, leaves + room)
+            _clear_room(marks, leaves + room)
         while True:
             packs[i] = pack
             room -= need
@@ -211,18 +212,18 @@ def _place(
         if room > 0 and counts[pack] < max_docs:
             following[pack] = first[room]
             if first[room] < 0:
-                _mark(marks, leaves + room)
+                _mark_room(marks, leaves + room)
             first[room] = pack
     return packs, size
 
 
-def _mark(marks: NDArray[np.bool_], node: int) -> None:
+def _mark_room(marks: NDArray[np.bool_], node: int) -> None:
     while node > 0 and not marks[node]:
         marks[node] = True
         node //= 2
 
 
-def _unmark(marks: NDArray[np.bool_], node: int) -> None:
+def _clear_room(marks: NDArray[np.bool_], node: int) -> None:
     marks[node] = False
     while node > 1 and not marks[node ^ 1]:
         node //= 2
