@@ -95,8 +95,10 @@ def test_a_random_order_is_measured_beside():
 def test_steps_of_several_packs_a_rank_mix_dear_and_cheap():
     costs = draw_costs("chat 8k", 8 * 8 * 100)
     order = order_packs(costs, num_ranks=8, num_microbatches=8)
-    within = costs[order].reshape(100, 8, 8).std(axis=(1, 2)).mean()
-    assert within > 0.8 * costs.std()
+    steps = costs[order].reshape(100, 8, 8)
+    assert steps.std(axis=(1, 2)).mean() > 0.8 * costs.std()
+    assert steps.std(axis=2).mean() < 0.3 * costs.std()  # over the ranks, of each micro-batch
+    assert abs(steps.mean(axis=(0, 2)) / costs.mean() - 1).max() < 0.2  # no place is that of the dearest
     alike = order_packs(costs, num_ranks=64, num_microbatches=1)
     assert costs[alike].reshape(100, 64).std(axis=1).mean() < 0.1 * costs.std()
 

@@ -46,8 +46,9 @@ def order_packs(
 
     A rank takes `num_microbatches` x `micro_batch_size` packs a step. Dear and cheap ones are put together, so that the
     sums are alike. Steps then take sums that are still closer to each other, out of those of a window of steps. With
-    one pack for a rank and step, these are packs of like cost. Which packs form a window is random, and so is the order
-    of all steps. Of several random orders the first is taken whose neighbouring steps correlate by less than 0.1.
+    one pack for a rank and step, these are packs of like cost. The n-th micro-batches of the ranks are all dear or all
+    cheap. Which packs form a window is random, and so is the order of all steps. Of several random orders of them the
+    first is taken whose neighbouring steps correlate by less than 0.1.
 
     Packs are read as sequential samplers hand out rows: step after step, in it micro-batch after micro-batch, in that
     rank after rank. Those that fill no step come last, in random order.
