@@ -140,6 +140,8 @@ class Repacking:
     """The dataset and the run with its trainer's own packs, over one epoch."""
     new: Request
     """The run with the new packs."""
+    settings: TrainingSettings
+    """The settings of that run, complete, for which the order holds."""
     notes: tuple[str, ...]
     """Sentences on documents that were cut, split or left out, and on the times."""
 
@@ -221,6 +223,7 @@ def repack(
         after=_summarize(after, cap.packs, int(packs.tokens.sum(dtype=np.int64))),
         old=old,
         new=new,
+        settings=after.settings,
         notes=packs.documents.notes,
     )
     return result, dataset

@@ -12,22 +12,32 @@ from rich.text import Text
 
 from thdprof.analyze.report.shared import plain_table, print_parts
 from thdprof.pack.repack import Repacking, Side
-from thdprof.words import memory_size, percent, ratio, write_range
+from thdprof.words import memory_size, percent, ratio, write_count, write_range
 
 SCHEMA = "thdprof.packs/1"
 """Name and version of the JSON."""
 
 
+_ORDERED_FOR = ("seq_length", "data_parallel_size", "global_batch_size", "micro_batch_size", "seed")
+"""Settings for which the packs and their order hold."""
+
+
 def print_repacking(result: Repacking, console: Console, *, then: Sequence[str] = ()) -> None:
     """Write the table, the notes, and what the user does next."""
-    parts: list[str | Table | Text] = []
+    run = result.settings
+    step = (
+        write_count(run.data_parallel_size, "rank"),
+        write_count(run.num_microbatches, "micro-batch", "micro-batches"),
+        write_count(run.micro_batch_size, "pack"),
+    )
+    parts: list[str | Table | Text] = [Text(f"packs of {run.seq_length:,} tokens, for steps of {' x '.join(step)}")]
     if result.curve:
         curve = plain_table([], ["cap", "packs", "most documents", "tokens a second"])
         for cap in result.curve:
             mark = "*" if cap.max_docs == result.max_docs else ""
             name = "none" if cap.max_docs is None else f"{cap.max_docs:,}"
             curve.add_row(f"{mark}{name}", f"{cap.packs:,}", f"{cap.documents:,}", f"{cap.tokens_per_second or 0:,.0f}")
-        parts += [curve, Text()]
+        parts += [Text(), curve, Text()]
     table = plain_table(["one epoch"], ["before", "after"])
     for name, *cells in _rows(result):
         table.add_row(name, *cells)
@@ -72,7 +82,7 @@ def to_dict(result: Repacking) -> dict[str, Any]:
     """The JSON object as a dict."""
     return {
         "schema": SCHEMA,
-        "seq_length": result.packs.seq_length,
+        "settings": {name: getattr(result.settings, name) for name in _ORDERED_FOR},
         "max_docs": result.max_docs,
         "documents": len(result.packs.order),
         "caps": [asdict(cap) for cap in result.curve],
