@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,41 +187,42 @@ def repack(
     adds_tail = rule == "bridge" or request.given.get("tail_policy", usual) == "append_dummy_seq"
     new = replace(request, given=read_in_order(request.given, rule, before.settings, seq_length))
     one_epoch = replace(new, given=_without(new.given, _RUN_LENGTH))
-    tried: list[tuple[Cap, Packs, Analysis]] = []
+    make = partial(
+        make_packs,
+        dataset,
+        before.settings,
+        seq_length=seq_length,
+        adds_tail=adds_tail,
+        window=window,
+        for_bridge=target == "bridge",
+    )
 
-    def try_cap(max_docs: int | None, done: float) -> Analysis:
+    def try_cap(cap: int | None, done: float) -> tuple[Cap, Packs, Analysis]:
         show("packing", done, dataset.num_documents())
-        packs = make_packs(
-            dataset,
-            before.settings,
-            seq_length=seq_length,
-            adds_tail=adds_tail,
-            max_docs=max_docs,
-            window=window,
-            for_bridge=target == "bridge",
-        )
+        packs = make(max_docs=cap)
         analysis = Study(one_epoch, packs.make_dataset(rule), measured, impl=impl).analyze()
-        tried.append((_measure_cap(max_docs, packs, analysis), packs, analysis))
-        return analysis
+        return _measure_cap(cap, packs, analysis), packs, analysis
 
+    best = try_cap(None if max_docs == "auto" else max_docs, _READ_SHARE)
+    curve: list[Cap] = []
     if max_docs == "auto":
-        without = try_cap(None, _READ_SHARE)
-        if not without.timed:
-            raise UsageError(f"--max-docs auto: weighs times, and there are none: {without.verdict.reason}")
-        mean, most = without.n_seqs.mean, without.n_seqs.max
+        if not best[2].timed:
+            raise UsageError(f"--max-docs auto: weighs times, and there are none: {best[2].verdict.reason}")
+        mean, most = best[2].n_seqs.mean, best[2].n_seqs.max
         caps = [cap for cap in _CAPS if mean < cap < most]
+        curve.append(best[0])
         for number, cap in enumerate(caps, start=1):
-            try_cap(cap, _READ_SHARE + (1 - _READ_SHARE) * number / (len(caps) + 1))
-    else:
-        try_cap(max_docs, _READ_SHARE)
-    cap, packs, after = max(tried, key=lambda each: each[0].tokens_per_second or 0.0)
+            other = try_cap(cap, _READ_SHARE + (1 - _READ_SHARE) * number / (len(caps) + 1))
+            curve.append(other[0])
+            best = max(best, other, key=lambda each: each[0].tokens_per_second or 0.0)
+    chosen, packs, after = best
     old_packs, tokens = _count_packs(dataset, before, packs)
     result = Repacking(
         packs=packs,
-        max_docs=cap.max_docs,
-        curve=tuple(each for each, _, _ in tried) if max_docs == "auto" else (),
+        max_docs=chosen.max_docs,
+        curve=tuple(curve),
         before=_summarize(before, old_packs, tokens),
-        after=_summarize(after, cap.packs, int(packs.tokens.sum(dtype=np.int64))),
+        after=_summarize(after, chosen.packs, int(packs.tokens.sum(dtype=np.int64))),
         old=old,
         new=new,
         settings=after.settings,
