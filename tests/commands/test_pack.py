@@ -86,6 +86,9 @@ def test_the_table_shows_what_the_json_holds(demo, thdprof):
     found = compared(thdprof, *arguments)
     done = thdprof("pack", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
+    correlation = found["neighbouring_steps_correlation"]["ordered"]
+    assert abs(correlation) < 0.1
+    assert f"Costs of neighbouring steps correlate by {correlation:.2f}, and by " in done.stdout
     cells = {line[:44].strip(): re.split(r"\s{2,}", line[44:].strip()) for line in done.stdout.splitlines()}
     assert done.stdout.startswith("packs of 4,096 tokens, for steps of 8 ranks x 2 micro-batches x 1 pack\n")
     assert (found["settings"]["seq_length"], found["settings"]["global_batch_size"]) == (4096, 16)

@@ -29,7 +29,7 @@ from thdprof.analyze.sources.base import (
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.pack.documents import Documents, collect_documents
-from thdprof.pack.order import order_packs
+from thdprof.pack.order import measure_order, order_packs
 from thdprof.pack.packs import pack_documents
 from thdprof.plan import FallbackRate, Percentiles, Plan
 from thdprof.training import TRL_PACKERS, GraphKind, TrainingSettings
@@ -62,6 +62,8 @@ class Packs:
     """Pack p holds order[offsets[p] : offsets[p + 1]], shape [packs + 1]."""
     tokens: NDArray[np.int32]
     """Tokens of the documents as training sees them, padded if it pads them, pack after pack, shape [documents]."""
+    costs: NDArray[np.float64]
+    """Sum of the squared lengths of each pack's documents, by which packs are ordered, shape [packs]."""
     seq_length: int
     """Most tokens of a pack."""
 
@@ -143,8 +145,10 @@ class Repacking:
     """The run with the new packs."""
     settings: TrainingSettings
     """The settings of that run, complete, for which the order holds."""
+    correlation: tuple[float, float] | None
+    """Correlation of the costs of neighbouring steps in the new order and in a random one; None: no step is full."""
     notes: tuple[str, ...]
-    """Sentences on documents that were cut, split or left out, and on the times."""
+    """Sentences on documents that were cut, split or left out."""
 
 
 def repack(
@@ -226,9 +230,24 @@ def repack(
         old=old,
         new=new,
         settings=after.settings,
+        correlation=_correlate_steps(packs, after.settings),
         notes=packs.documents.notes,
     )
     return result, dataset
+
+
+def _correlate_steps(packs: Packs, settings: TrainingSettings) -> tuple[float, float] | None:
+    if len(packs.costs) < settings.global_batch_size:
+        return None
+    figures = measure_order(
+        packs.costs,
+        np.arange(len(packs.costs)),
+        num_ranks=settings.data_parallel_size,
+        num_microbatches=settings.num_microbatches,
+        micro_batch_size=settings.micro_batch_size,
+        seed=settings.seed,
+    )
+    return figures.ordered.correlation, figures.random.correlation
 
 
 def _measure_cap(max_docs: int | None, packs: Packs, analysis: Analysis) -> Cap:
@@ -307,6 +326,7 @@ def make_packs(
         order=order,
         offsets=offsets,
         tokens=tokens[order].astype(np.int32),
+        costs=costs[read],
         seq_length=seq_length,
     )
 

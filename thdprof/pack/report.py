@@ -42,6 +42,10 @@ def print_repacking(result: Repacking, console: Console, *, then: Sequence[str] 
     for name, *cells in _rows(result):
         table.add_row(name, *cells)
     notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in result.notes]
+    if result.correlation is not None:
+        ordered, random = result.correlation
+        order = f"Costs of neighbouring steps correlate by {ordered:.2f}, and by {random:.2f} in a random order."
+        notes.append(Text(order))
     print_parts([*parts, table, *notes, *map(Text, then)], console)
 
 
@@ -88,6 +92,9 @@ def to_dict(result: Repacking) -> dict[str, Any]:
         "caps": [asdict(cap) for cap in result.curve],
         "before": _side(result.before),
         "after": _side(result.after),
+        "neighbouring_steps_correlation": (
+            None if result.correlation is None else dict(zip(("ordered", "random"), result.correlation, strict=True))
+        ),
         "notes": list(result.notes),
     }
 
