@@ -25,6 +25,7 @@ from thdprof.commands.demo import demo
 from thdprof.commands.export import export
 from thdprof.commands.help import LaunchCommand, PanelCommand, PanelGroup, usage_message
 from thdprof.commands.merge import merge
+from thdprof.commands.pack import pack
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
 from thdprof.errors import ThdprofError, UsageError
@@ -39,8 +40,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo):
-    app.command(cls=LaunchCommand if _command in (analyze, sweep) else PanelCommand)(_command)
+for _command in (analyze, sweep, pack, report, merge, export, compare, check, calibrate, demo):
+    app.command(cls=LaunchCommand if _command in (analyze, sweep, pack) else PanelCommand)(_command)
 _MOST_LINES = 3
 """Lines of an error's message."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)

@@ -48,6 +48,7 @@ def test_fields_become_settings():
     assert (found["seed"], found["train_iters"], found["packing_processes"], found["pad_seq_to_mult"]) == (3, 50, 8, 16)
     assert "train_epochs" not in found
     assert "shuffle_seed" not in found
+    assert settings(train_sampling_strategy="sequential")["sampling"] == "sequential"
     assert trainer_settings({}, where="x", num_processes=2) == {
         "loader": "trainer", "drop_last": False, "data_parallel_size": 2,
     }  # fmt: skip

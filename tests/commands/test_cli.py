@@ -348,7 +348,7 @@ def test_help_names_every_option_in_its_panel(thdprof):
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_command_has_help(thdprof, flag):
-    commands = ("analyze", "sweep", "report", "merge", "export", "compare", "check", "calibrate", "demo")
+    commands = ("analyze", "sweep", "pack", "report", "merge", "export", "compare", "check", "calibrate", "demo")
     done = thdprof(flag)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^│ ([a-z]+)  ", done.stdout, re.M) == [*commands]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import pickle
@@ -268,6 +269,19 @@ def test_a_run_in_another_order_is_told_so(plan, tmp_path, caplog):
     run(tmp_path, PlanCallback(plan), data_seed=3, max_steps=1).train()
     assert "data_seed (seed): the plan was made for 42, the run has 3" in caplog.text
     assert "samples of the run (max_steps): the plan was made for 2 epochs (" in caplog.text
+
+
+@pytest.mark.parametrize("planned", ["random", "sequential"])
+def test_sequential_sampling_is_followed_and_told_from_a_random_order(planned, plan, tmp_path, caplog):
+    planned_run = dataclasses.replace(plan.training, sampling=planned)
+    run(
+        tmp_path, PlanCallback(plan.model_copy(update={"training": planned_run})), max_steps=1,
+        train_sampling_strategy="sequential",
+    ).train()  # fmt: skip
+    told = "train_sampling_strategy: the plan was made for random, the run has sequential" in caplog.text
+    assert told == (planned == "random")
+    _, other_order = refusals.compare_settings(plan.model_copy(update={"training": planned_run}), {}, 1)
+    assert any("train_sampling_strategy" in line for line in other_order) == (planned == "sequential")
 
 
 def test_an_order_that_is_not_known_is_refused(plan, tmp_path):

@@ -34,6 +34,7 @@ def predicted(rows, *, ranks: int, epochs: int, tail_policy="none", arguments: d
         shuffle_seed=arguments.get("seed", 42) if arguments.get("shuffle_dataset") else None,
         drop_last=arguments.get("dataloader_drop_last", False),
         packing_processes=arguments.get("dataset_num_proc", 1),
+        sampling=arguments.get("train_sampling_strategy", "random"),
         train_epochs=epochs,
         tail_policy=tail_policy,
     )
@@ -68,6 +69,21 @@ def test_equals_the_trainers_own_data_loaders(run, monkeypatch, tmp_path):
         assert predicted(rows, ranks=run["ranks"], epochs=3, arguments=arguments) == expected
         compared += len(expected)
     assert compared > 20
+
+
+@pytest.mark.parametrize(("ranks", "size", "drop_last"), [(1, 1, False), (1, 3, False), (3, 2, False), (3, 2, True)])
+def test_reads_rows_in_their_own_order(ranks, size, drop_last, monkeypatch, tmp_path):
+    rows = documents(260, seed=4, longest=60)
+    arguments = {
+        "train_sampling_strategy": "sequential", "per_device_train_batch_size": size, "gradient_accumulation_steps": 2,
+        "dataloader_drop_last": drop_last,
+    }  # fmt: skip
+    seen = seen_by_ranks(monkeypatch, rows, tmp_path, ranks=ranks, epochs=2, **arguments)
+    expected = [tuple(getattr(one, name) for name in COLUMNS) for one in seen]
+    assert predicted(rows, ranks=ranks, epochs=2, arguments=arguments) == expected
+    arguments["train_sampling_strategy"] = "random"
+    assert predicted(rows, ranks=ranks, epochs=2, arguments=arguments) != expected
+    assert len(expected) > 20
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])

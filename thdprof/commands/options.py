@@ -21,6 +21,7 @@ Given = Mapping[str, Any]
 
 dataset_argument = functools.partial(typer.Argument, rich_help_panel="Dataset")
 source_option = functools.partial(typer.Option, rich_help_panel="Where settings come from")
+pack_option = functools.partial(typer.Option, rich_help_panel="Packing and padding")
 capture_option = functools.partial(typer.Option, rich_help_panel="What to capture")
 output_option = functools.partial(typer.Option, rich_help_panel="Output")
 

@@ -69,7 +69,7 @@ _ROWS: tuple[tuple[Changes, str, str], ...] = (
     (
         "prediction",
         "the rows are read in another order, so that shares and times are only about right",
-        "loader data_sharding drop_last seed shuffle_seed max_num_samples",
+        "loader data_sharding drop_last seed shuffle_seed sampling max_num_samples",
     ),
     (
         "prediction",

@@ -235,6 +235,7 @@ def _shorten(value: object) -> str:
 
 
 Loader = Literal["single", "cyclic", "batch", "trainer"]
+Sampling = Literal["random", "sequential"]
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
 Packer = Literal[
     "first_fit_decreasing",
@@ -364,6 +365,9 @@ class TrainingSettings:
     """Seed of the order of the data."""
     shuffle_seed: Annotated[int | None, Interval(ge=0, le=2**32 - 1), _LOADER(kinds=_OF_TRAINER, **_RARE)] = None
     """Seed with which TRL shuffles the dataset before the Trainer reads it, and before it packs; null: it does not."""
+    sampling: Annotated[Sampling, _LOADER(kinds=_OF_TRAINER, **_RARE)] = "random"
+    """The order in which the Trainer reads rows, its train_sampling_strategy: a permutation of every epoch that `seed`
+    draws, or the order of the file."""
     split: Annotated[
         str, _DATASET("Megatron's split of the data.", kinds=("streams", "conversations"), swept=False, as_text=True)
     ] = "969,30,1"
@@ -521,6 +525,7 @@ class TrainingOptions(TypedDict, total=False):
     drop_last: bool
     seed: int
     shuffle_seed: int | None
+    sampling: Sampling
     split: str
     train_samples: int | None
     train_iters: Annotated[int | None, _ANY, _BATCH("Steps of the run.", assumed="one epoch")]

@@ -22,6 +22,7 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "drop_last": "dataloader_drop_last",
     "seed": "data_seed (seed)",
     "shuffle_seed": "shuffle_dataset (seed)",
+    "sampling": "train_sampling_strategy",
     "packer": "packing_strategy",
     "packing_processes": "dataset_num_proc",
     "pad_seq_to_mult": "pad_to_multiple_of",
@@ -98,7 +99,7 @@ def _unknown_orders(arguments: Mapping[str, Any]) -> list[str]:
     """What makes the order in which the run reads its rows unknown, a clause each; empty where it is replayed."""
     found = []
     strategy = arguments.get(_SAMPLING, "random")
-    if arguments.get("group_by_length") or strategy not in ("random", None):
+    if arguments.get("group_by_length") or strategy not in ("random", "sequential", None):
         found.append("group_by_length" if arguments.get("group_by_length") else f"{_SAMPLING} {strategy!r}")
     config = arguments.get("accelerator_config") or {}
     if isinstance(config, Mapping):
@@ -145,6 +146,8 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
     if arguments.get("shuffle_dataset"):
         take("shuffle_seed", "seed", least=0)
     take("seed", "data_seed", least=0)
+    if arguments.get(_SAMPLING) == "sequential":
+        found["sampling"] = "sequential"
     take("pad_seq_to_mult", "pad_to_multiple_of")
     take("packing_processes", "dataset_num_proc")
     # transformers' default is to keep the last, partial micro-batch of an epoch

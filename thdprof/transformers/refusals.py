@@ -177,7 +177,9 @@ def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: in
     Raises:
         UsageError: the order in which the run reads its data is not known.
     """
-    run = trainer_settings(arguments, where="the Trainer's arguments", num_processes=num_processes)
+    run = {"sampling": "random"} | trainer_settings(
+        arguments, where="the Trainer's arguments", num_processes=num_processes
+    )
     accumulation = run.pop("gradient_accumulation", 1)
     if run.get("micro_batch_size") is not None:
         run["global_batch_size"] = run["micro_batch_size"] * accumulation * num_processes

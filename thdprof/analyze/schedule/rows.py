@@ -29,12 +29,16 @@ def shuffle_dataset(size: int, seed: int) -> NDArray[np.int64]:
 def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray[np.int64]:
     """The rows of one epoch, int64, shape [micro-batches of a rank, ranks, rows of a micro-batch].
 
-    The permutation is seeded with the seed plus the epoch. Every rank takes each so-many-th micro-batch. With
-    `drop_last` a partial round of the ranks is left out. Otherwise rows from the epoch's beginning fill it up; on a
-    single rank the last micro-batch then has fewer rows, and `NO_ROW` in the place of the others.
+    The permutation is seeded with the seed plus the epoch; with sequential sampling the rows keep their order. Every
+    rank takes each so-many-th micro-batch. With `drop_last` a partial round of the ranks is left out. Otherwise rows
+    from the epoch's beginning fill it up; on a single rank the last micro-batch then has fewer rows, and `NO_ROW` in
+    the place of the others.
     """
     ranks, size = settings.data_parallel_size, settings.micro_batch_size
-    order = torch_randperm(num_rows, settings.seed + epoch)
+    if settings.sampling == "sequential":
+        order = np.arange(num_rows, dtype=np.int64)
+    else:
+        order = torch_randperm(num_rows, settings.seed + epoch)
     together = ranks * size
     if settings.drop_last:
         return order[: num_rows // together * together].reshape(-1, ranks, size)

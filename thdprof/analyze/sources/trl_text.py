@@ -189,10 +189,30 @@ def _version(package: str) -> str | None:
         return None
 
 
+def write_tokens(paths: Sequence[Path], reading: Reading, directory: Path) -> None:
+    """Write the tokens of every row of `paths` into `directory`, as `count_trl_tokens.Task` says.
+
+    Raises:
+        UsageError, DataError: as when the same files are read.
+    """
+    from thdprof.analyze.sources.readers.count_trl_tokens import LENGTHS_FILE
+
+    assert reading.tokenizer_model is not None  # the files were counted before
+    task = _task(paths, reading, _find_tokenizer("--tokenizer", reading.tokenizer_model))
+    _run({**task, "output": str(directory), "contents": True}, reading, directory / LENGTHS_FILE)
+
+
 def _count(task: dict[str, Any], reading: Reading) -> NDArray[np.int32]:
-    """Run the program."""
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "counts.npy"
+        _run({**task, "output": str(output)}, reading, output)
+        counts: NDArray[np.int32] = np.load(output, allow_pickle=False)
+        return counts
+
+
+def _run(task: dict[str, Any], reading: Reading, output: Path) -> None:
+    """Run the program, which writes `output` last."""
+    with tempfile.TemporaryFile() as errors:
         command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
@@ -200,7 +220,7 @@ def _count(task: dict[str, Any], reading: Reading) -> NDArray[np.int32]:
             assert program.stdin is not None
             assert program.stdout is not None
             try:
-                program.stdin.write(json.dumps({**task, "output": str(output)}).encode())
+                program.stdin.write(json.dumps(task).encode())
                 program.stdin.close()
                 for line in program.stdout:
                     if line.startswith(b"{"):
@@ -219,8 +239,6 @@ def _count(task: dict[str, Any], reading: Reading) -> NDArray[np.int32]:
                 f"{task['files'][0]}: the process that counts tokens ended early "
                 f"({(last or [f'exit code {program.returncode}'])[0][:300]})"
             )
-        counts: NDArray[np.int32] = np.load(output, allow_pickle=False)
-        return counts
 
 
 def _refused(reading: Reading, *, kind: str, error: str) -> Exception:

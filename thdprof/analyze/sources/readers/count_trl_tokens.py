@@ -1,7 +1,7 @@
-"""A program that counts the tokens of text as TRL's SFTTrainer makes them, in worker processes.
+"""A program that counts the tokens of text as TRL's SFTTrainer makes them, or writes them, in worker processes.
 
 It runs in a process of its own, where PyTorch is hidden. Standard input is a JSON object with the fields of `Task`.
-Lines of standard output say how far the work is; the counts are written to a file.
+Lines of standard output say how far the work is; the counts, or the tokens, are written to files.
 
 Rules: TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.py`; values as datasets 5.2 gives them.
 """
@@ -29,6 +29,8 @@ from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches
 from thdprof.analyze.sources.readers.tokenize_program import Refused, load_tokenizer
 from thdprof.errors import DataError
 
+TOKENS_FILE, TRAINED_FILE, LENGTHS_FILE = "input_ids.i4", "trained.u1", "lengths.npy"
+"""Tokens of all documents, int32; whether each is trained, uint8, where some are not; tokens of a document, int64."""
 NEVER = 2**31 - 1
 """Stands for a number of tokens of which none is trained."""
 _FEW_BYTES = 2**20
@@ -96,22 +98,49 @@ class Task:
     masks: bool
     """Whether it matters from where on tokens are trained."""
     output: str
-    """File of the counts, int32, shape [1 or 2, documents]: tokens, and `UnpackedDocuments.trained_from`."""
+    """File of the counts, int32, shape [1 or 2, documents]: tokens, and `UnpackedDocuments.trained_from`. With
+    `contents` a directory."""
+    contents: bool = False
+    """Whether the tokens themselves are written, as `TOKENS_FILE`, `TRAINED_FILE` and `LENGTHS_FILE`."""
 
 
 def main() -> None:
     """Count all documents of a task."""
     task = Task(**json.load(sys.stdin))
     try:
-        np.save(task.output, count_all(task, lambda *progress: print(json.dumps(progress), flush=True)))
+        work = write_all if task.contents else count_all
+        work(task, lambda *progress: print(json.dumps(progress), flush=True))
     except Refused as refused:
         print(json.dumps({"kind": refused.kind, "error": str(refused)}), flush=True)
     except DataError as error:
         print(json.dumps({"kind": "data", "error": str(error)}), flush=True)
 
 
-def count_all(task: Task, report: Callable[[float, int], None]) -> NDArray[np.int32]:
-    """The counts of all files; `report` is called with the share of bytes and the number of documents so far."""
+def count_all(task: Task, report: Callable[[float, int], None]) -> None:
+    """Write the counts of all files; `report` is called with the share of bytes and the number of documents so far."""
+    found, documents = [], 0
+    for share, result in _map_files(task, _Counter):
+        found.append(result)
+        documents += result.shape[1]
+        report(share, documents)
+    np.save(task.output, np.concatenate(found, axis=1))
+
+
+def write_all(task: Task, report: Callable[[float, int], None]) -> None:
+    """Write the tokens of all files; `report` is called as by `count_all`."""
+    directory, lengths, documents = Path(task.output), [np.empty(0, dtype=np.int64)], 0
+    with (directory / TOKENS_FILE).open("wb") as tokens_file, (directory / TRAINED_FILE).open("wb") as trained_file:
+        for share, (tokens, trained, of_part) in _map_files(task, _Tokenizer):
+            tokens_file.write(tokens)
+            trained_file.write(trained)
+            lengths.append(of_part)
+            documents += len(of_part)
+            report(share, documents)
+    np.save(directory / LENGTHS_FILE, np.concatenate(lengths))
+
+
+def _map_files(task: Task, kind: type[_Counter]) -> Iterator[tuple[float, Any]]:
+    """What a counter of `kind` makes of every part of the files, with the share of bytes before the part's end."""
     tokenizer = load_tokenizer(task.tokenizer)
     parts = _read_parts([Path(file) for file in task.files], task.text_column)
     begun: list[Part] = []
@@ -123,17 +152,13 @@ def count_all(task: Task, report: Callable[[float, int], None]) -> NDArray[np.in
                 break
         if first is None:
             raise DataError(f"{task.files[0]}: holds no rows; write it again with data")
-        counter = _Counter(task, tokenizer, first[1])
+        counter = kind(task, tokenizer, first[1])
     except (ValueError, IndexError, TypeError) as error:
         raise DataError(f"{task.files[0]}: the first row is no such text: {type(error).__name__}: {error}") from error
-    found, documents = [], 0
     for share, result in map_parts(counter, chain(begun, parts), workers=_num_workers(task)):
         if isinstance(result, str):
             raise DataError(result)
-        found.append(result)
-        documents += result.shape[1]
-        report(share, documents)
-    return np.concatenate(found, axis=1)
+        yield share, result
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -227,27 +252,32 @@ class _Counter:
         self._masks = task.masks and (self._masks_prompts or task.assistant_only_loss)
         self._quick: bool | None = None
 
-    def __call__(self, part: Part) -> tuple[float, NDArray[np.int32] | str]:
-        """The counts of a part, or the text of what TRL stops on there."""
+    def __call__(self, part: Part) -> tuple[float, Any]:
+        """What the counter makes of a part, or the text of what TRL stops on there."""
         number = part.first
-        texts: list[tuple[str, bool]] = []
-        trained: list[tuple[int, int]] = []
-        try:
+
+        def examples() -> Iterator[Example]:
+            nonlocal number
             for row, value in part.rows():
                 number = row
-                example = self._prepare(value)
-                if self._masks:
-                    trained.append(self._trained(example))
-                else:
-                    texts.append(self._text(example))
-            if self._masks:
-                return part.share, np.array(trained, dtype=np.int32).reshape(-1, 2).T
-            return part.share, np.array([self._lengths(texts)], dtype=np.int32)
+                yield self._prepare(value)
+
+        try:
+            return part.share, self._make(examples())
         except BrokenLineError as error:
             return part.share, f"{part.where} {error.number}: is not JSON: {error}"
         except Exception as error:  # a template may raise any
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return part.share, f"{part.where} {number}: TRL cannot make tokens of it: {reason}"
+
+    def _make(self, examples: Iterator[Example]) -> Any:
+        """The counts of examples, int32, shape [1 or 2, examples]."""
+        if not self._masks:
+            return np.array([self._lengths([self._text(example) for example in examples])], dtype=np.int32)
+        counts = []
+        for _, trained in map(self._tokenize, examples):
+            counts.append((len(trained), int(trained.argmax()) + 1 if trained.any() else NEVER))
+        return np.array(counts, dtype=np.int32).reshape(-1, 2).T
 
     def _take_template(self) -> None:
         """Give the tokenizer another chat template, as TRL's chat_template_path does."""
@@ -332,8 +362,8 @@ class _Counter:
             return self._tokenizer.apply_chat_template(content, tokenize=True, return_dict=True, **options)
         return self._tokenizer(text=content)
 
-    def _trained(self, example: Example) -> tuple[int, int]:
-        """Tokens of the example, and the fewest to cut it to so that one of them is trained."""
+    def _tokenize(self, example: Example) -> tuple[list[int], NDArray[np.bool_]]:
+        """The tokens of the example, and whether each is trained."""
         masked = self._task.assistant_only_loss
         whole = self._ids(self._content(example), example, **({"return_assistant_tokens_mask": True} if masked else {}))
         ids = whole["input_ids"]
@@ -347,7 +377,21 @@ class _Counter:
             begun = self._ids(prompt, example, **({"add_generation_prompt": True} if isinstance(prompt, list) else {}))
             pairs = enumerate(zip(begun["input_ids"], ids, strict=False))
             trained[: next((at for at, (a, b) in pairs if a != b), min(len(begun["input_ids"]), len(ids)))] = False
-        return len(ids), int(trained.argmax()) + 1 if trained.any() else NEVER
+        return ids, trained
+
+
+class _Tokenizer(_Counter):
+    """Makes the tokens of a part of the data, and says which of them are trained."""
+
+    def _make(self, examples: Iterator[Example]) -> tuple[bytes, bytes, NDArray[np.int64]]:
+        """Tokens of all examples, int32; whether each is trained, uint8, or nothing where all are; and their counts."""
+        made = list(map(self._tokenize, examples))
+        tokens = np.array(list(chain.from_iterable(ids for ids, _ in made)), dtype=np.int32)
+        lengths = np.array([len(ids) for ids, _ in made], dtype=np.int64)
+        if not (self._masks_prompts or self._task.assistant_only_loss):
+            return tokens.tobytes(), b"", lengths
+        trained = np.concatenate([np.empty(0, dtype=np.bool_), *(each for _, each in made)])
+        return tokens.tobytes(), trained.astype(np.uint8).tobytes(), lengths
 
 
 def _is_conversational(example: Example) -> bool:
@@ -384,16 +428,14 @@ def _num_workers(task: Task) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def map_parts(
-    counter: _Counter, parts: Iterable[Part], *, workers: int
-) -> Iterator[tuple[float, NDArray[np.int32] | str]]:
+def map_parts(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[tuple[float, Any]]:
     """The results of `counter`, in order; so many parts are read ahead that no worker waits, and no more."""
     if workers == 1:
         yield from map(counter, parts)
         return
     global _counter
     _counter = counter
-    waiting: deque[Future[tuple[float, NDArray[np.int32] | str]]] = deque()
+    waiting: deque[Future[tuple[float, Any]]] = deque()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
             for part in parts:
@@ -406,7 +448,7 @@ def map_parts(
             pool.shutdown(cancel_futures=True)
 
 
-def _count_part(part: Part) -> tuple[float, NDArray[np.int32] | str]:
+def _count_part(part: Part) -> tuple[float, Any]:
     assert _counter is not None
     return _counter(part)
 

@@ -526,7 +526,8 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
             raise DataError(f"{path}: corrupt: a footer of {length} bytes in a file of {size}")
         raw.seek(size - 8 - length)
         footer = raw.read(length)
-    with arrow_errors(path), pq.ParquetFile(open_source(path)) as arrow:
+    # pre_buffer keeps all that was read in memory
+    with arrow_errors(path), pq.ParquetFile(open_source(path), pre_buffer=False) as arrow:
         yield ParquetFile(path, arrow, footer)
 
 

@@ -1,0 +1,105 @@
+"""`thdprof pack`: pack a dataset so that graphs are small and steps are even, and write it for a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from thdprof.commands import streams
+from thdprof.commands.options import (
+    Force,
+    Given,
+    GraphsToCapture,
+    Json,
+    LaunchScript,
+    SettingsFile,
+    TrainerArguments,
+    dataset_argument,
+    output_option,
+    pack_option,
+    with_settings,
+)
+from thdprof.errors import UsageError
+
+
+@with_settings
+def pack(
+    *,
+    datasets: Annotated[
+        list[str] | None,
+        dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
+    ] = None,
+    given: Given,
+    megatron_args: LaunchScript = None,
+    training_args: TrainerArguments = None,
+    settings: SettingsFile = None,
+    impl: GraphsToCapture = None,
+    max_docs: Annotated[
+        str | None,
+        pack_option(
+            metavar="<int|auto>",
+            help="Most documents of a pack, with the one of an unused tail; auto: the quickest by the model's times.",
+            show_default="any number",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        pack_option(
+            min=0, help="Steps over which packs are balanced; 0 keeps a random order.", show_default="by the data"
+        ),
+    ] = None,
+    to: Annotated[
+        Literal["trl", "bridge", "megatron-sft", "index"],
+        output_option(help="What is written: rows of a trainer, or an index of documents."),
+    ] = "index",
+    output: Annotated[Path | None, output_option("-o", "--output", help="File of the packs.")] = None,
+    plan: Annotated[Path | None, output_option(help="Write the plan of the packs here.")] = None,
+    dry_run: Annotated[bool, output_option("--dry-run", help="Print the comparison alone; write nothing.")] = False,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Pack a dataset anew, compare it with the trainer's own packs, and write it in the order of training."""
+    from thdprof.analyze.analysis import check_gpu
+    from thdprof.analyze.settings.request import read_request
+    from thdprof.files import check_not_inputs, check_targets, json_text
+    from thdprof.pack.repack import plan_packs, repack
+    from thdprof.pack.report import print_repacking, to_dict
+    from thdprof.pack.write import explain_reading, metadata_path, write_packs
+
+    cap = _read_cap(max_docs)
+    if dry_run and (output, plan) != (None, None):
+        raise UsageError("--dry-run writes nothing; leave out -o and --plan, or --dry-run")
+    if output is None and not dry_run:
+        raise UsageError("no output named: give -o FILE, or --dry-run for the comparison alone")
+    if plan is not None and to == "index":
+        raise UsageError("--plan: an index is no data that training reads; give --to with the trainer")
+    beside = None if output is None or to != "bridge" else metadata_path(output)
+    outputs = [path for path in (output, beside, plan) if path is not None]
+    check_targets(outputs, force=force)
+    request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
+    check_gpu(request)
+    for note in request.notes:
+        streams.say(note)
+    with streams.progress_bar() as progress:
+        result, dataset = repack(request, max_docs=cap, window=window, target=to, impl=impl, progress=progress)
+        check_not_inputs(outputs, map(Path, dataset.uris))
+        if output is not None:
+            write_packs(result, dataset, target=to, path=output, progress=progress)
+    if plan is not None and output is not None:
+        plan_packs(result, output, impl=impl).save(plan, force=force)
+    if json:
+        streams.write(json_text(to_dict(result)) + "\n")
+    else:
+        then = [] if output is None else explain_reading(result, to, output)
+        print_repacking(result, streams.console(stderr=False), then=then)
+    for name, file in (("packs", output), ("plan", plan)):
+        if file is not None:
+            streams.say(f"{name} written to {file}")
+
+
+def _read_cap(text: str | None) -> int | Literal["auto"] | None:
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    if text.isascii() and text.isdigit() and 1 <= int(text) < 2**31:
+        return int(text)
+    raise UsageError(f"--max-docs {text}: give a number from 1 on, or auto")

@@ -1,0 +1,144 @@
+"""The documents of a dataset that go into new packs: where each stands, and the part of it that its trainer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule.gpt_dataset import train_share
+from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
+from thdprof.analyze.sources.readers import json_lines
+from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns
+from thdprof.errors import DataError
+from thdprof.training import TrainingSettings
+from thdprof.words import write_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Documents that are packed, in the order of the files. A document that training splits is several."""
+
+    files: tuple[str, ...]
+    """The files that hold them."""
+    rows_of_file: NDArray[np.int64]
+    """Rows of each file, also those that nothing is packed of, shape [files]."""
+    number: NDArray[np.int64]
+    """Number of the document in the dataset, from 0, shape [documents]."""
+    file: NDArray[np.int32]
+    """Index into `files`, shape [documents]."""
+    row: NDArray[np.int64]
+    """Row of the file, from 0, blank lines not counted, shape [documents]."""
+    start: NDArray[np.int64]
+    """Stored tokens of that row before the document, shape [documents]."""
+    tokens: NDArray[np.int32]
+    """Tokens that training sees of it, at least 1, shape [documents]."""
+    stored_more: int
+    """Tokens that each document stores besides: 1 for Megatron-Bridge's, else 0."""
+    notes: tuple[str, ...]
+    """Sentences on documents that were cut, split or left out, with their number."""
+
+
+def collect_documents(
+    dataset: Dataset, settings: TrainingSettings, *, seq_length: int, for_bridge: bool = False
+) -> Documents:
+    """The documents of the training split of `dataset`, none longer than `seq_length` tokens.
+
+    Longer ones are treated as training treats them under `settings`: Megatron-Bridge leaves them out, TRL's bfd_split
+    and wrapped and Megatron's GPTDataset split them, all others cut them. Documents without tokens are left out.
+    `for_bridge` makes documents of Megatron-Bridge, which trains one token fewer than a document stores.
+
+    Raises:
+        DataError: no document is left.
+    """
+    content, notes = dataset.content, list[str]()
+    stored_more = 0
+    match content:
+        case PackedRows():
+            lengths, rule = content.document_tokens, "cut"
+            counts, row_counts = np.diff(content.row_offsets), _rows_of_files(dataset, settings)
+            stored_more = int(content.rule == "bridge")
+        case UnpackedDocuments():
+            lengths, rule = content.document_tokens, _overlong_rule(settings)
+            if settings.packer == "none" and content.trained_from is not None:
+                lengths = np.where(content.trained_from <= seq_length, lengths, 0)
+            counts, row_counts = np.ones(len(lengths), dtype=np.int64), _rows_of_files(dataset, settings)
+        case Conversations():
+            lengths = np.concatenate([file.conversation_tokens for file in content.files])
+            counts = np.concatenate([np.diff(file.line_offsets) for file in content.files])
+            row_counts, rule = [len(file.line_numbers) for file in content.files], "cut"
+        case streams:
+            lengths, rule = np.concatenate([stream.sequence_tokens for stream in streams]), "split"
+            counts = np.ones(len(lengths), dtype=np.int64)
+            row_counts = [len(stream.sequence_tokens) for stream in streams]
+    if for_bridge:
+        rule = "leave out"
+        if not stored_more:
+            lengths, stored_more = np.maximum(lengths - 1, 0), 1
+    file_of_row = np.repeat(np.arange(len(row_counts), dtype=np.int32), row_counts)
+    row_in_file = np.concatenate([np.arange(count) for count in row_counts])
+    row = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(lengths.astype(np.int64) + stored_more) - lengths - stored_more
+    first = np.concatenate(([0], np.cumsum(counts)[:-1])).clip(max=max(0, len(lengths) - 1))
+    start = before - np.repeat(before[first], counts)
+    kept = lengths > 0
+    if not isinstance(content, PackedRows | UnpackedDocuments):
+        trained = np.concatenate([np.arange(count) < train_share(settings.split, count).stop for count in row_counts])
+        if not trained.all():
+            notes.append(f"--split {settings.split}: only rows of the training split are packed")
+        kept &= trained[row]
+    if left_out := int((lengths == 0).sum()):
+        notes.append(f"{write_count(left_out, 'document')} without a token to train on left out")
+    pieces = np.where(kept, 1, 0)
+    if num_long := int((kept & (lengths > seq_length)).sum()):
+        long = f"{write_count(num_long, 'document')} longer than {seq_length:,} tokens"
+        notes.append(f"{long} {rule.replace('leave', 'left')}{' to that' if rule == 'cut' else ''}")
+        if rule == "leave out":
+            pieces[lengths > seq_length] = 0
+        elif rule == "split":
+            pieces = np.where(kept, -(-lengths // seq_length), 0)
+    if not pieces.any():
+        raise DataError(f"{dataset.uris[0]}: no document is left to pack: {'; '.join(notes)}")
+    at = np.repeat(np.arange(len(lengths)), pieces)
+    offset = (np.arange(len(at)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_length
+    return Documents(
+        files=dataset.uris,
+        rows_of_file=np.array(row_counts, dtype=np.int64),
+        number=at,
+        file=file_of_row[row[at]],
+        row=row_in_file[row[at]],
+        start=start[at] + offset,
+        tokens=np.minimum(lengths[at] - offset, seq_length).astype(np.int32),
+        stored_more=stored_more,
+        notes=tuple(notes),
+    )
+
+
+def _overlong_rule(settings: TrainingSettings) -> str:
+    """What training does with a document that is longer than a pack."""
+    if settings.packer.startswith("first_fit") and settings.pad_seq_to_mult == 1:
+        return "leave out"
+    return "split" if settings.packer in ("best_fit_split", "wrapped") else "cut"
+
+
+def _rows_of_files(dataset: Dataset, settings: TrainingSettings) -> Sequence[int]:
+    """The number of rows of each file of packed rows, of lengths or of text."""
+    if len(dataset.uris) == 1:
+        return [dataset.num_rows()]
+    named = {"length_column": settings.length_column}
+    if dataset.format != "trl-text":  # is read again in a moment: no tokens are counted
+        return [read_dataset([uri], format=dataset.format, settings=named).num_rows() for uri in dataset.uris]
+    return [_count_texts(Path(uri)) for uri in dataset.uris]
+
+
+def _count_texts(path: Path) -> int:
+    if holds_columns(path):
+        with open_columns(path) as file:
+            return file.num_rows()
+    lines = chain.from_iterable(lines for _, _, lines in json_lines.read_parts(path))
+    return sum(1 for line in lines if line.strip())

@@ -1,0 +1,416 @@
+"""Packs a dataset anew, and compares the trainer's own packs with the new ones under the run's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.analysis import Analysis, Progress, Study, analyze, read_showing
+from thdprof.analyze.buckets.cost_table import load_costs
+from thdprof.analyze.planning import make_plan
+from thdprof.analyze.predictions import Range
+from thdprof.analyze.schedule.packers import pad
+from thdprof.analyze.settings.request import Request
+from thdprof.analyze.sources.base import (
+    Content,
+    ConversationFile,
+    Conversations,
+    Dataset,
+    PackedRows,
+    RowRule,
+    UnpackedDocuments,
+)
+from thdprof.dispatch import Bucket
+from thdprof.errors import UsageError
+from thdprof.pack.documents import Documents, collect_documents
+from thdprof.pack.order import measure_order, order_packs
+from thdprof.pack.packs import pack_documents
+from thdprof.plan import FallbackRate, Percentiles, Plan
+from thdprof.training import TRL_PACKERS, GraphKind, TrainingSettings
+
+_READ_SHARE = 0.4
+"""Progress-bar estimate: the share of the work that ends with the analysis of the old packs."""
+_CAPS = tuple(2**power for power in range(2, 13))
+"""Caps that are compared."""
+_OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "shuffle_seed", "loader", "seq_length", "split",
+             "sft_tokenizer_prompt_format", "tokenizer_model", "length_column", "drop_last")  # fmt: skip
+"""Settings of the run that say how the old rows were made and read."""
+_OF_CONVERSATIONS = ("sft_tokenizer_prompt_format", "tokenizer_model")
+"""Those of them by which conversations are still read."""
+_RUN_LENGTH = ("train_samples", "train_iters", "train_epochs")
+
+Target = Literal["trl", "bridge", "megatron-sft", "index"]
+Rule = RowRule | Literal["conversations"]
+"""How training reads the new packs: as rows, or as lines of conversations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packs:
+    """Documents in packs, in the order in which training reads them."""
+
+    documents: Documents
+    """What is packed."""
+    order: NDArray[np.int64]
+    """Indices of the documents, pack after pack, shape [documents]."""
+    offsets: NDArray[np.int64]
+    """Pack p holds order[offsets[p] : offsets[p + 1]], shape [packs + 1]."""
+    tokens: NDArray[np.int32]
+    """Tokens of the documents as training sees them, padded if it pads them, pack after pack, shape [documents]."""
+    costs: NDArray[np.float64]
+    """Sum of the squared lengths of each pack's documents, by which packs are ordered, shape [packs]."""
+    seq_length: int
+    """Most tokens of a pack."""
+
+    def make_dataset(self, rule: Rule) -> Dataset:
+        """The packs as training reads them."""
+        content: Content
+        if rule == "conversations":
+            lines = np.arange(1, len(self.offsets))
+            tokens = self.documents.tokens[self.order]
+            file = ConversationFile(
+                path="new packs", conversation_tokens=tokens, line_offsets=self.offsets, line_numbers=lines, faults={}
+            )
+            format, content = "megatron-sft", Conversations(files=(file,))
+        else:
+            content = PackedRows(document_tokens=self.tokens, row_offsets=self.offsets, rule=rule)
+            format = "lengths" if rule == "concatenate" else rule
+        return Dataset.from_content(format, ["new packs"], content, pack_tokens=self.seq_length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One column of the comparison: the run with the old packs or with the new ones."""
+
+    packs: int
+    """Packs of one epoch."""
+    fill: float
+    """Share of the packs' tokens that hold documents, 0 to 1."""
+    documents: Percentiles
+    """Documents of a micro-batch."""
+    buckets: tuple[Bucket, ...]
+    """Graphs that are captured."""
+    fallback_rate: FallbackRate
+    """What runs eagerly beside them."""
+    graph_memory_bytes: int | None
+    """Memory of the graphs; None: not known."""
+    slowest_over_mean: float | None
+    """Work of a step's slowest rank over that of the mean rank; None under dynamic context parallelism."""
+    slowest_over_mean_random: float | None
+    """The same with the micro-batches in a random order."""
+    step_ms: Range | None
+    """Milliseconds of a step; None: no times are known."""
+    tokens_per_second: Range | None
+    """Tokens of documents that the run trains on per second; None: no times are known."""
+    relative_step_time: Range | None
+    """A step's time by that of the same step run eagerly; None: no times are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cap:
+    """What a cap on the documents of a pack makes of the run."""
+
+    max_docs: int | None
+    """The cap, the document of an unused tail included; None: any number."""
+    packs: int
+    """Packs of one epoch."""
+    documents: int
+    """Most documents of a pack, without that of a tail."""
+    tokens_per_second: float | None
+    """Tokens of documents that the run trains on per second, on a host in the middle of the range; None: no times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repacking:
+    """Everything that `thdprof pack` reports and writes."""
+
+    packs: Packs
+    """The new packs."""
+    max_docs: int | None
+    """Most documents of a pack, the one of an unused tail included; None: any number."""
+    curve: tuple[Cap, ...]
+    """The caps that were compared; empty where the cap was given."""
+    before: Side
+    """The run with its trainer's own packs."""
+    after: Side
+    """The run with the new packs, read in their order."""
+    old: Request
+    """The dataset and the run with its trainer's own packs, over one epoch."""
+    new: Request
+    """The run with the new packs."""
+    settings: TrainingSettings
+    """The settings of that run, complete, for which the order holds."""
+    correlation: tuple[float, float] | None
+    """Correlation of the costs of neighbouring steps in the new order and in a random one; None: no step is full."""
+    notes: tuple[str, ...]
+    """Sentences on documents that were cut, split or left out."""
+
+
+def repack(
+    request: Request,
+    *,
+    max_docs: int | Literal["auto"] | None,
+    window: int | None,
+    target: Target | None = None,
+    impl: GraphKind | None = None,
+    progress: Progress = lambda stage, done, documents: None,
+) -> tuple[Repacking, Dataset]:
+    """Pack the dataset of `request` anew; also the dataset as it was read.
+
+    Args:
+        request: the dataset and the run, which is compared over one epoch.
+        max_docs: most documents of a pack, with the one that training appends for an unused tail; None: any number;
+            "auto": the one of the powers of two by which the run trains on most tokens per second.
+        window: steps over which packs are balanced; 0 keeps a random order, None takes the default.
+        target: the trainer whose rows are made; None: the one that the run's settings name.
+        impl: the kind of graphs.
+        progress: called with the stage, the share of the work that is done, and the number of documents.
+
+    Raises:
+        DataError: the dataset cannot be read, or nothing is left to pack.
+        UsageError: the settings contradict each other, or blend several datasets by weights, or there are no times
+            to choose a cap by.
+    """
+    if request.given.get("weights") is not None:
+        raise UsageError("--weights: pack each dataset of a blend for itself, and blend the packs by the same weights")
+    measured = None if request.cost_table is None else load_costs(request.cost_table)
+    dataset, show = read_showing(
+        request.locations, format=request.format, settings=request.given, cache=request.cache, progress=progress
+    )
+    stored = ("seq_length",) if isinstance(dataset.content, PackedRows) else ()
+    old = replace(request, given=_without(request.given, (*_RUN_LENGTH, *stored)))
+    before = Study(old, dataset, measured, impl=impl).analyze()
+    seq_length = request.given.get("seq_length") or before.settings.seq_length
+    rule = _find_rule(dataset, before.settings, target)
+    usual = "append_dummy_seq" if rule == "trl" else before.settings.tail_policy
+    adds_tail = rule == "bridge" or request.given.get("tail_policy", usual) == "append_dummy_seq"
+    new = replace(request, given=read_in_order(request.given, rule, before.settings, seq_length))
+    one_epoch = replace(new, given=_without(new.given, _RUN_LENGTH))
+    make = partial(
+        make_packs,
+        dataset,
+        before.settings,
+        seq_length=seq_length,
+        adds_tail=adds_tail,
+        window=window,
+        for_bridge=target == "bridge",
+    )
+
+    def try_cap(cap: int | None, done: float) -> tuple[Cap, Packs, Analysis]:
+        show("packing", done, dataset.num_documents())
+        packs = make(max_docs=cap)
+        analysis = Study(one_epoch, packs.make_dataset(rule), measured, impl=impl).analyze()
+        return _measure_cap(cap, packs, analysis), packs, analysis
+
+    best = try_cap(None if max_docs == "auto" else max_docs, _READ_SHARE)
+    curve: list[Cap] = []
+    if max_docs == "auto":
+        if not best[2].timed:
+            raise UsageError(f"--max-docs auto: weighs times, and there are none: {best[2].verdict.reason}")
+        mean, most = best[2].n_seqs.mean, best[2].n_seqs.max
+        caps = [cap for cap in _CAPS if mean < cap < most]
+        curve.append(best[0])
+        for number, cap in enumerate(caps, start=1):
+            other = try_cap(cap, _READ_SHARE + (1 - _READ_SHARE) * number / (len(caps) + 1))
+            curve.append(other[0])
+            best = max(best, other, key=lambda each: each[0].tokens_per_second or 0.0)
+    chosen, packs, after = best
+    old_packs, tokens = _count_packs(dataset, before, packs)
+    result = Repacking(
+        packs=packs,
+        max_docs=chosen.max_docs,
+        curve=tuple(curve),
+        before=_summarize(before, old_packs, tokens),
+        after=_summarize(after, chosen.packs, int(packs.tokens.sum(dtype=np.int64))),
+        old=old,
+        new=new,
+        settings=after.settings,
+        correlation=_correlate_steps(packs, after.settings),
+        notes=packs.documents.notes,
+    )
+    return result, dataset
+
+
+def _correlate_steps(packs: Packs, settings: TrainingSettings) -> tuple[float, float] | None:
+    if len(packs.costs) < settings.global_batch_size:
+        return None
+    figures = measure_order(
+        packs.costs,
+        np.arange(len(packs.costs)),
+        num_ranks=settings.data_parallel_size,
+        num_microbatches=settings.num_microbatches,
+        micro_batch_size=settings.micro_batch_size,
+        seed=settings.seed,
+    )
+    return figures.ordered.correlation, figures.random.correlation
+
+
+def _measure_cap(max_docs: int | None, packs: Packs, analysis: Analysis) -> Cap:
+    rate, step_ms = None, analysis.recommendation.step_ms
+    if analysis.worth is not None and analysis.times.step_ms is not None and step_ms is not None:
+        rate = analysis.worth.tokens_per_second[1] * analysis.times.step_ms[0] / step_ms
+    return Cap(
+        max_docs=max_docs,
+        packs=len(packs.offsets) - 1,
+        documents=int(np.diff(packs.offsets).max()),
+        tokens_per_second=rate,
+    )
+
+
+def plan_packs(result: Repacking, path: Path, *, impl: GraphKind | None = None) -> Plan:
+    """The plan of a run with the new packs, which were written to `path` as rows.
+
+    Raises:
+        DataError: the file cannot be read.
+        UsageError: as `make_plan` raises it.
+    """
+    analysis = analyze(replace(result.new, locations=[str(path)], format="auto"), impl=impl)
+    return make_plan(analysis, impl=impl, usual=result.new.usual_impl, layers_per_graph=result.new.layers_per_graph)
+
+
+def make_packs(
+    dataset: Dataset,
+    settings: TrainingSettings,
+    *,
+    seq_length: int,
+    adds_tail: bool,
+    max_docs: int | None,
+    window: int | None,
+    for_bridge: bool = False,
+) -> Packs:
+    """The packs of the dataset's documents, in the order of training.
+
+    They are ordered by the sum of squared lengths: a micro-batch's time grows with that alone, where rows are padded.
+    `adds_tail` says that training appends a document for an unused tail, which counts for `max_docs`; `for_bridge` is
+    for `collect_documents`.
+
+    Raises:
+        DataError: no document is left to pack.
+        UsageError: `max_docs` leaves no place for a document.
+    """
+    pads = isinstance(dataset.content, UnpackedDocuments) and settings.packer not in TRL_PACKERS
+    multiple = settings.pad_seq_to_mult if pads else 1
+    if isinstance(dataset.content, Conversations) and settings.context_parallel_size > 1:
+        multiple = 2 * settings.context_parallel_size  # as SFTDataset pads each conversation
+    if for_bridge and multiple > 1:
+        raise UsageError(
+            f"--pad-seq-to-mult {multiple}: --to bridge pads no documents; pack rows that Megatron-Bridge has padded"
+        )
+    longest = max(1, seq_length // multiple * multiple)
+    documents = collect_documents(dataset, settings, seq_length=longest, for_bridge=for_bridge)
+    tokens = pad(documents.tokens.astype(np.int64), multiple)
+    tail = int(adds_tail)
+    if max_docs is not None and max_docs <= tail:
+        raise UsageError(f"--max-docs {max_docs}: training adds a document for an unused tail; use {tail + 1} or more")
+    pack = pack_documents(tokens, seq_length=seq_length, max_docs=None if max_docs is None else max_docs - tail)
+    costs = np.bincount(pack, weights=np.square(tokens, dtype=np.float64))
+    read = order_packs(
+        costs,
+        num_ranks=settings.data_parallel_size,
+        num_microbatches=settings.num_microbatches,
+        micro_batch_size=settings.micro_batch_size,
+        window=window,
+        seed=settings.seed,
+    )
+    place = np.empty_like(read)
+    place[read] = np.arange(len(read))
+    order = np.argsort(place[pack], kind="stable")
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(place[pack])))).astype(np.int64)
+    return Packs(
+        documents=documents,
+        order=order,
+        offsets=offsets,
+        tokens=tokens[order].astype(np.int32),
+        costs=costs[read],
+        seq_length=seq_length,
+    )
+
+
+def read_in_order(given: Mapping[str, Any], rule: Rule, settings: TrainingSettings, seq_length: int) -> dict[str, Any]:
+    """The run's settings for the new packs: those given, and a loader that reads rows in their order."""
+    found = {**_without(given, _OLD_ROWS), "seq_length": seq_length, "loader": "single"}
+    if rule == "trl":
+        found |= {"loader": "trainer", "sampling": "sequential", "drop_last": settings.drop_last}
+    if rule == "conversations":
+        found |= {name: given[name] for name in _OF_CONVERSATIONS if name in given} | {"split": "100,0,0"}
+    return found
+
+
+def _without(given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+def _find_rule(dataset: Dataset, settings: TrainingSettings, target: Target | None) -> Rule:
+    """How training reads the new packs: as the trainer of the target does, else as that of the run."""
+    if target == "megatron-sft":
+        return "conversations"
+    if target in ("trl", "bridge"):
+        return target
+    if isinstance(dataset.content, PackedRows):
+        return dataset.content.rule
+    if settings.is_of_trainer:
+        return "trl"
+    bridge = isinstance(dataset.content, UnpackedDocuments) and settings.packer.startswith("first_fit")
+    return "bridge" if bridge else "concatenate"
+
+
+def _count_packs(dataset: Dataset, before: Analysis, packs: Packs) -> tuple[int, int]:
+    """Packs of the old rows in an epoch, and the tokens of documents in them."""
+    tokens, seq_length = int(packs.tokens.sum(dtype=np.int64)), before.settings.seq_length
+    match dataset.content:
+        case PackedRows():
+            return dataset.num_rows(), dataset.num_tokens()
+        case UnpackedDocuments() if before.packing_efficiency is not None:
+            return round(tokens / (before.packing_efficiency * seq_length)), tokens
+        case Conversations():
+            kept = sum(int(np.minimum(file.line_tokens(), seq_length).sum()) for file in dataset.content.files)
+            return dataset.num_rows(), kept
+    return -(-tokens // seq_length), tokens
+
+
+def _summarize(analysis: Analysis, packs: int, tokens: int) -> Side:
+    chosen, times, worth = analysis.recommendation, analysis.times, analysis.worth
+    work = _work(analysis)
+    return Side(
+        packs=packs,
+        fill=tokens / (packs * analysis.settings.seq_length),
+        documents=analysis.n_seqs,
+        buckets=tuple(chosen.buckets),
+        fallback_rate=chosen.fallback_rate,
+        graph_memory_bytes=chosen.graph_memory_bytes if analysis.timed else None,
+        slowest_over_mean=None if work is None else slowest_over_mean(analysis, work),
+        slowest_over_mean_random=(
+            None
+            if work is None
+            else slowest_over_mean(analysis, np.random.default_rng(analysis.settings.seed).permutation(work))
+        ),
+        step_ms=times.step_ms,
+        tokens_per_second=None if worth is None else worth.tokens_per_second,
+        relative_step_time=times.relative_step_time,
+    )
+
+
+def _work(analysis: Analysis) -> NDArray[np.float64] | None:
+    """Milliseconds of every micro-batch, shape [micro-batches]; without times the sum of its squared lengths."""
+    table, costs, buckets = analysis.microbatches, analysis.costs, analysis.recommendation.buckets
+    if table.groups is not None or table.squared is None:
+        return None
+    more = costs.squared_ms(table.squared)
+    if more is None or not analysis.timed:
+        return table.squared
+    if buckets:
+        return more + costs.replay_ms(buckets[-1].max_seqs, buckets[-1].max_seqlen) + (costs.outside_ms or 0.0)
+    return (0.0 if costs.host_bound else more) + costs.eager_ms(table.n_seqs) + (costs.outside_ms or 0.0)
+
+
+def slowest_over_mean(analysis: Analysis, work: NDArray[np.float64]) -> float:
+    """The slowest rank's share of work [micro-batches] in a step over the mean rank's, over all full steps."""
+    table = analysis.microbatches
+    by_rank = table.per_rank_step(work, np.add)
+    full = table.num_microbatches == table.num_microbatches.max()
+    return float(by_rank[full].max(axis=1).sum() / by_rank[full].mean(axis=1).sum())

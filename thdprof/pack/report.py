@@ -1,0 +1,114 @@
+"""Prints what `thdprof pack` has made: the trainer's own packs and the new ones in one table, or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from thdprof.analyze.report.shared import plain_table, print_parts
+from thdprof.pack.repack import Repacking, Side
+from thdprof.words import memory_size, percent, ratio, write_count, write_range
+
+SCHEMA = "thdprof.packs/1"
+"""Name and version of the JSON."""
+
+
+_ORDERED_FOR = ("seq_length", "data_parallel_size", "global_batch_size", "micro_batch_size", "seed")
+"""Settings for which the packs and their order hold."""
+
+
+def print_repacking(result: Repacking, console: Console, *, then: Sequence[str] = ()) -> None:
+    """Write the table, the notes, and what the user does next."""
+    run = result.settings
+    step = (
+        write_count(run.data_parallel_size, "rank"),
+        write_count(run.num_microbatches, "micro-batch", "micro-batches"),
+        write_count(run.micro_batch_size, "pack"),
+    )
+    parts: list[str | Table | Text] = [Text(f"packs of {run.seq_length:,} tokens, for steps of {' x '.join(step)}")]
+    if result.curve:
+        curve = plain_table([], ["cap", "packs", "most documents", "tokens a second"])
+        for cap in result.curve:
+            mark = "*" if cap.max_docs == result.max_docs else ""
+            name = "none" if cap.max_docs is None else f"{cap.max_docs:,}"
+            curve.add_row(f"{mark}{name}", f"{cap.packs:,}", f"{cap.documents:,}", f"{cap.tokens_per_second or 0:,.0f}")
+        parts += [Text(), curve, Text()]
+    table = plain_table(["one epoch"], ["before", "after"])
+    for name, *cells in _rows(result):
+        table.add_row(name, *cells)
+    notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in result.notes]
+    if result.correlation is not None:
+        ordered, random = result.correlation
+        order = f"Costs of neighbouring steps correlate by {ordered:.2f}, and by {random:.2f} in a random order."
+        notes.append(Text(order))
+    print_parts([*parts, table, *notes, *map(Text, then)], console)
+
+
+def _rows(result: Repacking) -> list[tuple[str, str, str]]:
+    before, after = result.before, result.after
+
+    def row(name: str, cell: Any) -> tuple[str, str, str]:
+        return name, cell(before), cell(after)
+
+    def documents(side: Side) -> str:
+        return f"{side.documents.p50:,}; {side.documents.p99:,}; {side.documents.max:,}"
+
+    def memory(side: Side) -> str:
+        return "not known" if side.graph_memory_bytes is None else memory_size(side.graph_memory_bytes / 2**30)
+
+    def slowest(value: float | None) -> str:
+        return "not known" if value is None else f"{value:.3f}"
+
+    rows = [
+        row("packs", lambda side: f"{side.packs:,}"),
+        row("share of them that is filled", lambda side: percent(side.fill)),
+        row("documents of a micro-batch: P50; P99; max", documents),
+        row("graphs for documents up to", lambda side: ", ".join(f"{b.max_seqs:,}" for b in side.buckets) or "none"),
+        row("steps with an eager micro-batch", lambda side: percent(side.fallback_rate.step)),
+        row("memory of graphs", memory),
+        row("slowest rank by the mean rank", lambda side: slowest(side.slowest_over_mean)),
+        row("the same in a random order", lambda side: slowest(side.slowest_over_mean_random)),
+    ]
+    if before.step_ms is not None and after.step_ms is not None:
+        rows.append(row("a step", lambda side: write_range(side.step_ms, "ms")))
+        rows.append(row("of a step run eagerly", lambda side: ratio(side.relative_step_time)))
+    if before.tokens_per_second is not None and after.tokens_per_second is not None:
+        rows.append(row("tokens a second", lambda side: write_range(side.tokens_per_second)))
+    return rows
+
+
+def to_dict(result: Repacking) -> dict[str, Any]:
+    """The JSON object as a dict."""
+    return {
+        "schema": SCHEMA,
+        "settings": {name: getattr(result.settings, name) for name in _ORDERED_FOR},
+        "max_docs": result.max_docs,
+        "documents": len(result.packs.order),
+        "caps": [asdict(cap) for cap in result.curve],
+        "before": _side(result.before),
+        "after": _side(result.after),
+        "neighbouring_steps_correlation": (
+            None if result.correlation is None else dict(zip(("ordered", "random"), result.correlation, strict=True))
+        ),
+        "notes": list(result.notes),
+    }
+
+
+def _side(side: Side) -> dict[str, Any]:
+    return {
+        **{name: getattr(side, name) for name in ("packs", "fill")},
+        "documents_per_microbatch": side.documents.model_dump(),
+        "buckets": [asdict(bucket) for bucket in side.buckets],
+        "fallback_rate": side.fallback_rate.model_dump(),
+        **{
+            name: getattr(side, name)
+            for name in ("graph_memory_bytes", "slowest_over_mean", "slowest_over_mean_random", "relative_step_time")
+        },
+        "step_ms": side.step_ms,
+        "tokens_per_second": side.tokens_per_second,
+    }
