@@ -303,7 +303,6 @@ def test_a_result_keeps_to_itself_what_it_was_made_of():
     arguments["packing"] = False
     assert result.request.trainer_arguments["packing"] is True
     assert "SECRET" not in repr(result) + str(result)
-    assert result.recommendation.graph_memory_bytes is None
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_every_setting_that_a_plan_holds_is_compared():
     numbers |= {"max_seqlen_per_dp_cp_rank": 64, **GRAPHS, **PREDICTION}
     numbers |= {"tokenizer_model": "tokens", "sft_tokenizer_prompt_format": "identity"}
     numbers |= {"chat_template": "a.jinja", "text_column": "body", "eos_token": "</s>", "length_column": "mine"}
-    numbers |= {"completion_only_loss": False, "assistant_only_loss": True}
+    numbers |= {"completion_only_loss": False, "assistant_only_loss": True, "sampling": "sequential"}
     pipeline = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatch_group_size": 2}
     numbers |= {"shuffle_seed": 7, "train_epochs": 2, "packing_processes": 2, "min_dynamic_context_parallel_size": 2}
     for name in definitions():

@@ -94,9 +94,11 @@ def caveats(
 
 def find_gpu_memory(gpu: str | None) -> int | None:
     """GiB of memory of the GPU; None where it is not known."""
+    if gpu is None:
+        return None
     from thdprof.analyze.times.gpus import known_gpu
 
-    known = None if gpu is None else known_gpu(gpu)
+    known = known_gpu(gpu)
     return None if known is None else known.memory_gib
 
 

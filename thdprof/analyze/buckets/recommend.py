@@ -285,14 +285,13 @@ class Recommendation:
     """Number of steps on which choices were compared; the figures of the chosen buckets are of all steps."""
 
     def without_times(self) -> Recommendation:
-        """The same without times of a step or a cap, and without graph memory: those of another model say nothing."""
+        """The same without times of a step or a cap."""
         no_times: dict[str, Any] = {"relative_step_time": None, "padding_ms": None}
         return replace(
             self,
             relative_step_time=None,
             step_ms=None,
             eager_step_ms=None,
-            graph_memory_bytes=None,
             one_cap=None if self.one_cap is None else replace(self.one_cap, **no_times),
             candidates=tuple([replace(candidate, **no_times) for candidate in self.candidates]),
         )
