@@ -109,9 +109,7 @@ def analyze_dataset(
             refuse.
         UsageError: the settings, limits, model or lengths contradict each other or cannot be trained with.
     """
-    if unknown := [name for name in settings if name not in TrainingOptions.__annotations__]:
-        alike = find_alike(unknown[0], TrainingOptions.__annotations__)
-        raise UsageError(f"{unknown[0]}: no such setting" + (f"; did you mean {alike}?" if alike else ""))
+    _check_names(settings, tokenizer)
     own = {
         "tokenizer_model": _name_tokenizer(tokenizer),
         "format": format,
@@ -127,8 +125,6 @@ def analyze_dataset(
         "gpu_hour_price": gpu_hour_price,
         "data_parallel_gbps": data_parallel_gbps,
     }
-    if tokenizer is not None and settings.get("tokenizer_model") is not None:
-        raise UsageError("tokenizer and tokenizer_model are one setting; give one")
     given = {**{name: value for name, value in own.items() if value is not None}, **settings}
     request = read_request([], given, settings=None, launch=None, training_args=_read_arguments(training_args))
     check_gpu(request)
@@ -154,6 +150,15 @@ def profile_dataset(*locations: Location, part: str | None = None, **options: Un
         UsageError: as for `analyze_dataset`.
     """
     return make_profile(analyze_dataset(*locations, **options), part=part)
+
+
+def _check_names(settings: Mapping[str, Any], tokenizer: Any) -> None:
+    """Refuse keywords that are no settings, and a tokenizer that is given twice."""
+    if unknown := [name for name in settings if name not in TrainingOptions.__annotations__]:
+        alike = find_alike(unknown[0], TrainingOptions.__annotations__)
+        raise UsageError(f"{unknown[0]}: no such setting" + (f"; did you mean {alike}?" if alike else ""))
+    if tokenizer is not None and settings.get("tokenizer_model") is not None:
+        raise UsageError("tokenizer and tokenizer_model are one setting; give one")
 
 
 def _read_arguments(training_args: Any) -> Path | Mapping[str, Any] | None:

@@ -191,19 +191,11 @@ def repack(
     adds_tail = rule == "bridge" or request.given.get("tail_policy", usual) == "append_dummy_seq"
     new = replace(request, given=read_in_order(request.given, rule, before.settings, seq_length))
     one_epoch = replace(new, given=_without(new.given, _RUN_LENGTH))
-    make = partial(
-        make_packs,
-        dataset,
-        before.settings,
-        seq_length=seq_length,
-        adds_tail=adds_tail,
-        window=window,
-        for_bridge=target == "bridge",
-    )
+    make = partial(make_packs, dataset, before.settings, seq_length=seq_length, adds_tail=adds_tail, window=window)
 
     def try_cap(cap: int | None, done: float) -> tuple[Cap, Packs, Analysis]:
         show("packing", done, dataset.num_documents())
-        packs = make(max_docs=cap)
+        packs = make(max_docs=cap, for_bridge=target == "bridge")
         analysis = Study(one_epoch, packs.make_dataset(rule), measured, impl=impl).analyze()
         return _measure_cap(cap, packs, analysis), packs, analysis
 

@@ -121,14 +121,7 @@ def read_request(
     if training_args is not None:
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
-        where = f"--training-args {training_args}" if isinstance(training_args, Path) else "training_args"
-        fields = _read_trainer_arguments(training_args, where)
-        given = trainer_settings(fields, where=where)
-        if (precision := own.get("precision")) is not None and not own.get("autocast"):
-            fields = {**fields, "weights_dtype": _WEIGHTS.get(precision)}
-            own = {"autocast": False, **own}
-        own = {**trainer_model(fields), **own}
-        notes.append(f"{where}: {_list_values(given)} taken from it")
+        fields, given, own = _read_trainer(training_args, own, notes)
     script = None if launch is None else launch.read()
     if script is not None:
         run = _read_launch(script, command, {**stronger, **own}, found, file)
@@ -145,11 +138,7 @@ def read_request(
             "instead"
         )
     resolved = resolve_model(own, file=file, script=None if run is None else run.model)
-    if file is not None:
-        taken = {name: value for name, value in file.training.items() if name not in {**given, **stronger}}
-        if taken:
-            notes.append(f"--model {file.source}: {_list_values(taken)} taken from it")
-        given.update(taken)
+    notes += _take_training(file, given, stronger)
     if resolved.model is not None and (file is not None or "experts" not in given or not _EXPERTS.isdisjoint(own)):
         experts = experts_of(resolved.model)
         if experts != "none" or "experts" in given:
@@ -183,6 +172,28 @@ def read_request(
         notes=[*notes, *resolved.notes],
         usual_impl="module" if launch is None else "chunk",
     )
+
+
+def _take_training(file: ModelReading | None, given: dict[str, Any], stronger: Mapping[str, Any]) -> list[str]:
+    """Add the settings in the model's file that nothing else says to `given`; a note on them, if any."""
+    values = {} if file is None else file.training
+    taken = {name: value for name, value in values.items() if name not in {**given, **stronger}}
+    given.update(taken)
+    return [f"--model {file.source}: {_list_values(taken)} taken from it"] if file is not None and taken else []
+
+
+def _read_trainer(
+    source: Path | Mapping[str, Any], own: dict[str, Any], notes: list[str]
+) -> tuple[Mapping[str, Any], dict[str, Any], dict[str, Any]]:
+    """Fields of a Trainer's arguments, settings by them, and the model's fields by them, over which `own` win."""
+    where = f"--training-args {source}" if isinstance(source, Path) else "training_args"
+    fields = _read_trainer_arguments(source, where)
+    given = trainer_settings(fields, where=where)
+    notes.append(f"{where}: {_list_values(given)} taken from it")
+    if (precision := own.get("precision")) is not None and not own.get("autocast"):
+        fields = {**fields, "weights_dtype": _WEIGHTS.get(precision)}
+        own = {"autocast": False, **own}
+    return fields, given, {**trainer_model(fields), **own}
 
 
 def _read_named_model(named: Any) -> tuple[Path | None, ModelReading | None]:
