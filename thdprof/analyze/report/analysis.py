@@ -88,9 +88,9 @@ def _parts(
     for heading, line in answer(analysis, refused=refused, then=then):
         yield Text(f"{heading:<8} {line}", style="bold" if heading == "capture" else "")
     yield ""
-    amounts = (
+    amounts = [
         write_count(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
-    )
+    ]
     yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
     if table.exact or analysis.drawn:
         origin = "replayed exactly" if table.exact else "drawn, not replayed"
@@ -98,7 +98,7 @@ def _parts(
         guessed = "replayed with a pack size that is a guess"
         origin = guessed if table.size_guessed else "replayed up to a step that Megatron stops on"
     count = write_count(len(table), "micro-batch", "micro-batches")
-    has_tails = analysis.settings.is_of_trainer and analysis.settings.tail_policy == "append_dummy_seq"
+    has_tails = analysis.settings.tail_policy == "append_dummy_seq" and analysis.settings.is_of_trainer
     tails = "; the padded tail of a row counts as a document" if has_tails else ""
     yield Text(f"{count} in {write_count(analysis.steps, 'step')}, {origin}{tails}")
     if analysis.model is not None and details:

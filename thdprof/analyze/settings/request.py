@@ -138,7 +138,8 @@ def read_request(
             "instead"
         )
     resolved = resolve_model(own, file=file, script=None if run is None else run.model)
-    notes += _take_training(file, given, stronger)
+    if file is not None:
+        notes += _take_training(file, given, stronger)
     if resolved.model is not None and (file is not None or "experts" not in given or not _EXPERTS.isdisjoint(own)):
         experts = experts_of(resolved.model)
         if experts != "none" or "experts" in given:
@@ -174,12 +175,11 @@ def read_request(
     )
 
 
-def _take_training(file: ModelReading | None, given: dict[str, Any], stronger: Mapping[str, Any]) -> list[str]:
+def _take_training(file: ModelReading, given: dict[str, Any], stronger: Mapping[str, Any]) -> list[str]:
     """Add the settings in the model's file that nothing else says to `given`; a note on them, if any."""
-    values = {} if file is None else file.training
-    taken = {name: value for name, value in values.items() if name not in {**given, **stronger}}
+    taken = {name: value for name, value in file.training.items() if name not in {**given, **stronger}}
     given.update(taken)
-    return [f"--model {file.source}: {_list_values(taken)} taken from it"] if file is not None and taken else []
+    return [f"--model {file.source}: {_list_values(taken)} taken from it"] if taken else []
 
 
 def _read_trainer(
