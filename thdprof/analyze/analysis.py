@@ -134,8 +134,9 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     if (rate := chosen.fallback_rate).microbatch:
         eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
     memory = "not known: it takes the model (--megatron-args or --model)"
-    room, fits = find_gpu_memory(analysis.gpu), True
+    fits = True
     if analysis.memory is not None:
+        room = find_gpu_memory(analysis.gpu)
         memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
         fits = room is None or analysis.memory.peak_bytes <= room * 2**30
         memory += "" if fits else f": more than the GPU's {room}"
