@@ -93,7 +93,8 @@ def _run(words: Sequence[str], folder: Path) -> Output:
     first = next(index for index, word in enumerate(words) if "=" not in word)
     env = {**ENVIRONMENT, **dict(word.split("=", 1) for word in words[:first])}
     done = PROGRAMS[words[first]](*words[first + 1 :], cwd=folder, env=env)
-    streams = {"stdout": done.stdout, "stderr": done.stderr}
+    told = re.sub(r"(?m)^still .* so far\n", "", done.stderr)  # which a slow machine says after 30 s
+    streams = {"stdout": done.stdout, "stderr": told}
     new = sorted({path for path in folder.rglob("*") if path.is_file()} - before)
     texts = {path.relative_to(folder).as_posix(): _text_of(path) for path in new}
     streams = {name: _normal(text, folder) for name, text in {**streams, **texts}.items() if text}
