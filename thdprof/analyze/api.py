@@ -83,7 +83,7 @@ def analyze_dataset(
             numbers or lists of them are lengths, and text is text.
         tokenizer: the run's tokenizer, by which text is counted, as `--tokenizer`: a directory, a name in the Hugging
             Face cache, or a tokenizer of transformers; None: text cannot be counted.
-        training_args: what the run's Trainer is told, as `--training-args`: a JSON file, a `TrainingArguments` or
+        training_args: the arguments of the run's Trainer, as `--training-args`: a JSON file, a `TrainingArguments` or
             `SFTConfig`, or a mapping of its fields; None: another trainer. Settings that are given win.
         format: name of the format of the files, or "auto".
         host: a file of `thdprof calibrate --host`, by which modelled eager times are of that host.
