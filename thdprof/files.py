@@ -102,6 +102,21 @@ def json_text(value: Any, *, indent: int | None = 2) -> str:
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
+def write_batches(path: Path, batches: Iterator[Any]) -> None:
+    """Write record batches of Arrow, at least one, to `path` as parquet. A write that fails leaves `path` as it was."""
+    import pyarrow.parquet as pq
+
+    first = next(batches)
+    with (
+        replacing(path) as temporary,
+        temporary.open("wb") as file,  # pyarrow itself opens no names that are not UTF-8
+        pq.ParquetWriter(file, first.schema) as writer,
+    ):
+        writer.write_batch(first)
+        for batch in batches:
+            writer.write_batch(batch)
+
+
 def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> None:
     """Refuse to replace a file that is read, even with `--force`. Links are followed.
 

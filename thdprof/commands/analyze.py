@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from thdprof.commands import streams
 from thdprof.commands.options import (
+    Datasets,
     Force,
     Given,
     GraphsToCapture,
@@ -16,7 +17,6 @@ from thdprof.commands.options import (
     SettingsFile,
     TrainerArguments,
     capture_option,
-    dataset_argument,
     output_option,
     with_settings,
 )
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 @with_settings
 def analyze(
     *,
-    datasets: Annotated[
-        list[str] | None,
-        dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
-    ] = None,
+    datasets: Datasets = None,
     given: Given,
     megatron_args: LaunchScript = None,
     training_args: TrainerArguments = None,

@@ -38,6 +38,10 @@ TrainerArguments = Annotated[
     Path | None,
     source_option("--training-args", help="JSON of a Trainer's arguments: what SFTConfig's to_json_string() says."),
 ]
+Datasets = Annotated[
+    list[str] | None,
+    dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
+]
 SettingsFile = Annotated[
     Path | None,
     source_option(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from thdprof.commands import streams
 from thdprof.commands.options import (
+    Datasets,
     Force,
     Given,
     GraphsToCapture,
@@ -14,7 +15,6 @@ from thdprof.commands.options import (
     LaunchScript,
     SettingsFile,
     TrainerArguments,
-    dataset_argument,
     output_option,
     pack_option,
     with_settings,
@@ -25,10 +25,7 @@ from thdprof.errors import UsageError
 @with_settings
 def pack(
     *,
-    datasets: Annotated[
-        list[str] | None,
-        dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
-    ] = None,
+    datasets: Datasets = None,
     given: Given,
     megatron_args: LaunchScript = None,
     training_args: TrainerArguments = None,

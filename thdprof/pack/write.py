@@ -18,7 +18,7 @@ from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.errors import DataError, UsageError
-from thdprof.files import json_text, replacing
+from thdprof.files import json_text, replacing, write_batches
 from thdprof.pack.contents import LABELS, LOSS_MASK, Column, Contents, copy_contents
 from thdprof.pack.documents import Documents
 from thdprof.pack.repack import Packs, Repacking, Target
@@ -135,7 +135,7 @@ def write_index(packs: Packs, path: Path, tick: Tick = lambda done: None) -> Non
             )
             tick((part[-1] + 1) / len(packs.order))
 
-    _write_parquet(path, batches())
+    write_batches(path, batches())
 
 
 def write_trl(packs: Packs, dataset: Dataset, reading: Reading, path: Path, tick: Tick = lambda done: None) -> None:
@@ -148,7 +148,7 @@ def write_trl(packs: Packs, dataset: Dataset, reading: Reading, path: Path, tick
         DataError: the dataset cannot be read, is another than when it was counted, or the file cannot be written.
     """
     with _copied(packs, dataset, reading, path) as (contents, starts):
-        _write_parquet(path, _trl_rows(packs, contents, starts, tick))
+        write_batches(path, _trl_rows(packs, contents, starts, tick))
 
 
 def write_bridge(packs: Packs, dataset: Dataset, reading: Reading, path: Path, tick: Tick = lambda done: None) -> None:
@@ -169,7 +169,7 @@ def write_bridge(packs: Packs, dataset: Dataset, reading: Reading, path: Path, t
     }
     with _copied(packs, dataset, reading, path) as (contents, starts), replacing(metadata_path(path)) as beside:
         beside.write_text(json_text([metadata], indent=None), encoding="utf-8")
-        _write_parquet(path, _bridge_rows(packs, contents, starts, tick))
+        write_batches(path, _bridge_rows(packs, contents, starts, tick))
 
 
 def write_conversations(packs: Packs, dataset: Dataset, path: Path, tick: Tick = lambda done: None) -> None:
@@ -295,17 +295,3 @@ def _bridge_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], ti
                 "seq_start_id": _lists(begins, np.diff(offsets)),
             }
         )
-
-
-def _write_parquet(path: Path, batches: Iterator[Any]) -> None:
-    import pyarrow.parquet as pq
-
-    first = next(batches)
-    with (
-        replacing(path) as temporary,
-        temporary.open("wb") as file,  # pyarrow itself opens no names that are not UTF-8
-        pq.ParquetWriter(file, first.schema) as writer,
-    ):
-        writer.write_batch(first)
-        for batch in batches:
-            writer.write_batch(batch)

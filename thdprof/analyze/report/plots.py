@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _NEXT = 'thdprof.analyze.make_plan(result).save("plan.yaml") writes the plan'
 _STYLES = ("-", "--", ":")
-"""Lines of one figure, told apart without colour."""
+"""Lines of one figure, which differ without colour."""
 
 
 def plot_caps(report: Report, cap: int, ax: Axes | None = None) -> Axes:

@@ -189,17 +189,6 @@ class MicrobatchTable:
 
     def write_parquet(self, path: Path) -> None:
         """Write the table to `path` as parquet. A write that fails leaves `path` as it was."""
-        import pyarrow.parquet as pq
+        from thdprof.files import write_batches
 
-        from thdprof.files import replacing
-
-        batches = self.record_batches()
-        first = next(batches)
-        with (
-            replacing(path) as temporary,
-            temporary.open("wb") as file,  # pyarrow itself opens no names that are not UTF-8
-            pq.ParquetWriter(file, first.schema) as writer,
-        ):
-            writer.write_batch(first)
-            for batch in batches:
-                writer.write_batch(batch)
+        write_batches(path, self.record_batches())
