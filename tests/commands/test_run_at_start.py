@@ -175,6 +175,7 @@ torch.distributed.init_process_group("gloo")
 one = torch.ones(1)
 torch.distributed.all_reduce(one)
 print("meets", int(one))
+torch.distributed.destroy_process_group()
 """
 
 
