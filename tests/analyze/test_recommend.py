@@ -14,7 +14,7 @@ from thdprof.analyze.analysis import sentence
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.recommend import candidate_caps, recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
-from thdprof.analyze.buckets.step_costs import RankCounts, StepCosts
+from thdprof.analyze.buckets.step_costs import RankCounts, StepCosts, launched_ahead_ms
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
@@ -506,3 +506,53 @@ def test_the_longest_document_is_held_as_well():
     assert found.fallback_rate.microbatch == 0
     quickest = recommend_for(table, make_costs(eager=30.0, replay=replay), limits=Limits(cover_largest=False))
     assert max(b.max_seqlen for b in quickest.buckets) < 64
+
+
+def _hidden(order, replay: float, waiting: float) -> float:
+    """Milliseconds that the host launches ahead, by the definition; `order` says which micro-batches run eagerly."""
+    left = hidden = 0.0
+    for is_eager in order:
+        used = min(left, waiting) if is_eager else -replay
+        left, hidden = left - used, hidden + max(used, 0.0)
+    return hidden
+
+
+@pytest.mark.parametrize("waiting", [0.0, 3.0, 10.0, 25.0, 1000.0])
+def test_launching_ahead_is_the_mean_over_all_orders(waiting):
+    for number in range(1, 9):
+        found = launched_ahead_ms(number, 10.0, waiting)
+        for eager in range(number + 1):
+            orders = [[at in chosen for at in range(number)] for chosen in combinations(range(number), eager)]
+            assert found[eager] == pytest.approx(np.mean([_hidden(order, 10.0, waiting) for order in orders]))
+
+
+@pytest.mark.parametrize(("ranks", "per_step"), [(1, 8), (1, [8, 6] * 2000), (2, 8), (3, 8), (1, 300)])
+def test_eager_micro_batches_among_replays_are_launched_ahead(rng, ranks, per_step):
+    steps = 4000 if per_step != 300 else 100
+    counts = np.broadcast_to(per_step, (steps,))
+    table = make_table(rng.integers(1, 11, int(counts.sum()) * ranks), ranks=ranks, num_microbatches=per_step)
+    costs = make_costs(eager=[(1, 175.0)], replay=((2, None, 42.0), (8, None, 42.0)), outside_ms=7.0)
+    small, large = Bucket(2, 64, 64), Bucket(8, 64, 64)
+    choices = [(), (small,), (large,), (small, large)]
+    how = {"caps": [2, 8], "lengths": [64], "pipeline": 1, "n_tokens": 64}
+    found = StepCosts(table, costs, **how, goes_ahead=True).step_ms(choices)
+    without = StepCosts(table, costs, **how).step_ms(choices)
+    of_rank_steps = np.split(table.n_seqs, np.cumsum(np.repeat(counts, ranks))[:-1])
+    for ms, most, cap in zip(found, without, (0, 2, 8, 8), strict=True):
+        expected = []
+        for n_seqs in of_rank_steps:
+            is_eager = n_seqs > cap
+            expected.append(np.where(is_eager, 182.0, 49.0).sum() - _hidden(is_eager.tolist(), 42.0, 175.0 - 42.0))
+        slowest = np.reshape(expected, (steps, ranks)).max(axis=1)
+        assert ms == pytest.approx(slowest.mean(), rel=0.01 if ranks == 1 and per_step != 300 else 0.05)
+        assert ms == most if cap == 0 else ms < most
+
+
+def test_nothing_is_launched_ahead_where_the_gpu_is_the_bound(rng):
+    table = make_table(rng.integers(1, 11, 80), ranks=1, num_microbatches=8)
+    costs = make_costs(eager=[(1, 45.0)], replay=((8, None, 42.0),))
+    times = [
+        StepCosts(table, costs, [8], [64], 1, n_tokens=64, goes_ahead=ahead).step_ms([(Bucket(8, 64, 64),)])
+        for ahead in (False, True)
+    ]
+    assert times[0] == times[1]

@@ -500,6 +500,12 @@ class TrainingSettings:
         return self.loader == "trainer"
 
     @property
+    def host_goes_ahead(self) -> bool:
+        """Whether the host launches a micro-batch while the GPU still works on those before it: a pipeline's stages
+        wait for each other, and the Trainer waits for every loss."""
+        return self.pipeline_parallel_size == 1 and not self.is_of_trainer
+
+    @property
     def microbatch_group(self) -> int:
         """Micro-batches that a virtual pipeline runs in a group; 1 without one, or with one of a single chunk."""
         if (self.virtual_pipeline_size or 1) == 1:

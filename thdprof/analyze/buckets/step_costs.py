@@ -3,7 +3,8 @@
 A step costs the slowest rank's sum over its micro-batches, times 1 + (pp - 1) / num_microbatches for a pipeline, and
 one step of the optimizer. A micro-batch costs the replay of the smallest bucket that fits it, or its eager time; what
 lies outside of the decoder; and what attention takes longer or shorter because the sum of its squared document lengths
-is not that of the cost table, unless it runs eagerly and waits for the host all the same. Under dynamic context
+is not that of the cost table, unless it runs eagerly and waits for the host all the same. Where nothing makes the host
+wait between micro-batches, it launches eager ones ahead while the GPU still replays. Under dynamic context
 parallelism a step costs the sum over its rounds of the slowest group's sum, a bucket fits micro-batches of its size
 alone, and a group's ranks share the work of attention equally; a pipeline's factor is then by the number of rounds.
 """
@@ -74,6 +75,42 @@ class RankCounts:
         return np.asarray((self.counts[:, marked] > 0).any(axis=1)[self.row])
 
 
+_MOST_ORDERED = 128
+"""Micro-batches of a step whose orders are counted one by one; those of more are taken in proportion."""
+
+
+def launched_ahead_ms(num_microbatches: int, replay_ms: float, waiting_ms: float) -> NDArray[np.float64]:
+    """Mean milliseconds of a step in which the host launches eager micro-batches while the GPU still replays.
+
+    A replay gives the host `replay_ms` to go ahead, and an eager micro-batch uses up to `waiting_ms` of what is left.
+    The mean is over all orders of the micro-batches. It is the time of all replays without what is left at the end,
+    whose mean is the sum over k of E[max(S_k, 0)] / k (Spitzer's identity), where S_k is the balance of any k of them.
+
+    Args:
+        num_microbatches: micro-batches of a rank in a step.
+        waiting_ms: time by which an eager micro-batch takes longer than the GPU works.
+
+    Returns:
+        Milliseconds by the number of eager micro-batches, float64, shape [num_microbatches + 1].
+    """
+    n = min(num_microbatches, _MOST_ORDERED)
+    log_factorial = np.cumsum(np.log(np.maximum(1, np.arange(n + 1))))
+    drawn, eager, all_eager = np.ogrid[1 : n + 1, : n + 1, : n + 1]
+    others = drawn - eager
+    possible = (eager <= all_eager) & (others >= 0) & (others <= n - all_eager)
+
+    def log_choices(of: NDArray[np.integer], taken: NDArray[np.integer]) -> NDArray[np.float64]:
+        rest = np.clip(of - taken, 0, n)
+        return np.asarray(log_factorial[of] - log_factorial[np.clip(taken, 0, n)] - log_factorial[rest])
+
+    log_share = log_choices(all_eager, eager) + log_choices(n - all_eager, others)
+    share = np.where(possible, np.exp(log_share - log_choices(np.array(n), drawn)), 0.0)
+    left = (share * np.maximum(0.0, others * replay_ms - eager * waiting_ms) / drawn).sum(axis=(0, 1))
+    ms = (n - np.arange(n + 1)) * replay_ms - left
+    scale = num_microbatches / n
+    return np.asarray(scale * np.interp(np.arange(num_microbatches + 1) / scale, np.arange(n + 1), ms))
+
+
 _CHUNK = 1 << 22
 """Most elements of an array that is computed at once."""
 
@@ -97,6 +134,7 @@ class StepCosts:
         *,
         n_tokens: int,
         cp_size: int = 1,
+        goes_ahead: bool = False,
     ) -> None:
         """Step costs of `table`.
 
@@ -106,6 +144,7 @@ class StepCosts:
             n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
             cp_size: the run's context-parallel size, which `costs` are of; `table.groups` has the micro-batches' own
                 sizes, if any.
+            goes_ahead: whether nothing makes the host wait for the GPU between micro-batches of a step.
         """
         self._table, self._costs, self._pipeline, self._run_cp_size = table, costs, pipeline, cp_size
         width, height = len(lengths) + 1, len(caps) + 1
@@ -134,6 +173,7 @@ class StepCosts:
         self.class_counts = np.bincount(self._class, minlength=len(used))
         self._eager_ms = costs.eager_ms(numbers)
         self._num_steps, self._optimizer_ms = table.num_steps, costs.optimizer_ms or 0.0
+        self._goes_ahead = goes_ahead and costs.host_bound and table.groups is None
         self._has_one_rank = table.data_parallel_size == 1 and table.uniform
         self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
 
@@ -196,7 +236,7 @@ class StepCosts:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
             totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / self._num_steps)
-            return totals + self._optimizer_ms
+            return totals - self._mean_ahead_ms(weights) + self._optimizer_ms
         sums = np.zeros(weights.shape[1])
         at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
         steps = np.arange(0, self._num_steps, stride)
@@ -208,7 +248,8 @@ class StepCosts:
             if ms_of_rows is not None:
                 slowest = _slowest(ms_of_rows, self._rank_counts.row[part], more)
             else:
-                by_rank = self._rank_step_counts(part) @ weights
+                counts = self._rank_step_counts(part)
+                by_rank = counts @ weights - self._ahead_ms(counts, weights)
                 slowest = (by_rank if more is None else by_rank + more[:, :, None]).max(axis=1)  # [steps, choices]
             factor_by_step = 1 + (self._pipeline - 1) / table.num_microbatches[part]
             sums += factor_by_step @ slowest
@@ -308,7 +349,38 @@ class StepCosts:
         groups = -(-len(counts) // ranks)
         rows = np.zeros((groups * ranks, weights.shape[0]))
         rows[: len(counts)] = self._with_eager(counts)
-        return np.asarray(rows.reshape(groups, ranks, -1) @ weights).reshape(groups * ranks, -1)
+        ms = np.asarray(rows.reshape(groups, ranks, -1) @ weights).reshape(groups * ranks, -1)
+        return ms - self._ahead_ms(rows, weights)
+
+    @functools.cached_property
+    def _ahead_by_number(self) -> NDArray[np.float64]:
+        """What `launched_ahead_ms` says, by the number of micro-batches and of eager ones among them, both from 0."""
+        numbers = np.unique(self._table.num_microbatches)
+        replay = min(point.ms for point in self._costs.replay)
+        waiting = max(0.0, float(self._eager_ms[self._table.n_seqs].mean()) - replay)
+        ms = np.zeros((int(numbers[-1]) + 1, int(numbers[-1]) + 1))
+        for number in numbers:
+            ms[number, : number + 1] = launched_ahead_ms(int(number), replay, waiting)
+        return ms
+
+    def _ahead_ms(self, counts: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64] | float:
+        """Milliseconds that each choice saves by launching ahead, by `counts` [..., 2 * classes]: [..., choices]."""
+        if not self._goes_ahead:
+            return 0.0
+        of_class = counts[..., : len(self.class_counts)]
+        eager = of_class @ (weights[len(self.class_counts) :] > 0)
+        return np.asarray(
+            self._ahead_by_number[of_class.sum(axis=-1).astype(np.intp)[..., None], eager.astype(np.intp)]
+        )
+
+    def _mean_ahead_ms(self, weights: NDArray[np.float64]) -> NDArray[np.float64] | float:
+        """The mean over the steps of one rank of what each choice saves by launching ahead, shape [choices]."""
+        if not self._goes_ahead:
+            return 0.0
+        counts, share = self._rank_counts.counts, np.bincount(self._rank_counts.row[:, 0]) / self._num_steps
+        at_once = max(1, _CHUNK // len(counts))
+        parts = [weights[:, first : first + at_once] for first in range(0, weights.shape[1], at_once)]
+        return np.concatenate([share @ self._ahead_ms(self._with_eager(counts), part) for part in parts])
 
     def _with_eager(self, counts: NDArray[np.integer]) -> NDArray[np.float64]:
         """`counts`, shape [..., classes], followed by eager milliseconds, if all eager times are equal."""
@@ -347,4 +419,7 @@ def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32], more: NDArray[np.f
 def costs_of_run(run: AnalyzedRun, costs: CostTable, caps: Sequence[int], lengths: Sequence[int]) -> StepCosts:
     """The step costs of `run` for buckets made of `caps` and `lengths`, both ascending."""
     pipeline, cp_size = run.settings.pipeline_parallel_size, run.settings.context_parallel_size
-    return StepCosts(run.table, costs, caps, lengths, pipeline, n_tokens=run.n_tokens, cp_size=cp_size)
+    ahead = run.settings.host_goes_ahead
+    return StepCosts(
+        run.table, costs, caps, lengths, pipeline, n_tokens=run.n_tokens, cp_size=cp_size, goes_ahead=ahead
+    )

@@ -382,6 +382,7 @@ def one_cap_step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> ND
         settings.pipeline_parallel_size,
         n_tokens=n_tokens,
         cp_size=settings.context_parallel_size,
+        goes_ahead=settings.host_goes_ahead,
     )
     return step_costs.step_ms([tuple(Bucket(n, longest[size], n_tokens, size) for size in longest) for n in caps])
 
