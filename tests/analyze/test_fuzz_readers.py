@@ -65,6 +65,7 @@ def originals(directory: Path) -> dict[Path, str]:
         files.write_trl(directory / "trl.parquet", ROWS): "trl",
         files.write_trl(directory / "file.arrow", ROWS, kind="file"): "trl",
         files.write_trl(directory / "stream.arrow", ROWS, kind="stream"): "trl",
+        files.write_llamafactory(directory / "packed.arrow", ROWS): "llamafactory",
         files.write_lines(directory / "rows.jsonl", ROWS): "lengths",
         files.write_lines(directory / "objects.jsonl", [{"length": n} for n in documents]): "lengths",
         directory / "documents.npy": "lengths",

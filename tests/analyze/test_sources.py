@@ -332,6 +332,48 @@ class TestTrl:
         refused(path, "neither a parquet nor an Arrow file", format="trl")
 
 
+class TestLlamaFactory:
+    def test_reads_the_documents_of_rows_without_their_padding(self, tmp_path):
+        dataset = read_dataset([str(files.write_llamafactory(tmp_path / "a.arrow", ROWS, 12))])
+        assert (dataset.format, dataset.pack_tokens) == ("llamafactory", 12)
+        assert_rows(dataset, ROWS, "trl")
+
+    @settings(max_examples=30, deadline=None)
+    @given(rows=strategies.rows, batch=st.integers(1, 5))
+    def test_equals_what_was_written(self, tmp_path_factory, rows, batch):
+        directory = tmp_path_factory.mktemp("packed")
+        first = files.write_llamafactory(directory / "a.arrow", rows, 9 * 60 + 1, batch=batch)
+        files.write_llamafactory(directory / "b.arrow", ROWS, 9 * 60 + 1)
+        assert_rows(read_dataset([str(first)]), rows, "trl")
+        dataset = read_dataset([str(directory)])
+        assert dataset.pack_tokens == 541
+        assert_rows(dataset, [*rows, *ROWS], "trl")
+
+    @pytest.mark.parametrize(
+        ("boundaries", "text"),
+        [
+            ([[0, 3, 4], [0, 4]], "row 1: sequence_boundaries [0, 4] do not ascend from 0"),
+            ([[0, 3, 4], [1, 2, 3]], "row 1: sequence_boundaries [1, 2, 3] do not ascend"),
+            ([[0, 3, 4], [0, 5, 4]], "row 1: sequence_boundaries [0, 5, 4] do not ascend"),
+            ([[0, 3, 2**31]], "row 0: sequence_boundaries [0, 3, 2147483648] do not ascend"),
+            ([[0, 3, 4], None], "row 1: is null"),
+            ([], "holds no rows"),
+        ],
+    )
+    def test_refuses_rows(self, tmp_path, boundaries, text):
+        kind = pa.list_(pa.int64())
+        lists = pa.array(boundaries, kind)
+        table = pa.table({"packing_params": pa.StructArray.from_arrays([lists], ["sequence_boundaries"])})
+        path = tmp_path / "a.arrow"
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+        refused(path, f"column packing_params: {text}")
+
+    def test_refuses_other_columns(self, tmp_path):
+        path = files.write_trl(tmp_path / "a.arrow", ROWS, kind="stream")
+        refused(path, "column packing_params: is missing, or has no lists sequence_boundaries", format="llamafactory")
+
+
 class TestLengths:
     def read(self, path: Path) -> Dataset:
         dataset = read_dataset([str(path)])
@@ -582,6 +624,24 @@ class TestWhatPeopleHave:
         pq.write_table(pa.table({"input_ids": DOCUMENTS, "length": list(map(len, DOCUMENTS))}), tmp_path / "a.parquet")
         assert self.read(tmp_path / "a.parquet").usual_packer is None
 
+    def test_prepared_data_of_axolotl_are_packed_by_it(self, tmp_path):
+        columns = {"input_ids": DOCUMENTS, "length": list(map(len, DOCUMENTS)), "position_ids": DOCUMENTS}
+        huggingface.Dataset.from_dict(columns).save_to_disk(tmp_path / "d")
+        dataset = self.read(tmp_path / "d")
+        assert dataset.usual_packer == "multipack"
+        assert dataset.content.document_tokens.tolist() == list(map(len, DOCUMENTS))
+
+    @pytest.mark.parametrize("beside", ["messages", "input_ids"])
+    def test_lists_of_one_length_in_cached_data_of_swift_are_documents(self, tmp_path, beside):
+        columns = {beside: DOCUMENTS, "lengths": [[len(tokens)] for tokens in DOCUMENTS]}
+        huggingface.Dataset.from_dict(columns).save_to_disk(tmp_path / "d")
+        dataset = self.read(tmp_path / "d")
+        assert dataset.usual_packer == "binpack"
+        assert dataset.content.document_tokens.tolist() == list(map(len, DOCUMENTS))
+        columns["lengths"][0] = [1, 2]
+        huggingface.Dataset.from_dict(columns).save_to_disk(tmp_path / "rows")
+        assert isinstance(self.read(tmp_path / "rows").content, PackedRows)
+
 
 class TestGzip:
     def test_reads_lengths_and_rows(self, tmp_path):
@@ -678,6 +738,7 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
         "bridge": [files.write_bridge(tmp_path / "bridge.parquet", ROWS)],
         "bridge-npy": [files.write_bridge_npy(tmp_path / "rows.npy", ROWS)],
         "trl": [files.write_trl(tmp_path / f"trl.{k}", ROWS, kind=k) for k in ("parquet", "file", "stream")],
+        "llamafactory": [files.write_llamafactory(tmp_path / "packed.arrow", ROWS)],
         "lengths": [
             files.write_lines(tmp_path / "rows.jsonl", ROWS),
             files.write_lines(tmp_path / "documents.jsonl", [3, 4]),
@@ -706,4 +767,4 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
                 assert recognises(path) == taken, (name, path)
                 compared += 1
         assert not any(recognises(path) for path in others)
-    assert compared == 6 * 12
+    assert compared == 7 * 13

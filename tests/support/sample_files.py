@@ -66,6 +66,16 @@ def write_trl(path: Path, rows: Rows, *, kind: str = "parquet") -> Path:
     return path
 
 
+def write_llamafactory(path: Path, rows: Rows, pack_tokens: int = 400, *, batch: int = 2) -> Path:
+    """LLaMA-Factory's packed columns as an Arrow stream, with padding up to `pack_tokens`."""
+    ends = [[0, *np.cumsum(row).tolist(), pack_tokens] for row in rows]
+    params = [{"sequence_boundaries": end, "image_subseq_ids": [2**32], "right_padding_length": 1} for end in ends]
+    table = pa.table({"input_ids": [[1] * pack_tokens for _ in rows], "packing_params": params})
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch)
+    return path
+
+
 def write_lines(path: Path, values: Sequence[object]) -> Path:
     """One JSON value a line."""
     path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")

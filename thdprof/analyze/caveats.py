@@ -12,7 +12,7 @@ from thdprof.analyze.predictions import Memory, Predictions
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.megatron_limits import UNMEASURED
-from thdprof.training import Kind, Model, TrainingSettings
+from thdprof.training import AXOLOTL_PACKERS, Kind, Model, TrainingSettings, suggest_setting
 from thdprof.words import percent
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ def note_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if not table.drawn:
         return []
+    if settings.packer in AXOLOTL_PACKERS:
+        return [
+            "Axolotl's order of documents is known with curriculum_sampling alone: micro-batches were drawn with "
+            f"--seed {settings.seed}; {suggest_setting('sampling', 'sequential')} replays the file's order"
+        ]
     return [
         "the order in which training reads these rows is not known: micro-batches were drawn with "
         f"--seed {settings.seed}; --loader single or cyclic replays one"

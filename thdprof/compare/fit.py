@@ -74,7 +74,7 @@ _ROWS: tuple[tuple[Changes, str, str], ...] = (
     (
         "prediction",
         _OTHER_ROWS,
-        "min_dynamic_context_parallel_size add_extra_token packing_processes max_docs_per_pack",
+        "min_dynamic_context_parallel_size add_extra_token packing_processes packing_batch max_docs_per_pack",
     ),
 )
 _CHANGES = {name: (changes, why) for changes, why, names in _ROWS for name in names.split()}
@@ -86,6 +86,7 @@ _KINDS: Mapping[str, frozenset[Kind]] = {
     "bridge": frozenset({"bridge"}),
     "bridge-npy": frozenset({"bridge"}),
     "trl": frozenset({"trl"}),
+    "llamafactory": frozenset({"trl"}),
     "lengths": frozenset({"documents", "packs"}),
     "trl-text": frozenset({"documents"}),
     "megatron-sft": frozenset({"conversations"}),

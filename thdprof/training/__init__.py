@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from thdprof.training.model import Fp8Recipe, Model, Norm, Recompute, check_model, model_definitions
 from thdprof.training.settings import (
+    AXOLOTL_PACKERS,
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
     PACKER_ALIASES,
     STEP_PACKERS,
+    SWIFT_PACKERS,
+    TRAINER_PACKERS,
     TRL_MAX_LENGTH,
     TRL_PACKERS,
     Attention,
@@ -32,10 +35,13 @@ from thdprof.training.settings import (
 )
 
 __all__ = [
+    "AXOLOTL_PACKERS",
     "DEFAULT_PROMPT_FORMAT",
     "DYNAMIC_CP",
     "PACKER_ALIASES",
     "STEP_PACKERS",
+    "SWIFT_PACKERS",
+    "TRAINER_PACKERS",
     "TRL_MAX_LENGTH",
     "TRL_PACKERS",
     "Attention",

@@ -245,6 +245,11 @@ Packer = Literal[
     "best_fit_split",
     "wrapped",
     "none",
+    "greedy_knapsack",
+    "binpack",
+    "swift_sequential",
+    "multipack",
+    "multipack_sequential",
     "dp_balanced",
     "balanced_cp",
     "dynamic_cp",
@@ -255,6 +260,12 @@ STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
 TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped", "none")
 """Packers that pack as TRL's packing strategies do; `none` makes a row of every document, as TRL without packing."""
+SWIFT_PACKERS = ("binpack", "swift_sequential")
+"""Packers of ms-swift's packing strategies, whose rows its own sampler reads."""
+AXOLOTL_PACKERS = ("multipack", "multipack_sequential")
+"""Packers of Axolotl's sample packing, which makes whole micro-batches of the documents of an epoch in their order."""
+TRAINER_PACKERS = ("greedy_knapsack", *SWIFT_PACKERS, *AXOLOTL_PACKERS)
+"""Packers of trainers that Hugging Face's Trainer runs, besides TRL's."""
 PackerAlias = Literal["bfd", "bfd_split", "ffd"]
 PACKER_ALIASES: Mapping[PackerAlias, Packer] = MappingProxyType(
     {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_split", "ffd": "first_fit_decreasing"}
@@ -412,14 +423,19 @@ class TrainingSettings:
             "How unpacked documents become rows.",
             kinds=("documents",),
             aliases=PACKER_ALIASES,
-            assumed="best_fit_decreasing for TRL's data, else first_fit_decreasing",
+            assumed="that of the trainer whose data it is, else first_fit_decreasing",
         ),
     ] = "first_fit_decreasing"
     """How unpacked lengths become rows."""
     packing_processes: Annotated[int, Interval(ge=1, le=4096), _PACKING(kinds=("documents",), **_RARE)] = 1
-    """Processes that pack a part of the documents each, TRL's dataset_num_proc."""
+    """Processes that pack a part of the documents each: TRL's dataset_num_proc, LLaMA-Factory's
+    preprocessing_num_workers, ms-swift's packing_num_proc."""
+    packing_batch: Annotated[int | None, _ANY, _PACKING(kinds=("documents",), **_RARE)] = None
+    """Documents that are packed together: LLaMA-Factory's preprocessing_batch_size, Axolotl's
+    sample_packing_group_size; null: the packer's own number."""
     max_docs_per_pack: Annotated[int | None, _ANY, _PACKING(everyday=False, kinds=("documents",))] = None
-    """The packer's own cap on documents of a row, a dummy tail included; null: no cap."""
+    """The packer's own cap on documents of a row, a dummy tail included; for `multipack` Axolotl's
+    sample_packing_bin_size, without the tail; null: no cap."""
     max_seqlen_per_dp_cp_rank: Annotated[
         int | None,
         _TOKENS,
@@ -549,6 +565,7 @@ class TrainingOptions(TypedDict, total=False):
     pad_seq_to_mult: int
     packer: Packer | PackerAlias
     packing_processes: int
+    packing_batch: int | None
     max_docs_per_pack: int | None
     max_seqlen_per_dp_cp_rank: int | None
     min_dynamic_context_parallel_size: int

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,3 +192,12 @@ class MicrobatchTable:
         from thdprof.files import write_batches
 
         write_batches(path, self.record_batches())
+
+
+def join_steps(tables: Sequence[MicrobatchTable], num_steps: int) -> MicrobatchTable:
+    """The first `num_steps` steps of `tables`, one after the other: those of one run, without `groups`."""
+    counts = np.concatenate([table.num_microbatches for table in tables])[:num_steps]
+    end = int(counts.sum()) * tables[0].data_parallel_size
+    columns = ("n_seqs", "max_seqlen", "n_tokens", "squared")
+    joined: dict[str, Any] = {name: np.concatenate([getattr(t, name) for t in tables])[:end] for name in columns}
+    return replace(tables[0], num_microbatches=counts, **joined)

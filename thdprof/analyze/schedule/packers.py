@@ -1,16 +1,19 @@
 """Packers that make rows of documents: before training starts, as Megatron-Bridge and TRL do, or for each global batch.
 
+Rules of other trainers: LLaMA-Factory 0.9.5, `data/processor/supervised.py`; ms-swift 4.6, `dataset/packing.py`, with
+binpacking 2.0.1; Axolotl 0.19, `utils/samplers/multipack.py` and `core/trainers/base.py`.
 Rules of `--packer dp_balanced`: `DpBalancedScheduler` in Megatron-LM's dev branch,
 `megatron/core/datasets/data_schedule.py`, as of commit d48bd6be (2026-08-21).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from heapq import heappush, heapreplace
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +21,18 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import compiled, samplers
 from thdprof.analyze.sources.base import PackedRows, RowRule
 from thdprof.errors import DataError, UsageError
-from thdprof.training import TrainingSettings, name_setting
+from thdprof.training import AXOLOTL_PACKERS, TrainingSettings, name_setting
 
 NO_CAP = 2**62
 """Stands for "any number of documents" where a loop wants a whole number."""
 _TRL_BATCH = 1000
 """Number of documents that TRL packs together: one batch of `datasets.Dataset.map`."""
+_SWIFT_BATCH = 1000
+"""Number of documents that ms-swift packs together, with those of the last pack before."""
+_AXOLOTL_GROUP = 100_000
+"""Number of documents that Axolotl packs together by default, its sample_packing_group_size."""
+_AXOLOTL_LEAST = 2
+"""Fewest tokens of a document that Axolotl keeps."""
 
 Place = Callable[[NDArray[np.int64], int, int], NDArray[np.int64]]
 """A rule of packing: (tokens of the documents in placing order, tokens of a pack, cap on its documents) -> index of the
@@ -60,11 +69,20 @@ def pack_rows(
     - `best_fit_split` (TRL's "bfd_split"): the same, but long documents become several of them.
     - `wrapped` (TRL's): the tokens of every 1000 documents are cut into rows, each of which is one document. The last
       row of the 1000 may be shorter. There is no cap on its documents.
+    - `greedy_knapsack` (LLaMA-Factory's neat_packing): of every `packing_batch` documents each row takes the longest
+      that fits, until none does. A row keeps a token of padding, and long documents are cut to the others.
+    - `binpack` (ms-swift): of every 1000 documents, and those of the last row before, the longest comes first, and
+      each goes into the emptiest row, or a new one if it does not fit there. Long documents are left out.
+    - `swift_sequential` (ms-swift's "sequential"): as `next_fit`. Long documents are left out.
+    - `multipack` (Axolotl): of every `packing_batch` documents each goes into the first row that has room for it and
+      for another document. A row is a micro-batch, of `micro_batch_size` times as many tokens. Documents that are
+      longer than `seq_length`, or have one token, are left out.
+    - `multipack_sequential` (Axolotl's sample_packing_sequentially): as `multipack`, but by `next_fit`.
     - `none` (TRL without packing): every document is a row. Long ones are cut; those of which no token is trained are
       left out.
 
-    A row holds at most `max_docs_per_pack` documents, with the one that training may append for its unused tail. TRL's
-    packers work on neighbouring parts of the documents in `packing_processes`, its dataset_num_proc.
+    A row holds at most `max_docs_per_pack` documents, with the one that training may append for its unused tail. The
+    packers of TRL, LLaMA-Factory and ms-swift work on neighbouring parts of the documents in `packing_processes`.
 
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents].
@@ -79,7 +97,8 @@ def pack_rows(
     notes: list[str] = []
     place: Place = _first_fit
     rule: RowRule = "concatenate"
-    batches, note_on_batches = _trl_batches(len(lengths), settings.packing_processes)
+    together = (packer == "greedy_knapsack" and settings.packing_batch) or _TRL_BATCH
+    batches, note_on_batches = _map_batches(len(lengths), settings.packing_processes, together)
     match packer:
         case "first_fit_decreasing" | "first_fit_shuffle":
             rule = "bridge"
@@ -102,6 +121,23 @@ def pack_rows(
             notes += note_on_batches
             lengths = np.concatenate([np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)] or [lengths])
             place = partial(_best_fit, batches=batches)
+        case "greedy_knapsack":
+            rule = "trl"
+            packs_of = _greedy_knapsack(cut(lengths, pack_tokens - 1, 1, notes), pack_tokens - 1, batches)
+            lengths, place = _place_as(packs_of)
+        case "binpack" | "swift_sequential":
+            rule = "trl"
+            lengths = _leave_out(lengths, 1, pack_tokens, notes)
+            parts = _swift_parts(len(lengths), settings.packing_processes)
+            place = _in_parts(_next_fit, parts)
+            if packer == "binpack":
+                lengths, place = _place_as(_binpack(lengths, pack_tokens, parts))
+        case "multipack" | "multipack_sequential":
+            rule = "trl"
+            lengths = _leave_out(lengths, _AXOLOTL_LEAST, pack_tokens, notes)
+            pack_tokens *= settings.micro_batch_size
+            groups = [*range(0, len(lengths), settings.packing_batch or _AXOLOTL_GROUP), len(lengths)]
+            place = _next_fit if packer == "multipack_sequential" else _in_parts(_first_fit, groups)
         case "none":
             return _one_each(lengths, trained_from, pack_tokens)
         case "wrapped":
@@ -109,6 +145,7 @@ def pack_rows(
         case _:
             raise UsageError(f"--packer {packer}: does not make rows before training starts")
     adds_tail = packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
+    adds_tail = adds_tail and packer not in AXOLOTL_PACKERS
     packs = place(lengths, pack_tokens, _cap(settings, int(adds_tail)))
     placed = packs >= 0
     if not placed.any():
@@ -183,17 +220,17 @@ def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, not
     return lengths[fits]
 
 
-def _trl_batches(num_documents: int, processes: int) -> tuple[list[int], list[str]]:
-    """Where the batches of documents that TRL packs together begin, with the end of the last; and a note on several.
+def _map_batches(num_documents: int, processes: int, together: int) -> tuple[list[int], list[str]]:
+    """Where batches of `together` documents that are packed alone begin, with the end of the last; a note on several.
 
     `datasets.Dataset.map` gives each of its processes a contiguous part, and cuts it into batches.
     """
     parts = min(processes, max(num_documents, 1))
     share, more = divmod(num_documents, parts)
     starts = [number * share + min(number, more) for number in range(parts + 1)]
-    batches = [at for low, high in pairwise(starts) for at in range(low, high, _TRL_BATCH)]
+    batches = [at for low, high in pairwise(starts) for at in range(low, high, together)]
     each = "" if processes == 1 else f" in each of {parts} processes"
-    notes = [f"packed {_TRL_BATCH} documents at a time{each}, as TRL does"] if len(batches) > 1 else []
+    notes = [f"packed {together} documents at a time{each}, as TRL does"] if len(batches) > 1 else []
     return [*batches, num_documents], notes
 
 
@@ -319,6 +356,77 @@ def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int, *, batches
                 insort(with_room, (free - need) << shift | time)
         packs += chosen
     return np.array(packs, dtype=np.int64)
+
+
+def _leave_out(lengths: NDArray[np.int64], least: int, most: int, notes: list[str]) -> NDArray[np.int64]:
+    """Lengths from `least` to `most` tokens alone; adds a sentence to `notes` if others were left out."""
+    kept = (lengths >= least) & (lengths <= most)
+    if left_out := int((~kept).sum()):
+        notes.append(f"{left_out} documents of fewer than {least} or more than {most} tokens were left out")
+    return lengths[kept]
+
+
+def _in_parts(place: Place, bounds: Sequence[int]) -> Place:
+    """The rule `place` for each part of the documents alone; `bounds` are the parts' beginnings, and the last's end."""
+
+    def place_parts(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
+        packs, used = [np.empty(0, dtype=np.int64)], 0
+        for low, high in pairwise(bounds):
+            if low < high:
+                packs.append(place(lengths[low:high], pack_tokens, cap) + used)
+                used = int(packs[-1].max()) + 1
+        return np.concatenate(packs)
+
+    return place_parts
+
+
+def _place_as(packs: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], Place]:
+    """The lengths in `packs`, pack by pack, and the rule that places them so."""
+    lengths = np.fromiter(chain.from_iterable(packs), dtype=np.int64)
+    numbers = np.repeat(np.arange(len(packs)), np.fromiter(map(len, packs), dtype=np.int64, count=len(packs)))
+    return lengths, lambda lengths, pack_tokens, cap: numbers
+
+
+def _greedy_knapsack(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int]) -> list[list[int]]:
+    """Packs of the documents of every batch: each takes the longest that fits, until none does; none is empty."""
+    packs = []
+    for low, high in pairwise(batches):
+        left = sorted(n for n in lengths[low:high].tolist() if n)
+        while left:
+            packs.append([left.pop()])
+            room = pack_tokens - packs[-1][0]
+            while at := bisect_right(left, room):
+                packs[-1].append(left.pop(at - 1))
+                room -= packs[-1][-1]
+    return packs
+
+
+def _swift_parts(num_documents: int, processes: int) -> list[int]:
+    """Where the parts of the documents begin that ms-swift's processes pack, with the end of the last."""
+    parts = max(1, min(processes, -(-num_documents // _SWIFT_BATCH)))
+    return np.linspace(0, num_documents, parts + 1, dtype=np.int64).tolist()
+
+
+def _binpack(lengths: NDArray[np.int64], pack_tokens: int, parts: Sequence[int]) -> list[list[int]]:
+    """Packs of every part by worst fit, the longest document first; the last pack of a batch is packed again."""
+    packs: list[list[int]] = []
+    for low, high in pairwise(parts):
+        last: list[int] = []
+        for start in range(low, high, _SWIFT_BATCH):
+            batch = sorted(last + lengths[start : min(start + _SWIFT_BATCH, high)].tolist(), reverse=True)
+            opened: list[list[int]] = []
+            loads: list[tuple[int, int]] = []
+            for length in batch:
+                if loads and loads[0][0] + length <= pack_tokens:
+                    load, pack = loads[0]
+                    opened[pack].append(length)
+                    heapreplace(loads, (load + length, pack))
+                else:
+                    heappush(loads, (length, len(opened)))
+                    opened.append([length])
+            last = opened.pop() if start + _SWIFT_BATCH < high else []
+            packs += opened
+    return packs
 
 
 def dp_balanced(

@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thdprof.analyze.schedule.rows import schedule_rows, shuffle_dataset
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, join_steps
+from thdprof.analyze.schedule.rows import schedule_rows, shuffle_dataset, trainer_table
+from thdprof.analyze.schedule.samplers import torch_randperm
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, fill_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.plan import DatasetPart
 from thdprof.training import (
+    AXOLOTL_PACKERS,
     DYNAMIC_CP,
     STEP_PACKERS,
     TRL_PACKERS,
@@ -61,6 +67,8 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, independent=independent, packing_efficiency=used)
+    if settings.packer in AXOLOTL_PACKERS:
+        return _schedule_multipack(documents.document_tokens, settings)
     lengths = documents.document_tokens
     if settings.shuffle_seed is not None and settings.packer != "none":  # TRL shuffles before it packs, and the rows
         lengths = lengths[shuffle_dataset(len(lengths), settings.shuffle_seed)]
@@ -74,14 +82,55 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     )
 
 
+def _schedule_multipack(lengths: NDArray[np.int32], settings: TrainingSettings) -> Schedule:
+    """The schedule of documents that Axolotl packs anew in every epoch, in the order in which its sampler reads them.
+
+    A pack is a micro-batch of `micro_batch_size` x `seq_length` tokens. Every rank takes each so-many-th, and a partial
+    round of the ranks is left out.
+    """
+    from thdprof.analyze.schedule import packers
+
+    sequential, size = settings.sampling == "sequential", settings.micro_batch_size
+    of_packs = replace(
+        settings,
+        micro_batch_size=1,
+        seq_length=size * settings.seq_length,
+        global_batch_size=settings.global_batch_size // size,
+        sampling="sequential",
+        drop_last=True,
+        shuffle_seed=None,
+        train_samples=None,
+        train_epochs=None,
+    )
+    wanted = None if settings.train_samples is None else settings.train_samples // settings.global_batch_size
+    tables: list[MicrobatchTable] = []
+    steps = epoch = 0
+    while (epoch < (settings.train_epochs or 1)) if wanted is None else (steps < wanted):
+        if not (tables and sequential):
+            order = slice(None) if sequential else torch_randperm(len(lengths), settings.seed + epoch)
+            packing = packers.pack_rows(lengths[order], settings)
+            table = replace(trainer_table(packing.rows, of_packs), exact=sequential)
+        tables.append(table)
+        steps, epoch = steps + table.num_steps, epoch + 1
+    joined = tables[0] if len(tables) == 1 and wanted is None else join_steps(tables, wanted or steps)
+    return Schedule(
+        table=joined,
+        notes=packing.notes,
+        independent=min(len(joined), len(tables[0])),
+        packing_efficiency=packing.efficiency,
+        packing_efficiency_without_cap=packing.efficiency_without_cap,
+    )
+
+
 _OF_PACKING = ("packer", "seq_length", "seed", "max_docs_per_pack", "pad_seq_to_mult", "tail_policy",
-               "packing_processes", "shuffle_seed")  # fmt: skip
+               "packing_processes", "packing_batch", "shuffle_seed")  # fmt: skip
 """Settings that decide the rows of a packer."""
 _DEFAULT_LOADERS: dict[str, Loader] = {
     "megatron": "single",
     "megatron-sft": "single",
     "bridge": "batch",
     "bridge-npy": "batch",
+    "llamafactory": "trainer",
     "trl-text": "trainer",
 }
 """Format -> the sampler that its own training code uses by default."""

@@ -1,7 +1,8 @@
 """The schedule of rows that were packed before training, as Megatron-Bridge, TRL and plain collators read them.
 
 Rules of Hugging Face's Trainer: transformers 5.23, `trainer.py`; accelerate 1.15, `data_loader.py`
-(SeedableRandomSampler, BatchSamplerShard); datasets 5.2, `Dataset.shuffle`; TRL 1.16, `sft_trainer.py`.
+(SeedableRandomSampler, BatchSamplerShard); datasets 5.2, `Dataset.shuffle`; TRL 1.16, `sft_trainer.py`; ms-swift 4.6,
+`dataloader/shard.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from thdprof.analyze.schedule.samplers import torch_randperm
 from thdprof.analyze.schedule.schedule import Samples, Schedule, fill_rows, num_steps
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
-from thdprof.training import TrainingSettings
+from thdprof.training import SWIFT_PACKERS, TrainingSettings
 
 NO_ROW = -1
 """Stands for a row that a micro-batch lacks: the last one of an epoch may hold fewer."""
@@ -33,13 +34,23 @@ def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray
     rank takes each so-many-th micro-batch. With `drop_last` a partial round of the ranks is left out. Otherwise rows
     from the epoch's beginning fill it up; on a single rank the last micro-batch then has fewer rows, and `NO_ROW` in
     the place of the others.
+
+    With ms-swift's packers rows are dealt to the ranks one by one. Without `drop_last` the last micro-batch of every
+    rank may have fewer; rows beyond a multiple of the ranks are never read.
     """
     ranks, size = settings.data_parallel_size, settings.micro_batch_size
+    by_row = settings.packer in SWIFT_PACKERS
+    if by_row:
+        num_rows -= num_rows % ranks
     if settings.sampling == "sequential":
         order = np.arange(num_rows, dtype=np.int64)
     else:
         order = torch_randperm(num_rows, settings.seed + epoch)
     together = ranks * size
+    if by_row:
+        kept = num_rows // together * together if settings.drop_last else num_rows
+        filled = np.append(order[:kept], np.full(-kept % together, NO_ROW, dtype=np.int64))
+        return filled.reshape(-1, size, ranks).transpose(0, 2, 1)
     if settings.drop_last:
         return order[: num_rows // together * together].reshape(-1, ranks, size)
     missing = -num_rows % together
@@ -50,12 +61,11 @@ def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray
     return filled.reshape(-1, ranks, size)
 
 
-def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
+def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
     """The micro-batches that the Trainer forms of `rows`, with what the collator and the tail policy add."""
     num_rows = rows.num_rows()
-    together = settings.data_parallel_size * settings.micro_batch_size
-    batches = num_rows // together if settings.drop_last else -(-num_rows // together)
-    one_epoch = -(-batches // settings.num_microbatches)  # the last step may accumulate fewer micro-batches
+    read = epoch_rows(num_rows, 0, settings)
+    one_epoch = -(-len(read) // settings.num_microbatches)  # the last step may accumulate fewer micro-batches
     if one_epoch == 0:
         raise DataError(
             f"{num_rows} rows do not fill one micro-batch of every rank with drop_last; give more data, or a smaller "
@@ -69,7 +79,7 @@ def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTa
     parts: list[NDArray[np.int64]] = []
     counts: list[int] = []
     for epoch in range(-(-steps // one_epoch)):
-        read = epoch_rows(num_rows, epoch, settings)
+        read = read if epoch == 0 else epoch_rows(num_rows, epoch, settings)
         if stored is not None:
             read = np.append(stored, NO_ROW)[read]
         for start in range(0, len(read), settings.num_microbatches):
@@ -106,7 +116,7 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
             f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
         )
     if settings.loader == "trainer":
-        table = _trainer_table(rows, settings)
+        table = trainer_table(rows, settings)
         distinct = max(1, rows.num_rows() // settings.micro_batch_size)
         return Schedule(table=table, independent=min(len(table), distinct))
     mapping = _sample_mapping(rows.num_rows(), settings)

@@ -9,9 +9,12 @@ from typing import Any
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import check_options
 from thdprof.training import (
+    AXOLOTL_PACKERS,
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
     STEP_PACKERS,
+    SWIFT_PACKERS,
+    TRAINER_PACKERS,
     TRL_MAX_LENGTH,
     TRL_PACKERS,
     Kind,
@@ -36,6 +39,14 @@ class Assumption:
 
 _MOST_MICROBATCHES = 2_000_000_000
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
+_AXOLOTL_BIN = 200
+_USUAL: Mapping[Packer | None, str] = {
+    None: "Megatron-Bridge's default",
+    "best_fit_decreasing": "TRL's default packing_strategy",
+    "binpack": "ms-swift's default packing_strategy",
+    "multipack": "Axolotl's sample_packing",
+}
+"""Why a packer is taken where none is given, by that of those who train on such files."""
 _BLENDED = ("megatron", "megatron-sft")
 """Formats whose datasets Megatron-LM builds, with its own samplers and blends."""
 
@@ -83,15 +94,16 @@ def resolve_settings(
         assume("seq_length", pack_tokens, "its fullest row" if size_guessed else "the dataset's own pack size")
     elif values.get("packer") == "none" and longest is not None:
         assume("seq_length", longest, "its longest document")
-    elif usual_packer is not None and values.get("packer") in (None, *TRL_PACKERS):
+    elif usual_packer is not None and values.get("packer", usual_packer) in TRL_PACKERS:
         assume("seq_length", TRL_MAX_LENGTH, "TRL's default max_length")
     else:
         assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
     for name in ("micro_batch_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         assume(name, known[name].default, "not given")
     if kind == "documents":
-        why = "Megatron-Bridge's default" if usual_packer is None else "TRL's default packing_strategy"
-        assume("packer", usual_packer or known["packer"].default, why)
+        assume("packer", usual_packer or known["packer"].default, _USUAL[usual_packer])
+        if values["packer"] == "multipack":
+            assume("max_docs_per_pack", _AXOLOTL_BIN, "Axolotl's default sample_packing_bin_size")
         notes += _check_packer(values, values["packer"])
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
     accumulation = values.pop("gradient_accumulation", None)
@@ -102,8 +114,8 @@ def resolve_settings(
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
-    elif kind == "documents" and values.get("packer") in ("best_fit_decreasing", "best_fit_split"):
-        assume("loader", "trainer", "TRL packs so")
+    elif kind == "documents" and values.get("packer") in ("best_fit_decreasing", "best_fit_split", *TRAINER_PACKERS):
+        assume("loader", "trainer", "trainers that pack so are Hugging Face's")
     _assume_usual(values, kind, assume)
     if "train_iters" in values:
         if "train_samples" in values:
@@ -151,7 +163,15 @@ def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
             f"--micro-batch-size {values['micro_batch_size']}: --packer {packer} packs for Megatron-Bridge, which "
             "trains packed rows with 1; make the packs longer, or give another packer"
         )
+    if packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS) and values.get("loader", "trainer") != "trainer":
+        raise UsageError(f"--loader {values['loader']}: rows of --packer {packer} are read with trainer alone")
+    if packer in TRAINER_PACKERS and packer != "multipack" and "max_docs_per_pack" in values:
+        raise UsageError(
+            f"{name_setting('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out"
+        )
     idle = []
+    if packer not in ("greedy_knapsack", "multipack") and values.pop("packing_batch", None) is not None:
+        idle.append(name_setting("packing_batch"))
     if packer not in DYNAMIC_CP and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
         idle.append("--max-seqlen-per-dp-cp-rank")
     if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:
@@ -173,7 +193,8 @@ def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[
     if "train_epochs" in values and {"train_samples", "train_iters"} & {*values}:
         raise UsageError(f"{name_setting('train_epochs')} and --train-iters both say how long the run is; give one")
     assume("seed", 42, "the Trainer's default")
-    assume("drop_last", False, "the Trainer's default")
+    axolotl = values.get("packer") in AXOLOTL_PACKERS
+    assume("drop_last", axolotl, "as Axolotl's sampler does" if axolotl else "the Trainer's default")
     assume("tail_policy", "append_dummy_seq", "thdprof.transformers pads the decoder's rows")
 
 

@@ -21,6 +21,7 @@ _PLACES = {
     "bridge": "bridge.PARQUET",
     "bridge-npy": "bridge.NPY",
     "trl": "trl.FORMAT",
+    "llamafactory": "llamafactory.FORMAT",
     "lengths": "lengths.FORMAT",
     "megatron-sft": "megatron_sft.FORMAT",
     "trl-text": "trl_text.FORMAT",

@@ -199,7 +199,7 @@ class Dataset:
     notes: tuple[str, ...] = field(default=())
     """Remarks of the reader that the user should know, such as an assumption that it made."""
     usual_packer: Packer | None = None
-    """The packer of those who train on such files, where TRL reads them; None: Megatron-Bridge's default."""
+    """The packer of those who train on such files, where the Trainer does; None: Megatron-Bridge's default."""
 
     @classmethod
     def from_content(

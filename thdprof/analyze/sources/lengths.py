@@ -8,6 +8,9 @@
 Integers are documents that a packer has yet to pack; lists are packed rows. A length may be zero. The key or column
 is the run's `length_column`, else the first of `KEYS`. Where there is none of them, each list `TOKENS` is a document.
 Only its length is read, in parquet and Arrow without the tokens themselves.
+
+ms-swift's cached datasets have lists of one length in a column `lengths` beside the data: documents, no rows.
+Axolotl's prepared datasets have `input_ids` and `position_ids` beside `length`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from thdprof.analyze.sources.readers import arrow, csv, json_lines, npy
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys, Lengths
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
 from thdprof.errors import DataError
+from thdprof.training import Packer
+
+_SWIFT = "lengths"
+"""Column in which ms-swift lists the length of each example."""
 
 
 def _recognises(path: Path, keys: Keys) -> bool:
@@ -75,8 +82,23 @@ def _read(paths: Sequence[Path], keys: Keys) -> Dataset:
         paths,
         content,
         notes=(note,) if tokens else (),
-        usual_packer="best_fit_decreasing" if tokens and all(map(holds_columns, paths)) else None,
+        usual_packer=_usual_packer(paths, keys) if isinstance(content, UnpackedDocuments) else None,
     )
+
+
+def _usual_packer(paths: Sequence[Path], keys: Keys) -> Packer | None:
+    """The packer of those who train on such columns; None where files differ, or nobody is known."""
+    packers: set[Packer | None] = set()
+    for path in paths:
+        schema: Any = schema_of(path) if holds_columns(path) else None
+        name = _column_of(schema, keys)
+        if name == "length" and {TOKENS, "position_ids"} <= {*schema.names}:
+            packers.add("multipack")
+        elif name == _SWIFT and arrow.is_list(schema.field(name).type):
+            packers.add("binpack")
+        else:
+            packers.add("best_fit_decreasing" if name == TOKENS else None)
+    return packers.pop() if len(packers) == 1 else None
 
 
 def _is_list(path: Path) -> bool:
@@ -107,7 +129,10 @@ def _read_column(path: Path, keys: Keys) -> Lengths:
             return _documents(file.row_lengths(name), where)
         column = file.read_column(name)
         if arrow.is_list(column.type):
-            return base.check_rows(*arrow.list_integers(column, where), where)
+            values, offsets = arrow.list_integers(column, where)
+            if name == _SWIFT and {"messages", TOKENS} & {*file.schema.names} and bool((np.diff(offsets) == 1).all()):
+                return _documents(values, where)
+            return base.check_rows(values, offsets, where)
         return _documents(arrow.integers(column, where), where)
 
 

@@ -23,7 +23,7 @@ KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens", "n
 """Names of a key or column with lengths, tried in this order."""
 TOKENS = "input_ids"
 """Name of a key or column with the tokens of a document, whose number is its length, where there is none of `KEYS`."""
-PACKED = ("seq_start_id", "cu_seqlens")
+PACKED = ("seq_start_id", "cu_seqlens", "packing_params")
 """Names that tell that the tokens beside them are of several documents."""
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
