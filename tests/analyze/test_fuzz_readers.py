@@ -66,6 +66,8 @@ def originals(directory: Path) -> dict[Path, str]:
         files.write_trl(directory / "file.arrow", ROWS, kind="file"): "trl",
         files.write_trl(directory / "stream.arrow", ROWS, kind="stream"): "trl",
         files.write_llamafactory(directory / "packed.arrow", ROWS): "llamafactory",
+        files.write_datatrove(directory / "a.ds.index", documents): "datatrove",
+        files.write_olmo(directory / "part.csv.gz", documents): "olmo",
         files.write_lines(directory / "rows.jsonl", ROWS): "lengths",
         files.write_lines(directory / "objects.jsonl", [{"length": n} for n in documents]): "lengths",
         directory / "documents.npy": "lengths",
@@ -165,7 +167,8 @@ def fuzz(directory: Path, seed: int) -> None:
     peak, counts = peak_bytes(), {"cases": 0, "read": 0}
     case = (directory / "case.json").open("w")
     for path, format in good.items():
-        mutant = directory / f"mutant{path.suffix if path.suffix == '.csv' else ''}"
+        named = path.name.endswith((".csv", ".csv.gz", ".ds.index"))  # formats that are recognised by it
+        mutant = directory / f"mutant{''.join(path.suffixes) if named else ''}"
         for number, data in zip(range(CASES_A_FILE), mutants(path.read_bytes(), rng), strict=False):
             mutant.unlink(missing_ok=True)  # a disk waits for a file that is cut to nothing and written again
             mutant.write_bytes(data)

@@ -27,6 +27,7 @@ from thdprof.errors import DataError
 ROWS = [[3, 4, 2], [9], [1, 1, 1, 1], [5, 6]]
 TOKENS = [3, 4, 2, 9, 1, 1, 1, 1, 5, 6]
 OFFSETS = [0, 3, 4, 8, 10]
+BY_ENDS = {"datatrove": (files.write_datatrove, "a.ds.index"), "olmo": (files.write_olmo, "a.csv.gz")}
 
 
 def assert_rows(dataset: Dataset, rows, rule: str) -> None:
@@ -372,6 +373,58 @@ class TestLlamaFactory:
     def test_refuses_other_columns(self, tmp_path):
         path = files.write_trl(tmp_path / "a.arrow", ROWS, kind="stream")
         refused(path, "column packing_params: is missing, or has no lists sequence_boundaries", format="llamafactory")
+
+
+class TestDocumentEnds:
+    @settings(max_examples=30, deadline=None)
+    @given(documents=strategies.documents, format=st.sampled_from([*BY_ENDS]))
+    def test_reads_lengths_by_any_of_the_names(self, tmp_path_factory, documents, format):
+        documents = [*documents, 1]
+        write, name = BY_ENDS[format]
+        directory = tmp_path_factory.mktemp("ends")
+        path = write(directory / name, documents)
+        tokens = next(other for other in directory.iterdir() if other != path)
+        for location in (directory, path, tokens):
+            dataset = read_dataset([str(location)])
+            assert dataset.format == format
+            assert dataset.uris == (str(path),)
+            assert isinstance(dataset.content, UnpackedDocuments)
+            assert dataset.content.document_tokens.tolist() == documents
+        tokens.unlink()
+        assert read_dataset([str(path), str(path)]).content.document_tokens.tolist() == documents * 2
+
+    def test_an_array_of_numpy_is_read_itself(self, tmp_path):
+        files.write_olmo(tmp_path / "a.csv.gz", [3, 4])
+        np.save(tmp_path / "a.npy", np.array([7, 8]))
+        assert read_dataset([str(tmp_path / "a.npy")]).content.document_tokens.tolist() == [7, 8]
+
+    @pytest.mark.parametrize(
+        ("ends", "text"),
+        [
+            ([5, 9, 7], "document 2: ends at 7, before the end 9 of the last one"),
+            ([2**63], f"document 0: ends at {2**63}, before the end 0 of the last one"),
+            ([2**40], f"document 0: length {2**40} is not between 0 and 2**31 - 1"),
+        ],
+    )
+    def test_refuses_ends(self, tmp_path, ends, text):
+        path = tmp_path / "a.ds.index"
+        path.write_bytes(np.array(ends, dtype="<u8").tobytes())
+        refused(path, text)
+        path.write_bytes(path.read_bytes()[:-1])
+        refused(path, "is no NAME.ds.index of datatrove", format="datatrove")
+
+    @pytest.mark.parametrize(
+        ("lines", "text"),
+        [
+            ("0,5\n9,7\n", "line 2: '9,7' does not begin with the start and end of a document"),
+            ("0,5\n5,x\n", "line 2: '5,x' does not begin with"),
+            (f"0,{2**40}\n", f"document 0: length {2**40} is not between 0 and 2**31 - 1"),
+        ],
+    )
+    def test_refuses_lines(self, tmp_path, lines, text):
+        path = tmp_path / "a.csv.gz"
+        path.write_bytes(gzip.compress(lines.encode()))
+        refused(path, text)
 
 
 class TestLengths:
@@ -738,6 +791,8 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
         "bridge": [files.write_bridge(tmp_path / "bridge.parquet", ROWS)],
         "bridge-npy": [files.write_bridge_npy(tmp_path / "rows.npy", ROWS)],
         "trl": [files.write_trl(tmp_path / f"trl.{k}", ROWS, kind=k) for k in ("parquet", "file", "stream")],
+        "datatrove": [files.write_datatrove(tmp_path / "a.ds.index", [3, 4])],
+        "olmo": [files.write_olmo(tmp_path / "part.csv.gz", [3, 4])],
         "llamafactory": [files.write_llamafactory(tmp_path / "packed.arrow", ROWS)],
         "lengths": [
             files.write_lines(tmp_path / "rows.jsonl", ROWS),
@@ -767,4 +822,4 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
                 assert recognises(path) == taken, (name, path)
                 compared += 1
         assert not any(recognises(path) for path in others)
-    assert compared == 7 * 13
+    assert compared == 9 * 15

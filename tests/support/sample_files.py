@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
 from collections.abc import Sequence
@@ -63,6 +64,22 @@ def write_trl(path: Path, rows: Rows, *, kind: str = "parquet") -> Path:
         return path
     with {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind](str(path), table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def write_datatrove(path: Path, lengths: Sequence[int]) -> Path:
+    """datatrove's index `path` of u64 ends, and the tokens beside it."""
+    path.with_suffix("").write_bytes(bytes(2 * sum(lengths)))
+    path.write_bytes(np.cumsum(lengths).astype("<u8").tobytes())
+    return path
+
+
+def write_olmo(path: Path, lengths: Sequence[int]) -> Path:
+    """OLMo-core's metadata `path`, a `.csv.gz`, and the `.npy` beside it, which has no header."""
+    path.with_suffix("").with_suffix(".npy").write_bytes(bytes(2 * sum(lengths)))
+    ends = np.cumsum(lengths).tolist()
+    lines = [f"{end - length},{end},id-{end},a.jsonl.gz,{end}\n" for length, end in zip(lengths, ends, strict=True)]
+    path.write_bytes(gzip.compress("".join(lines).encode()))
     return path
 
 

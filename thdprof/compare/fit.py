@@ -87,6 +87,8 @@ _KINDS: Mapping[str, frozenset[Kind]] = {
     "bridge-npy": frozenset({"bridge"}),
     "trl": frozenset({"trl"}),
     "llamafactory": frozenset({"trl"}),
+    "datatrove": frozenset({"documents"}),
+    "olmo": frozenset({"documents"}),
     "lengths": frozenset({"documents", "packs"}),
     "trl-text": frozenset({"documents"}),
     "megatron-sft": frozenset({"conversations"}),

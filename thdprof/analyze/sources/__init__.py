@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Tick
+from thdprof.analyze.sources.readers.npy import MAGIC
 from thdprof.errors import DataError, UsageError
 
 _PLACES = {
@@ -22,10 +23,14 @@ _PLACES = {
     "bridge-npy": "bridge.NPY",
     "trl": "trl.FORMAT",
     "llamafactory": "llamafactory.FORMAT",
+    "datatrove": "document_ends.DATATROVE",
+    "olmo": "document_ends.OLMO",
     "lengths": "lengths.FORMAT",
     "megatron-sft": "megatron_sft.FORMAT",
     "trl-text": "trl_text.FORMAT",
 }
+_INDEXES = {".bin": ".idx", ".ds": ".ds.index", ".npy": ".csv.gz"}
+"""Endings of token files -> those of the files that hold their documents' lengths: Megatron, datatrove, OLMo-core."""
 FORMATS = tuple(_PLACES)
 """Names of the formats, in the order in which a file is tried."""
 
@@ -145,9 +150,13 @@ def _files(location: str, candidates: Sequence[Format]) -> tuple[Format | None, 
 
 
 def _index_of(path: Path) -> Path:
-    """The `.idx` beside a Megatron dataset's `.bin`; any other file itself."""
-    index = path.with_suffix(".idx")
-    return index if path.suffix == ".bin" and index.is_file() else path
+    """The file beside a token file that tells where its documents end; any other file itself."""
+    beside = _INDEXES.get(path.suffix)
+    index = path.with_suffix(beside) if beside else path
+    if beside == ".csv.gz" and index.is_file():
+        with path.open("rb") as file:
+            return path if file.read(len(MAGIC)) == MAGIC else index
+    return index if index.is_file() else path
 
 
 def _split_of(directory: Path) -> Path:

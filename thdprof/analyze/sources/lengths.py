@@ -77,28 +77,25 @@ def _read(paths: Sequence[Path], keys: Keys) -> Dataset:
         content = UnpackedDocuments(document_tokens=np.concatenate(documents))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
     tokens = any(_holds_tokens(path, keys) for path in paths)
+    packers = {_usual_packer(path, keys) for path in paths}
     return Dataset.from_content(
         FORMAT.name,
         paths,
         content,
         notes=(note,) if tokens else (),
-        usual_packer=_usual_packer(paths, keys) if isinstance(content, UnpackedDocuments) else None,
+        usual_packer=packers.pop() if len(packers) == 1 and isinstance(content, UnpackedDocuments) else None,
     )
 
 
-def _usual_packer(paths: Sequence[Path], keys: Keys) -> Packer | None:
-    """The packer of those who train on such columns; None where files differ, or nobody is known."""
-    packers: set[Packer | None] = set()
-    for path in paths:
-        schema: Any = schema_of(path) if holds_columns(path) else None
-        name = _column_of(schema, keys)
-        if name == "length" and {TOKENS, "position_ids"} <= {*schema.names}:
-            packers.add("multipack")
-        elif name == _SWIFT and arrow.is_list(schema.field(name).type):
-            packers.add("binpack")
-        else:
-            packers.add("best_fit_decreasing" if name == TOKENS else None)
-    return packers.pop() if len(packers) == 1 else None
+def _usual_packer(path: Path, keys: Keys) -> Packer | None:
+    """The packer of those who train on such columns; None where nobody is known."""
+    schema: Any = schema_of(path) if holds_columns(path) else None
+    name = _column_of(schema, keys)
+    if name == "length" and {TOKENS, "position_ids"} <= {*schema.names}:
+        return "multipack"
+    if name == _SWIFT and arrow.is_list(schema.field(name).type):
+        return "binpack"
+    return "best_fit_decreasing" if name == TOKENS else None
 
 
 def _is_list(path: Path) -> bool:

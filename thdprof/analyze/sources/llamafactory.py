@@ -42,16 +42,21 @@ def read(paths: Sequence[Path]) -> Dataset:
     Raises:
         DataError: the column is missing or has another type, or a row is null or has impossible boundaries.
     """
-    parts, sizes = [], set()
-    for path in paths:
-        boundaries, offsets = _read_boundaries(path)
-        sizes.update(boundaries[offsets[1:] - 1].tolist())
-        inside = np.ones(len(boundaries) - 1, dtype=np.bool_)
-        inside[offsets[1:-1] - 1] = False  # from a row to the next
-        inside[offsets[1:] - 2] = False  # the padding
-        parts.append(base.check_rows(np.diff(boundaries)[inside], offsets - 2 * np.arange(len(offsets)), str(path)))
-    rows = base.join_rows(parts, "trl")
+    parts = [_read_rows(path) for path in paths]
+    sizes = {size for _, size in parts}
+    rows = base.join_rows([rows for rows, _ in parts], "trl")
     return Dataset.from_content(FORMAT.name, paths, rows, pack_tokens=sizes.pop() if len(sizes) == 1 else None)
+
+
+def _read_rows(path: Path) -> tuple[base.Rows, int | None]:
+    """The rows of a file without their padding, and their tokens with it, if all have as many."""
+    boundaries, offsets = _read_boundaries(path)
+    inside = np.ones(len(boundaries) - 1, dtype=np.bool_)
+    inside[offsets[1:-1] - 1] = False  # from a row to the next
+    inside[offsets[1:] - 2] = False  # the padding
+    rows = base.check_rows(np.diff(boundaries)[inside], offsets - 2 * np.arange(len(offsets)), str(path))
+    sizes = {*boundaries[offsets[1:] - 1].tolist()}
+    return rows, sizes.pop() if len(sizes) == 1 else None
 
 
 def _read_boundaries(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
