@@ -250,13 +250,19 @@ Packer = Literal[
     "swift_sequential",
     "multipack",
     "multipack_sequential",
+    "concatenative",
+    "nemo_first_fit_decreasing",
+    "modified_first_fit_decreasing",
+    "karmarkar_karp",
     "dp_balanced",
     "balanced_cp",
     "dynamic_cp",
 ]
 DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 """Packers that give every micro-batch a context-parallel size of its own."""
-STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
+RL_PACKERS = ("concatenative", "nemo_first_fit_decreasing", "modified_first_fit_decreasing", "karmarkar_karp")
+"""Packers of reinforcement learning: NeMo-RL's, and verl's balanced partitions."""
+STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP, *RL_PACKERS)
 """Packers that pack each global batch for itself while training."""
 TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped", "none")
 """Packers that pack as TRL's packing strategies do; `none` makes a row of every document, as TRL without packing."""

@@ -95,7 +95,7 @@ def pack_rows(
     """
     lengths, packer, pack_tokens = document_tokens.astype(np.int64), settings.packer, settings.seq_length
     notes: list[str] = []
-    place: Place = _first_fit
+    place: Place = first_fit
     rule: RowRule = "concatenate"
     together = (packer == "greedy_knapsack" and settings.packing_batch) or _TRL_BATCH
     batches, note_on_batches = _map_batches(len(lengths), settings.packing_processes, together)
@@ -137,7 +137,7 @@ def pack_rows(
             lengths = _leave_out(lengths, _AXOLOTL_LEAST, pack_tokens, notes)
             pack_tokens *= settings.micro_batch_size
             groups = [*range(0, len(lengths), settings.packing_batch or _AXOLOTL_GROUP), len(lengths)]
-            place = _next_fit if packer == "multipack_sequential" else _in_parts(_first_fit, groups)
+            place = _next_fit if packer == "multipack_sequential" else _in_parts(first_fit, groups)
         case "none":
             return _one_each(lengths, trained_from, pack_tokens)
         case "wrapped":
@@ -266,7 +266,8 @@ def _wrapped(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int
     return Packing(rows=made, efficiency=used, efficiency_without_cap=None, notes=tuple(notes))
 
 
-def _first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
+def first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
+    """Place each document into the first pack with room: a `Place`."""
     work = len(lengths) * max(1, len(lengths) - 1).bit_length()
     return compiled.run(_first_fit_loop, work, lengths, pack_tokens, cap)
 

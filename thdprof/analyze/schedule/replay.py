@@ -19,6 +19,7 @@ from thdprof.plan import DatasetPart
 from thdprof.training import (
     AXOLOTL_PACKERS,
     DYNAMIC_CP,
+    RL_PACKERS,
     STEP_PACKERS,
     TRL_PACKERS,
     Kind,
@@ -60,13 +61,19 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         return dynamic_cp(documents.document_tokens, settings)
     from thdprof.analyze.schedule import packers
 
-    if settings.packer == "dp_balanced":
-        rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
+    if settings.packer in STEP_PACKERS:
+        notes: tuple[str, ...] = ()
+        if settings.packer in RL_PACKERS:
+            from thdprof.analyze.schedule.step_packers import pack_steps
+
+            rows, num_microbatches, notes = pack_steps(documents.document_tokens, settings)
+        else:
+            rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
         table = fill_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
         used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
-        return Schedule(table=table, independent=independent, packing_efficiency=used)
+        return Schedule(table=table, independent=independent, packing_efficiency=used, notes=notes)
     if settings.packer in AXOLOTL_PACKERS:
         return _schedule_multipack(documents.document_tokens, settings)
     lengths = documents.document_tokens

@@ -12,6 +12,7 @@ from thdprof.training import (
     AXOLOTL_PACKERS,
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
+    RL_PACKERS,
     STEP_PACKERS,
     SWIFT_PACKERS,
     TRAINER_PACKERS,
@@ -165,13 +166,15 @@ def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
         )
     if packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS) and values.get("loader", "trainer") != "trainer":
         raise UsageError(f"--loader {values['loader']}: rows of --packer {packer} are read with trainer alone")
-    if packer in TRAINER_PACKERS and packer != "multipack" and "max_docs_per_pack" in values:
+    if packer in (*TRAINER_PACKERS, *RL_PACKERS) and packer != "multipack" and "max_docs_per_pack" in values:
         raise UsageError(
             f"{name_setting('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out"
         )
     idle = []
     if packer not in ("greedy_knapsack", "multipack") and values.pop("packing_batch", None) is not None:
         idle.append(name_setting("packing_batch"))
+    if packer == "karmarkar_karp" and values.pop("pad_seq_to_mult", 1) != 1:
+        idle.append(name_setting("pad_seq_to_mult"))
     if packer not in DYNAMIC_CP and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
         idle.append("--max-seqlen-per-dp-cp-rank")
     if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources.base import Rows
 from thdprof.errors import DataError
 
-KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens", "n_tokens", "token_count", "seq_len")
+KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens", "n_tokens", "token_count", "seq_len",
+        "input_lengths")  # fmt: skip
 """Names of a key or column with lengths, tried in this order."""
 TOKENS = "input_ids"
 """Name of a key or column with the tokens of a document, whose number is its length, where there is none of `KEYS`."""

@@ -1,0 +1,86 @@
+"""Packers of reinforcement learning: equal to NeMo-RL and verl on the same documents, by recorded digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from thdprof.analyze.schedule.replay import replay
+from thdprof.analyze.schedule.step_packers import pack_steps
+from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
+from thdprof.errors import DataError, UsageError
+from thdprof.training import RL_PACKERS, TrainingSettings
+
+RECORDED = {
+    "concatenative": "2ea776ce742b5a45",  # NeMo-RL 7ea279ab
+    "nemo_first_fit_decreasing": "940a75ad7e8b036a",  # NeMo-RL 7ea279ab
+    "modified_first_fit_decreasing": "b745beacd810575a",  # NeMo-RL 7ea279ab
+    "karmarkar_karp": "5904bd12e02057d2",  # verl 0.9.1
+}
+"""Packer -> the digest of the packs that its source made in 60 steps."""
+
+
+def draw(rng: np.random.Generator, ranks: int) -> tuple[list[int], int]:
+    size = ranks * int(rng.choice([1, 5, 16]))
+    capacity = int(rng.choice([40, 120, 1000]))
+    lengths = np.clip(rng.lognormal(np.log(capacity / 5), 0.9, size).astype(int), 1, capacity)
+    return lengths.tolist(), capacity
+
+
+def by_rank(documents: list[int], **values) -> list[list[list[list[int]]]]:
+    """The packs of every step and rank."""
+    settings = TrainingSettings(loader="single", **values)
+    rows, counts, _ = pack_steps(np.array(documents, dtype=np.int32), settings)
+    packs = iter([part.tolist() for part in np.split(rows.document_tokens, rows.row_offsets[1:-1])])
+    ranks = range(settings.data_parallel_size)
+    return [[[next(packs) for _ in range(count)] for _ in ranks] for count in counts.tolist()]
+
+
+@pytest.mark.parametrize("packer", RL_PACKERS)
+def test_packs_equal_those_of_the_source(packer):
+    rng, steps = np.random.default_rng(7), []
+    for case in range(60):
+        ranks = 1 + case % 4
+        documents, capacity = draw(rng, ranks)
+        made = by_rank(
+            documents, packer=packer, seq_length=capacity, data_parallel_size=ranks, global_batch_size=len(documents)
+        )
+        steps += made
+        packs = [pack for rank in made[0] for pack in rank]
+        assert all(0 < sum(pack) <= capacity for pack in packs)
+        assert sorted(length for pack in packs for length in pack) == sorted(documents)
+    assert len(steps) == 60
+    assert hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16] == RECORDED[packer]
+
+
+class TestRuns:
+    def replay(self, documents, **given):
+        content = UnpackedDocuments(document_tokens=np.array(documents, dtype=np.int32))
+        return replay(Dataset.from_content("lengths", ["a"], content), {"seq_length": 12, **given})
+
+    def test_steps_are_consecutive_documents_and_are_exact(self):
+        run = self.replay([6, 3, 3, 12, 20, 5, 2, 4], packer="concatenative", global_batch_size=4, pad_seq_to_mult=4)
+        table = run.schedule.table
+        assert table.exact
+        assert table.num_microbatches.tolist() == [3, 3]
+        assert table.n_tokens.tolist() == [12, 4, 12, 12, 12, 4]
+        assert table.n_seqs.tolist() == [2, 1, 1, 1, 2, 1]
+        assert run.schedule.notes == ("1 documents longer than 12 tokens were cut to that",)
+
+    def test_the_fullest_pack_gives_documents_until_the_ranks_are_even(self):
+        run = self.replay([1, 1, 1, 12], packer="concatenative", global_batch_size=4, data_parallel_size=4)
+        assert run.schedule.table.max_seqlen.tolist() == [1, 12, 1, 1]
+
+    def test_refusals(self):
+        with pytest.raises(DataError, match=r"step 0: its 2 documents do not fill .* 2 ranks.*--global-batch-size"):
+            self.replay([7] * 2, packer="karmarkar_karp", global_batch_size=2, data_parallel_size=2,
+                        pipeline_parallel_size=2, virtual_pipeline_size=2)  # fmt: skip
+        with pytest.raises(UsageError, match="packs the documents of one step together: give --global-batch-size"):
+            self.replay([7] * 2, packer="karmarkar_karp")
+        with pytest.raises(UsageError, match="max_docs_per_pack: --packer concatenative has no cap on documents"):
+            self.replay([7] * 2, packer="concatenative", global_batch_size=2, max_docs_per_pack=4)
+        idle = self.replay([7] * 2, packer="karmarkar_karp", global_batch_size=2, pad_seq_to_mult=4)
+        assert idle.notes == ("--pad-seq-to-mult has no effect on --packer karmarkar_karp and was left out",)
