@@ -34,6 +34,8 @@ def wrap_text(text: str, indent: str | None = None) -> list[str]:
     return lines[1:] or [""]
 
 
+_MOST_CHOICES = 12
+"""Names of choices that a message lists."""
 _ALIKE = 0.7
 """How alike names are at least, 0 to 1, that are taken for one another."""
 
@@ -101,6 +103,12 @@ def list_some(names: Iterable[str], most: int) -> str:
     """The first `most` names with commas between them, and how many more there are."""
     every = [*names]
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
+def list_choices(value: object, names: Sequence[str]) -> str:
+    """Names of which `value` is none: the one that is most like it first, and not so many that they fill a message."""
+    alike = find_alike(str(value), names)
+    return list_some(sorted(names, key=lambda name: name != alike), _MOST_CHOICES)
 
 
 def ratio(values: tuple[float, float]) -> str:

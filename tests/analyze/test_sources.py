@@ -784,6 +784,12 @@ class TestNotRecognised:
         (tmp_path / "empty" / "train").mkdir(parents=True)
         refused(tmp_path / "empty", "but the directories train; give one of them")
 
+    def test_how_to_write_lengths_of_webdatasets_is_told(self, tmp_path):
+        (tmp_path / "energon" / ".nv-meta").mkdir(parents=True)
+        (tmp_path / "energon" / "0.tar").write_bytes(b"a" * 512)
+        for path in (tmp_path / "energon", tmp_path / "energon" / "0.tar"):
+            refused(path, "only the run's own encoder tells: write them in pack_selected_samples, a line [tokens, ...]")
+
 
 def test_each_format_recognises_its_own_files_only(tmp_path):
     own = {

@@ -15,6 +15,7 @@ from thdprof.analyze.schedule.packers import pack_rows
 from thdprof.analyze.schedule.replay import build_schedule, replay
 from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
 from thdprof.errors import DataError, UsageError
+from thdprof.pack.documents import collect_documents
 from thdprof.training import TrainingSettings
 
 Packs = list[list[int]]
@@ -231,6 +232,15 @@ class TestRuns:
         replayed = self.replay(packer="binpack", sampling="sequential", tail_policy="none")
         assert replayed.schedule.table.n_tokens.tolist() == [16, 12]
         assert replayed.schedule.notes == ("1 documents of fewer than 1 or more than 16 tokens were left out",)
+
+    @pytest.mark.parametrize(("packer", "tokens"), [("binpack", [4, 8]), ("greedy_knapsack", [4, 20, 8])])
+    def test_packs_made_anew_leave_out_what_the_trainer_leaves_out(self, packer, tokens):
+        content = UnpackedDocuments(document_tokens=np.array([4, 20, 8], dtype=np.int32))
+        settings = TrainingSettings(seq_length=20, packer=packer)
+        documents = collect_documents(
+            Dataset.from_content("lengths", ["a"], content), settings, seq_length=10, for_bridge=False
+        )
+        assert documents.tokens.tolist() == [min(n, 10) for n in tokens]
 
     def test_refusals(self):
         with pytest.raises(UsageError, match="--loader single: rows of --packer multipack are read with trainer alone"):

@@ -15,7 +15,7 @@ from thdprof.analyze.settings.shell import Launch
 from thdprof.commands.options import list_removed_options
 from thdprof.errors import UsageError
 from thdprof.training.settings import SHORT_NAMES
-from thdprof.words import find_alike, make_printable
+from thdprof.words import find_alike, list_choices, make_printable
 
 _NARROWEST, _WIDEST = 60, 120
 """Columns of a help page, whatever the terminal has."""
@@ -200,7 +200,7 @@ def _bad_value(error: Exception, param: Any) -> str:
     kind, bounds = str(problems[0]["type"]), problems[0].get("ctx", {})
     choices = param.type_descriptor.choices
     if choices:
-        must = f"choose one of {', '.join(map(str, choices))}"
+        must = f"choose one of {list_choices(problems[0]['input'], [*map(str, choices)])}"
     elif kind == "greater_than_equal":
         must = f"must be at least {bounds['ge']}"
     elif kind.startswith("int_"):

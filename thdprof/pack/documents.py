@@ -16,7 +16,7 @@ from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, Unp
 from thdprof.analyze.sources.readers import json_lines
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns
 from thdprof.errors import DataError
-from thdprof.training import TrainingSettings
+from thdprof.training import AXOLOTL_PACKERS, SWIFT_PACKERS, TrainingSettings
 from thdprof.words import write_count
 
 
@@ -122,6 +122,8 @@ def collect_documents(
 def _overlong_rule(settings: TrainingSettings) -> str:
     """What training does with a document that is longer than a pack."""
     if settings.packer.startswith("first_fit") and settings.pad_seq_to_mult == 1:
+        return "leave out"
+    if settings.packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS):
         return "leave out"
     return "split" if settings.packer in ("best_fit_split", "wrapped") else "cut"
 

@@ -32,14 +32,15 @@ from thdprof.pack.documents import Documents, collect_documents
 from thdprof.pack.order import measure_order, order_packs
 from thdprof.pack.packs import pack_documents
 from thdprof.plan import FallbackRate, Percentiles, Plan
-from thdprof.training import TRL_PACKERS, GraphKind, TrainingSettings
+from thdprof.training import TRAINER_PACKERS, TRL_PACKERS, GraphKind, TrainingSettings
 
 _READ_SHARE = 0.4
 """Progress-bar estimate: the share of the work that ends with the analysis of the old packs."""
 _CAPS = tuple(2**power for power in range(2, 13))
 """Caps that are compared."""
-_OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "shuffle_seed", "loader", "seq_length", "split",
-             "sft_tokenizer_prompt_format", "tokenizer_model", "length_column", "drop_last")  # fmt: skip
+_OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "packing_batch", "shuffle_seed", "loader",
+             "seq_length", "split", "sft_tokenizer_prompt_format", "tokenizer_model", "length_column",
+             "drop_last")  # fmt: skip
 """Settings of the run that say how the old rows were made and read."""
 _OF_CONVERSATIONS = ("sft_tokenizer_prompt_format", "tokenizer_model")
 """Those of them by which conversations are still read."""
@@ -285,7 +286,7 @@ def make_packs(
         DataError: no document is left to pack.
         UsageError: `max_docs` leaves no place for a document.
     """
-    pads = isinstance(dataset.content, UnpackedDocuments) and settings.packer not in TRL_PACKERS
+    pads = isinstance(dataset.content, UnpackedDocuments) and settings.packer not in (*TRL_PACKERS, *TRAINER_PACKERS)
     multiple = settings.pad_seq_to_mult if pads else 1
     if isinstance(dataset.content, Conversations) and settings.context_parallel_size > 1:
         multiple = 2 * settings.context_parallel_size  # as SFTDataset pads each conversation

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, Union, get_args
 from annotated_types import Interval
 
 from thdprof.errors import UsageError
+from thdprof.words import list_choices
 
 Kind = Literal["streams", "bridge", "trl", "packs", "documents", "conversations"]
 """What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
@@ -124,7 +125,7 @@ class Definition:
         if self.choices:
             names = (*self.choices, *self.setting.aliases)
             if value not in names:
-                raise UsageError(f"{self.describe(value)}: choose one of {', '.join(names)}")
+                raise UsageError(f"{self.describe(value)}: choose one of {list_choices(value, names)}")
         elif self.type is bool:
             if not isinstance(value, bool):
                 raise UsageError(f"{self.describe(repr(value))}: must be true or false")

@@ -23,10 +23,17 @@ _COULD_BE = (
     "docs/formats.md has all formats"
 )
 """What a file's columns may be."""
+_WEBDATASET = (
+    "a webdataset, whose lengths only the run's own encoder tells: write them in pack_selected_samples, a line "
+    "[tokens, ...] for each pack, to a .jsonl file, and give that (docs/formats.md#energon)"
+)
+"""What to do about data for Megatron-Energon."""
 
 
 def file_error(path: Path, formats: Sequence[Format]) -> DataError:
     """The error for a file that none of `formats` recognises: what it holds, and what that could be."""
+    if path.suffix == ".tar":
+        return DataError(f"{path}: {_WEBDATASET}")
     known = f"known are {', '.join(f.name for f in formats)} (docs/formats.md)"
     columns = _columns(path)
     if columns is None:
@@ -36,6 +43,8 @@ def file_error(path: Path, formats: Sequence[Format]) -> DataError:
 
 def directory_error(directory: Path, formats: Sequence[Format], *, auto: bool) -> DataError:
     """The error for a directory of which no file is of `formats`: all of them with `auto`, else the one asked for."""
+    if (directory / ".nv-meta").is_dir():
+        return DataError(f"{directory}: {_WEBDATASET}")
     files = sorted(path.name for path in directory.iterdir() if path.is_file())
     directories = sorted(path.name for path in directory.iterdir() if path.is_dir())
     advice = "name the files, or say --format" if auto else "name the files, or another directory"
