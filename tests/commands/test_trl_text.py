@@ -192,7 +192,7 @@ def test_a_models_name_is_looked_up_in_the_cache_alone(thdprof, data, tokenizer,
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ({"text": None}, "line 2: TRL cannot make tokens of it: AttributeError"),
+        ({"text": None}, "line 2: TRL cannot make tokens of it: `text` is null or empty (AttributeError: "),
         ({"body": "x"}, "line 2: TRL cannot make tokens of it: KeyError: 'text'"),
         ([1], "line 2: TRL cannot make tokens of it: "),
     ],
@@ -201,6 +201,16 @@ def test_a_row_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line, e
     data = tmp_path / "text.jsonl"
     data.write_text(json.dumps({"text": "fox"}) + "\n" + json.dumps(line) + "\n")
     assert error in one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=1)
+
+
+@pytest.mark.parametrize("line", [{"messages": None}, {"messages": []}, {"messages": None, "text": None}])
+def test_the_row_of_a_batch_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line):
+    data, rows = tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "fox"}]}] * 9
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:4], line, *rows[4:]]))
+    error = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer, "--packer", "bfd"), code=1)
+    assert "chat.jsonl: line 5: TRL cannot make tokens of it: `messages`" in error
+    assert "null or empty" in error
+    assert "leave such rows out" in error
 
 
 def test_a_line_that_is_no_json_is_named(thdprof, tmp_path, tokenizer):

@@ -28,6 +28,7 @@ from thdprof.analyze.sources.readers import json_lines
 from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches
 from thdprof.analyze.sources.readers.tokenize_program import Refused, load_tokenizer
 from thdprof.errors import DataError
+from thdprof.words import join_words
 
 TOKENS_FILE, TRAINED_FILE, LENGTHS_FILE = "input_ids.i4", "trained.u1", "lengths.npy"
 """Tokens of all documents, int32; whether each is trained, uint8, where some are not; tokens of a document, int64."""
@@ -254,21 +255,30 @@ class _Counter:
 
     def __call__(self, part: Part) -> tuple[float, Any]:
         """What the counter makes of a part, or the text of what TRL stops on there."""
-        number = part.first
-
-        def examples() -> Iterator[Example]:
-            nonlocal number
-            for row, value in part.rows():
-                number = row
-                yield self._prepare(value)
-
         try:
-            return part.share, self._make(examples())
+            return part.share, self._make(self._prepare(value) for _, value in part.rows())
         except BrokenLineError as error:
             return part.share, f"{part.where} {error.number}: is not JSON: {error}"
         except Exception as error:  # a template may raise any
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return part.share, f"{part.where} {number}: TRL cannot make tokens of it: {reason}"
+            return part.share, self._explain(part, error)
+
+    def _explain(self, part: Part, error: Exception) -> str:
+        """Which row of a part TRL stops on, and why: the first that also raises alone."""
+        where, empty = part.first, list[str]()
+        for row, value in part.rows():
+            try:
+                self._make(iter([self._prepare(value)]))
+            except Exception as found:
+                where, error = row, found
+                if isinstance(value, dict):
+                    columns = ("messages", "prompt", "completion", self._task.text_column)
+                    empty = [f"`{name}`" for name in columns if name in value and not value[name]]
+                break
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if empty:
+            are = "is" if len(empty) == 1 else "are"
+            reason = f"{join_words(empty)} {are} null or empty ({reason}); leave such rows out"
+        return f"{part.where} {where}: TRL cannot make tokens of it: {reason}"
 
     def _make(self, examples: Iterator[Example]) -> Any:
         """The counts of examples, int32, shape [1 or 2, examples]."""
