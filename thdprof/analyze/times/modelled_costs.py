@@ -148,6 +148,9 @@ _STEPS = (32, 64, 128, 256, 512)
 """Numbers of documents up to which Transformer Engine's fused attention rounds."""
 _OWN_LAYERS = 2.0
 """Time of a graph of transformers' own layers, beside one of fused layers, at most; 1.9 in the shape of Qwen3-0.6B."""
+_OWN_BYTES = 55e-6
+"""Megabytes that norms, rotation, activation and residuals of transformers' own layers move beyond fused ones, forward
+and backward, for a token and a channel of what they read: as much as that shape allows."""
 
 
 class ModelledTimes:
@@ -167,8 +170,16 @@ class ModelledTimes:
     @property
     def slower_kernels(self) -> float:
         """Factor by which replays may take longer: under Hugging Face's Trainer the layers are fused only where
-        `PlanCallback(compile=True)` compiles them, which the settings do not tell."""
-        return _OWN_LAYERS if self.settings.is_of_trainer else 1.0
+        `PlanCallback(compile=True)` compiles them, which the settings do not tell. What is not fused moves activations
+        only: the wider the layers are, the more of their time are products."""
+        if not self.settings.is_of_trainer:
+            return 1.0
+        model = self.model
+        channels = 4 * model.hidden_size + 3 * model.ffn_size
+        channels += 2 * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
+        moved = _OWN_BYTES * channels * self._run.n_tokens * (4 / 3 if model.recompute_granularity == "full" else 1)
+        more_ms = self.decoder.num_layers * Device(self.gpu).memory_us(moved, 3.3) / 1000
+        return min(_OWN_LAYERS, 1 + more_ms / self._typical_gpu_ms)
 
     def at(self, max_seqs: int) -> DecoderTime:
         """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
