@@ -131,7 +131,7 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
                     row = sum(map(len, lengths)) - 1 + int((np.diff(ends) != np.diff(offsets)).argmax())
                     raise DataError(f"{path}: row {row}: {name} has not one value for each of {TOKENS}")
                 with (directory / name).open("ab") as file:
-                    values.astype(types[name]).tofile(file)
+                    file.write(values.astype(types[name]).data)  # tofile does not say why it fails
             lengths.append(np.diff(offsets))
     return Contents(
         columns={name: Column(path=directory / name, dtype=types[name]) for name in names or ()},
