@@ -84,6 +84,17 @@ def test_a_cap_holds_for_every_pack_and_auto_takes_the_quickest(demo, thdprof, t
     assert len(found["caps"]) >= 2
 
 
+def test_tokens_a_second_are_those_of_documents(demo, thdprof):
+    run = ("--loader", "trainer", "--data-parallel-size", 8, "--model", demo / "config.json", "--gpu", "h100")
+    found = compared(thdprof, demo / "trl", *run, "--seq-length", 2048, "--max-docs", 4, "--dry-run")
+    filled = []
+    for side in (found["before"], found["after"]):
+        in_step = side["fill"] * 2048 * 8
+        assert side["tokens_per_second"][1] * side["step_ms"][0] / 1000 == pytest.approx(in_step, rel=0.02)
+        filled.append(side["fill"])
+    assert filled[1] < 0.9 < filled[0]
+
+
 def test_auto_without_times_takes_the_least_cap_that_adds_few_packs(demo, thdprof):
     arguments = (demo / "lengths", "--seq-length", 4096, "--max-docs", "auto", "--dry-run")
     found = compared(thdprof, *arguments)

@@ -358,7 +358,7 @@ def _compare_packs(rows: Sequence[Sequence[str]], explained: str) -> str:
     """The table of the packs before and after; empty without rows."""
     if not rows:
         return ""
-    table = html_table("", rows[0], rows[1:])
+    table = html_table("", rows[0], rows[1:]).replace("<table", '<table style="width:100%;text-align:left"')
     return _section("What do the new packs change?", "", f'{table}\n<p class="note">{escape(explained)}</p>')
 
 
