@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources import indexed
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.readers import arrow, json_lines
 from thdprof.analyze.sources.readers.json_lines import TOKENS
@@ -140,6 +141,8 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
 
 
 def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
+    if indexed.recognises(path):
+        return [TOKENS]
     held = schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or ()
     return [name for name in (TOKENS, *beside) if name in held]
 
@@ -147,6 +150,9 @@ def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
 def _read_batches(path: Path, names: Sequence[str]) -> Iterator[Batch]:
     import pyarrow as pa
 
+    if indexed.recognises(path):
+        yield from ({TOKENS: some} for some in indexed.read_tokens(path))
+        return
     if holds_columns(path):
         for _, batch in read_batches(path, names):
             columns = {name: pa.chunked_array([batch.column(name)]) for name in names}

@@ -68,8 +68,8 @@ def _check_target(target: Target, dataset: Dataset, path: Path) -> None:
         UsageError: the dataset holds other contents, or Megatron-Bridge would not read a file of that name.
     """
     formats, needs = {
-        "trl": (("trl-text", "trl", "lengths"), "text or input_ids"),
-        "bridge": (("bridge", "trl", "lengths"), "its own packed parquet or input_ids"),
+        "trl": (("trl-text", "trl", "lengths", "megatron"), "text or input_ids"),
+        "bridge": (("bridge", "trl", "lengths", "megatron"), "its own packed parquet or input_ids"),
         "megatron-sft": (("megatron-sft",), "conversations of --format megatron-sft"),
     }[target]
     if dataset.format not in formats:
