@@ -138,6 +138,18 @@ def test_analyze_reads_an_index_as_the_packs_that_it_names(demo, thdprof, tmp_pa
     assert read["n_seqs"] == found["after"]["documents_per_microbatch"]
 
 
+def test_a_plan_that_training_would_refuse_is_written_and_fails(demo, thdprof, tmp_path):
+    fields = {"per_device_train_batch_size": 1, "output_dir": "out", "packing": False, "padding_free": True}
+    (tmp_path / "args.json").write_text(json.dumps({**fields, "max_length": 2048, "bf16": False, "fp16": False}))
+    arguments = (demo / "trl", "--training-args", tmp_path / "args.json", "--model", demo / "config.json")
+    arguments += ("--gpu", "h100", "--to", "trl", "-o", tmp_path / "packs.parquet", "--plan", tmp_path / "plan.yaml")
+    done = thdprof("pack", *arguments)
+    assert done.returncode == 3
+    assert "training by this plan would be refused: bf16 and fp16 are False" in " ".join(done.stderr.split())
+    assert load_plan(tmp_path / "plan.yaml").predictions.refused
+    assert (tmp_path / "packs.parquet").exists()
+
+
 @pytest.mark.parametrize("to", ["trl", "bridge", "index"])
 def test_a_full_disk_is_named_and_leaves_nothing_behind(to, thdprof, tmp_path):
     data, output = tmp_path / "rows.parquet", tmp_path / "packs.parquet"

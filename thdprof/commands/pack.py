@@ -76,7 +76,7 @@ def pack(
     if "-" in map(str, (output, plan, report)):
         raise UsageError("-: packs, plan and report cannot go to stdout; name files")
     if plan is not None and to == "index":
-        raise UsageError("--plan: an index is no data that training reads; give --to with the trainer")
+        raise UsageError("--plan: an index is no data that training reads; give --to, or analyze the index")
     beside = None if output is None or to != "bridge" else metadata_path(output)
     outputs = [path for path in (output, beside, plan, report) if path is not None]
     check_targets(outputs, force=force)
