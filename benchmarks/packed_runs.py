@@ -78,8 +78,9 @@ def run_trl(options: argparse.Namespace) -> None:
     found: dict[str, dict[str, Any]] = {}
     for side, file in zip(SIDES, (before, after), strict=True):
         settings = ["--settings", str(order)] if side == "after" else []
-        run_thdprof(["analyze", str(file), *run, *settings, "-o", str(directory / side / "plan.yaml"), "--force"])
         steps = pq.ParquetFile(file).metadata.num_rows // accumulation
+        settings += ["--train-iters", str(steps), "-o", str(directory / side / "plan.yaml"), "--force"]
+        run_thdprof(["analyze", str(file), *run, *settings])
         words = ["--shape", shape, "--modes", options.mode, "--steps", str(steps), "--accumulation", str(accumulation)]
         words += ["--directory", str(directory / side), "--out", str(directory / f"{side}.jsonl"), "--gpu", options.gpu]
         words += ["--sampling", "sequential" if side == "after" else "random"]
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=4, help="first steps that are not counted [4]")
     parser.add_argument("--dry", action="store_true", help="tiny, without a GPU")
     options = parser.parse_args()
-    options.mode = "eager" if options.dry else "plan"
+    options.mode = "padded" if options.dry else "plan"
     if options.what == "sft" and options.megatron_lm is None and not options.dry:
         parser.error("sft needs --megatron-lm")
     {"sft": run_megatron, "losses": run_losses}.get(options.what, run_trl)(options)

@@ -113,7 +113,7 @@ def _read_column(path: Path, keys: Keys) -> Lengths:
         if arrow.is_list(column.type):
             return base.check_rows(*arrow.list_integers(column, where), where)
         lengths = _documents(arrow.integers(column, where), where)
-        if name != _INDEX[-1] or not {*_INDEX} <= {*file.schema.names}:
+        if name != _INDEX[-1] or any(_column_of(file.schema, (each,)) is None for each in _INDEX):
             return lengths
         pack = arrow.integers(file.read_column(_INDEX[0]), f"{path}: column {_INDEX[0]}")
         first = np.flatnonzero(np.diff(pack, prepend=-1))
