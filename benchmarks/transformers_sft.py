@@ -22,6 +22,14 @@ from pathlib import Path
 from statistics import median
 
 SHAPES = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "head_dim": 8,
+        "vocab_size": 512,
+    },
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -88,7 +96,8 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     shape, kind = SHAPES[options.shape], dict(SAME)
     directory, processes = options.directory, options.gpus
     rows = Dataset.from_parquet(str(directory / "packed.parquet"))
-    config = AutoConfig.for_model(kind.pop("model_type"), **kind, **shape, tie_word_embeddings=options.shape != "8b")
+    kind = {**kind, **shape, "tie_word_embeddings": options.shape != "8b"}
+    config = AutoConfig.for_model(kind.pop("model_type"), **kind)
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
@@ -136,7 +145,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
         gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5,
         torch_compile=mode == "compile",
-        dataloader_drop_last=False, max_grad_norm=1.0,
+        train_sampling_strategy=options.sampling, dataloader_drop_last=False, max_grad_norm=1.0,
         use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None,
         dataloader_num_workers=2,
     )  # fmt: skip
@@ -160,6 +169,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         "before_first_step_s": firsts[0] - started,
         "first_step_s": seconds[0],
         "steps": len(seconds),
+        "seconds": seconds,
         "total_s": time.perf_counter() - started,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
@@ -176,6 +186,7 @@ def main() -> None:
     parser.add_argument("--modes", default="eager,compile,plan", help=f"of eager, compile, {', '.join(PLANNED)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulation", type=int, default=8)
+    parser.add_argument("--sampling", default="random", help="order in which rows are read, or sequential [random]")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
@@ -207,7 +218,7 @@ def main() -> None:
             continue
         found = json.loads(line.removeprefix("RESULT "))
         print(*(text for text in done.stderr.splitlines() if "thdprof" in text), sep="\n", flush=True)
-        shown = {k: v for k, v in found.items() if k != "losses"}
+        shown = {k: v for k, v in found.items() if k not in ("losses", "seconds")}
         print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
         if options.out is not None:
             with options.out.open("a") as file:

@@ -95,6 +95,15 @@ def analyze(
     if (other := compare_with_installed(plan.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     _write_results(analysis, plan, request, output=output, profile=profile, json=json, details=details, force=force)
+    check_not_refused(plan)
+
+
+def check_not_refused(plan: Plan) -> None:
+    """Fail where training by the plan would be refused.
+
+    Raises:
+        GateError: it would be, as far as the run's settings tell.
+    """
     refused = plan.predictions.refused
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources import indexed
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.readers import arrow, json_lines
 from thdprof.analyze.sources.readers.json_lines import TOKENS
@@ -131,7 +132,7 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
                     row = sum(map(len, lengths)) - 1 + int((np.diff(ends) != np.diff(offsets)).argmax())
                     raise DataError(f"{path}: row {row}: {name} has not one value for each of {TOKENS}")
                 with (directory / name).open("ab") as file:
-                    values.astype(types[name]).tofile(file)
+                    file.write(values.astype(types[name]).data)  # tofile does not say why it fails
             lengths.append(np.diff(offsets))
     return Contents(
         columns={name: Column(path=directory / name, dtype=types[name]) for name in names or ()},
@@ -140,6 +141,8 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
 
 
 def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
+    if indexed.recognises(path):
+        return [TOKENS]
     held = schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or ()
     return [name for name in (TOKENS, *beside) if name in held]
 
@@ -147,6 +150,9 @@ def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
 def _read_batches(path: Path, names: Sequence[str]) -> Iterator[Batch]:
     import pyarrow as pa
 
+    if indexed.recognises(path):
+        yield from ({TOKENS: some} for some in indexed.read_tokens(path))
+        return
     if holds_columns(path):
         for _, batch in read_batches(path, names):
             columns = {name: pa.chunked_array([batch.column(name)]) for name in names}

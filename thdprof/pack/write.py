@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -68,8 +69,8 @@ def _check_target(target: Target, dataset: Dataset, path: Path) -> None:
         UsageError: the dataset holds other contents, or Megatron-Bridge would not read a file of that name.
     """
     formats, needs = {
-        "trl": (("trl-text", "trl", "lengths"), "text or input_ids"),
-        "bridge": (("bridge", "trl", "lengths"), "its own packed parquet or input_ids"),
+        "trl": (("trl-text", "trl", "lengths", "megatron"), "text or input_ids"),
+        "bridge": (("bridge", "trl", "lengths", "megatron"), "its own packed parquet or input_ids"),
         "megatron-sft": (("megatron-sft",), "conversations of --format megatron-sft"),
     }[target]
     if dataset.format not in formats:
@@ -90,7 +91,7 @@ def explain_reading(result: Repacking, target: Target, path: Path) -> list[str]:
     if target == "index":
         return ["Read the packs in their order: a micro-batch for each rank in turn."]
     if target == "megatron-sft":
-        return [f"train with --sft --data-path {path} --split 100,0,0 --dataloader-type single"]
+        return [f"train with --sft --data-path {shlex.quote(str(path))} --split 100,0,0 --dataloader-type single"]
     if target == "bridge":
         return [
             'train with dataloader_type="single", without max_train_samples, and',

@@ -2,7 +2,8 @@
 
 - JSON lines, also compressed by gzip or zstd: every line an integer, a list of integers, or an object with a key of
   lengths. A list that is the only line holds documents.
-- parquet, Arrow and CSV: a column of integers or lists of integers.
+- parquet, Arrow and CSV: a column of integers or lists of integers. With the columns of the index that `thdprof pack`
+  writes, `length` holds packed rows, one after the other.
 - `.npy`: integers of one dimension.
 
 Integers are documents that a packer has yet to pack; lists are packed rows. A length may be zero. The key or column
@@ -26,6 +27,9 @@ from thdprof.analyze.sources.readers import arrow, csv, json_lines, npy
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys, Lengths
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
 from thdprof.errors import DataError
+
+_INDEX = ("pack", "position", "length")
+"""Columns that tell an index of packs: in the order of training, a row for each document."""
 
 
 def _recognises(path: Path, keys: Keys) -> bool:
@@ -108,7 +112,12 @@ def _read_column(path: Path, keys: Keys) -> Lengths:
         column = file.read_column(name)
         if arrow.is_list(column.type):
             return base.check_rows(*arrow.list_integers(column, where), where)
-        return _documents(arrow.integers(column, where), where)
+        lengths = _documents(arrow.integers(column, where), where)
+        if name != _INDEX[-1] or any(_column_of(file.schema, (each,)) is None for each in _INDEX):
+            return lengths
+        pack = arrow.integers(file.read_column(_INDEX[0]), f"{path}: column {_INDEX[0]}")
+        first = np.flatnonzero(np.diff(pack, prepend=-1))
+        return base.check_rows(lengths.astype(np.int64), np.append(first, len(pack)), where)
 
 
 def _column_of(schema: Any, keys: Keys) -> str | None:
