@@ -122,6 +122,15 @@ class Analysis(Predictions):
         return self.times.origin != "none"
 
 
+def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool) -> str:
+    """What the user types to train by `plan`: for Hugging Face's Trainer, for a script of Megatron's, or else."""
+    if of_trainer:
+        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}", compile=True)]), from thdprof.transformers'
+    if of_script:
+        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
+    return f"train by {plan} (README.md)"
+
+
 def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
     """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done."""
     chosen, offload = analysis.recommendation, analysis.offload

@@ -159,11 +159,13 @@ def next_command(request: Request, plan: Path | None) -> str:
     """What the user types next, by the trainer that the request is of."""
     if plan is None:
         return "the same with -o plan.yaml, which writes the plan"
-    if request.trainer_arguments is not None or request.given.get("loader") == "trainer":
-        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}", compile=True)]), from thdprof.transformers'
-    if request.script is not None:
-        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
-    return f"train by {plan} (README.md); with --profile FILE, thdprof report shows it"
+
+    from thdprof.analyze.analysis import training_command
+
+    of_trainer = request.trainer_arguments is not None or request.given.get("loader") == "trainer"
+    of_script = request.script is not None
+    found = training_command(plan, of_trainer=of_trainer, of_script=of_script)
+    return found if of_trainer or of_script else f"{found}; with --profile FILE, thdprof report shows it"
 
 
 def _check_outputs(

@@ -234,15 +234,17 @@ def to_page(
     version: str,
     compared: Sequence[Sequence[str]] = (),
     explained: str = "",
+    then: str = "",
 ) -> str:
     """The page of a report, which opens with a cap in documents; its foot names the version of thdprof.
 
-    `compared` is a table of the packs before and after, its head first, and `explained` stands below it.
+    `compared` is a table of the packs before and after, its head first, and `explained` stands below it. `then` is what
+    the user does next.
     """
     answer, every = make_answer(report), _answer_every_cap(report, cap)
     body = "".join(
         (
-            _head(answer),
+            _head(answer, then),
             _compare_packs(compared, explained),
             _caps(report, cap, every),
             _section(
@@ -339,18 +341,19 @@ def _asset(name: str) -> str:
     return resources.files("thdprof.analyze.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _head(answer: Answer) -> str:
-    """The answer: the run, the verdict, three numbers and the caveat."""
+def _head(answer: Answer, then: str) -> str:
+    """The answer: the run, the verdict, three numbers, the caveat and what to do next."""
     date = f'<time datetime="{escape(answer.date)}">{escape(answer.date)}</time> · ' if answer.date else ""
     numbers = "".join(
         f"<li><b>{escape(n.value)}</b><span>{escape(n.label)}</span><small>{escape(n.note)}</small></li>"
         for n in answer.numbers
     )
     reason = f"{escape(answer.reason)} " if answer.reason else ""
+    following = f'<p id="next">Next: <code>{escape(then)}</code></p>\n' if then else ""
     return (
         f'<header>\n<p class="run"><b>{escape(answer.run)}</b> · {date}{escape(answer.size)}</p>\n'
         f'<h1 id="verdict">{escape(answer.verdict)}</h1>\n<p class="basis">{reason}{escape(answer.basis)}</p>\n'
-        f'<ul class="numbers">{numbers}</ul>\n<p class="caveat">{escape(answer.caveat)}</p>\n</header>\n'
+        f'<ul class="numbers">{numbers}</ul>\n<p class="caveat">{escape(answer.caveat)}</p>\n{following}</header>\n'
     )
 
 
