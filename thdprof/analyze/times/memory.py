@@ -123,6 +123,8 @@ def _split_by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[ND
 
 _ADAPTER_STATE_BYTES = 16
 """Bytes of an adapter's parameter, which peft keeps in float32: weight, gradient and two moments."""
+_INDEX_BYTES = 8
+"""Bytes of an int64 index of torch."""
 _TILE = (4096, 32768)
 """Tokens and words of a tile of logits in TRL's loss."""
 
@@ -147,7 +149,7 @@ def trainer_loss_bytes(model: Model, vocab_size: int, n_tokens: int) -> int:
 
 def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
     """What one layer saves for its backward, in the order in which it does; None for layers of other kinds."""
-    if kind != "attention+mlp":
+    if kind not in ("attention+mlp", "attention+moe"):
         return None
     element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
@@ -173,17 +175,40 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
         ("self_attn", STATISTICS_BYTES * heads),
         *linear("self_attn.o_proj"),
         *norm("post_attention_layernorm", hidden, scaled=wide),
-        *linear("mlp.gate_proj", hidden),
-        *linear("mlp.up_proj", copied),
-        *[("mlp", element * ffn)] * 3,
-        *linear("mlp.down_proj", ffn),
     ]
+    if kind == "attention+moe":
+        found += _grouped_experts(model, element)
+    else:
+        found += [
+            *linear("mlp.gate_proj", hidden),
+            *linear("mlp.up_proj", copied),
+            *[("mlp", element * ffn)] * 3,
+            *linear("mlp.down_proj", ffn),
+        ]
     saved = [Saved(module=module, bytes_per_token=nbytes) for module, nbytes in found]
     if model.recompute_granularity is None:
         return saved
     return [
         Saved(module="input_layernorm", bytes_per_token=wide * hidden, is_input=True),
         *(Saved(module=one.module, bytes_per_token=one.bytes_per_token, recomputed=True) for one in saved),
+    ]
+
+
+def _grouped_experts(model: Model, element: int) -> list[tuple[str, float]]:
+    """What a router and experts by grouped products save: rows sorted by expert, `moe_router_topk` for each token, of
+    which frozen weights keep only what activation and probabilities need.
+    """
+    rows, hidden, width = model.moe_router_topk, model.hidden_size, model.expert_ffn_size
+    trained = model.lora_dim is None
+    return [
+        *[("mlp.gate", element * hidden)] * trained,
+        ("mlp.gate", STATISTICS_BYTES * (model.num_experts or 1)),
+        *[("mlp.gate", _INDEX_BYTES * rows)] * 3,  # the chosen experts, and both orders of the rows
+        *[("mlp.experts", element * rows * hidden)] * trained,
+        *[("mlp.experts", element * rows * part * width) for part in (2, 1)],
+        *[("mlp.experts", element * rows * width)] * trained,
+        ("mlp.experts", element * rows * hidden),
+        *[("mlp.experts", element * rows)] * 2,
     ]
 
 
