@@ -159,6 +159,7 @@ def modelled(model: Model, **settings: Any) -> ModelledTimes:
         TrainingSettings(seq_length=4096, global_batch_size=8, **settings),
         n_tokens=4096,
         model=model,
+        ends_at_router=settings.get("experts") == "dropless",
     )
     return ModelledTimes(run, GPUS["h200"], STATED)
 
@@ -364,7 +365,7 @@ def test_worth_is_tokens_hours_and_money():
 
 
 def test_dropless_experts_stay_with_the_host_between_graphs():
-    experts = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 512}
+    experts = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 512, "expert_model_parallel_size": 2}
     padded = analyze_dataset(LENGTHS, model=replace(QWEN, **experts, moe_expert_capacity_factor=1.0), gpu="h100")
     dropless = analyze_dataset(LENGTHS, model=replace(QWEN, **experts), gpu="h100")
     assert (padded.settings.experts, dropless.settings.experts) == ("padded", "dropless")

@@ -180,7 +180,7 @@ def test_a_run_with_eager_experts_is_refused_with_the_call_that_changes_it(tmp_p
         ("deepgemm", None, None, "'deepgemm': not checked in graphs"),
         (None, "float32", True, "experts' weights are in float32: torch's grouped products read on the host"),
         ("grouped_mm", "float16", True, "experts' weights are in float16"),
-        ("grouped_mm", "bfloat16", False, "where the compute capability is not 9 or 10"),
+        ("grouped_mm", "bfloat16", False, "checked in graphs on Hopper GPUs alone"),
         ("grouped_mm", "bfloat16", True, ""),
         ("batched_mm", "float32", False, ""),
         (None, None, None, ""),

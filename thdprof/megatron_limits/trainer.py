@@ -52,7 +52,7 @@ def refuse_experts(
     Args:
         implementation: transformers' `experts_implementation`; None: its default, grouped_mm.
         weights_dtype: the dtype of the experts' weights, such as "float32"; None: not known.
-        groups_products: whether the GPU has torch's grouped products (compute capability 9 or 10); None: not known.
+        groups_products: whether it is a Hopper GPU (compute capability 9); None: not known.
     """
     if implementation not in (None, GROUPED, BATCHED):
         reads = "the host reads which experts have tokens" if implementation == "eager" else "not checked in graphs"
@@ -67,8 +67,8 @@ def refuse_experts(
         )
     elif implementation != BATCHED and groups_products is False:
         yield (
-            "experts on this GPU: torch's grouped products read on the host where the compute capability is not 9 or "
-            "10 (Hopper, B200); train without PlanCallback"
+            "experts on this GPU: torch's grouped products were checked in graphs on Hopper GPUs alone, and read on "
+            "the host on older ones; train without PlanCallback"
         )
 
 

@@ -136,7 +136,7 @@ def _of_experts(decoder: nn.Module, *, on_gpu: bool) -> Iterator[str]:
     yield from refuse_experts(
         getattr(decoder.config, "_experts_implementation", None),
         weights_dtype=str(min(dtypes, key=str)).removeprefix("torch.") if on_gpu and dtypes else None,
-        groups_products=torch.cuda.get_device_capability()[0] in (9, 10) if torch.cuda.is_available() else None,
+        groups_products=torch.cuda.get_device_capability()[0] == 9 if torch.cuda.is_available() else None,
     )
 
 
