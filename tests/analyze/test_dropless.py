@@ -57,7 +57,11 @@ def test_whole_layers_are_captured_by_every_kind_that_can(impl, expected):
         ({"expert_model_parallel_size": 2}, {}, "expert_model_parallel_size is 2, and numbers of rows"),
         ({"tensor_model_parallel_size": 2}, {}, "expert_tensor_parallel_size is 2, and numbers of rows"),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, None),
-        ({"fp8_recipe": "tensorwise"}, {"max_fallback_rate": 0.0}, "fp8 is 'tensorwise', and experts inside a graph run by torch's grouped"),
+        (
+            {"fp8_recipe": "tensorwise"},
+            {"max_fallback_rate": 0.0},
+            "fp8 is 'tensorwise', and experts inside a graph run by torch's grouped",
+        ),
         ({"precision": "fp16"}, {}, "precision is fp16, and experts"),
         ({"add_bias_linear": True}, {}, "add_bias_linear is True, and grouped products add no bias"),
         ({"lora_dim": 8}, {}, "lora_target_modules has linear_fc1 or linear_fc2, and adapters"),

@@ -557,14 +557,30 @@ class Decoder:
             layer.forward += self._grouped(local, m, n, k, accumulates=False)
             layer.backward += self._grouped(local, m, k, n, accumulates=False)
             layer.backward += self._grouped(local, n, k, m, accumulates=model.gradient_accumulation_fusion)
-        elements = received * inner
-        layer.forward.append(device.moves(3 * elements * 2e-6, 4.4, kind="experts"))
-        layer.backward.append(device.moves(7 * elements * 2e-6, 2.2, kind="experts", launches=2))
+        layer.add(self._expert_activation(received * inner, biased=received * model.hidden_size))
         if self._fp8:
             for elements_cast in (received * model.hidden_size, received * inner):
                 layer.forward += self._quantize_experts(elements_cast, local)
             for elements_cast in (received * model.hidden_size, received * inner * gate):
                 layer.backward += self._quantize_experts(elements_cast, local)
+        return layer
+
+    def _expert_activation(self, elements: int, *, biased: int) -> Layer:
+        """The activation of experts with their probabilities, and biases of `biased` elements behind it.
+
+        megatron-core fuses it for gated experts alone. For others the product with probabilities is in float32, with
+        casts around it; and so is the sum of biases, expert by expert.
+        """
+        device, model = self._device, self._model
+        bytes_forward, bytes_backward = (6.0, 14.0) if model.gated_linear_unit else (16.0, 40.0)
+        rates = (4.4, 2.2) if model.gated_linear_unit else (_UNFUSED_TBPS, _UNFUSED_TBPS)
+        layer = Layer(
+            forward=[device.moves(elements * bytes_forward * 1e-6, rates[0], kind="experts")],
+            backward=[device.moves(elements * bytes_backward * 1e-6, rates[1], kind="experts", launches=2)],
+        )
+        if model.add_bias_linear and biased:
+            layer.forward.append(device.moves(biased * 28e-6, _UNFUSED_TBPS, kind="experts", launches=0))
+            layer.backward.append(device.moves(biased * 40e-6, _UNFUSED_TBPS, kind="experts", launches=0))
         return layer
 
     def _router(self, tokens: int) -> Layer:
@@ -595,17 +611,19 @@ class Decoder:
                 self._grouped_product(experts, n, k, rows / experts, weights=0),
                 device.moves(experts * n * k * _ADDED_BYTES * 1e-6, 4.0, kind="experts"),
             ]
-        elements = rows * inner
-        layer.forward.append(device.moves((gate + 1) * elements * 2e-6, 4.4, kind="experts"))
-        layer.backward.append(device.moves((3 * gate + 1) * elements * 2e-6, 2.2, kind="experts", launches=2))
+        layer.add(self._expert_activation(rows * inner, biased=0))
         summed = 3 * moved + moved / model.moe_router_topk  # gathered by token, and added up
         layer.forward.append(gathered(summed, 3))
         layer.backward.append(gathered(summed, 3))
         return layer
 
     def _grouped_product(self, experts: int, m: float, n: float, k: float, *, weights: float) -> Kernels:
-        """A product of shapes [m, k] and [k, n] for each expert, in one kernel, which reads `weights` elements."""
-        device, gpu, flops = self._device, self._device.gpu, 2.0 * experts * m * n * k
+        """A product of shapes [m, k] and [k, n] for each expert, in one kernel, which reads `weights` elements.
+
+        Experts have so few rows each that nothing hides the reads of weights or the writes of their gradients: the sum
+        of both times agrees with the one layer that was measured (benchmarks/results/experts.md).
+        """
+        gpu, flops = self._device.gpu, 2.0 * experts * m * n * k
         share = max(
             worth * experts * m * n / (waves * gpu.multiprocessors * rows * columns)
             for rows, columns, worth in _TILES
@@ -613,9 +631,9 @@ class Decoder:
             for waves in [math.ceil(experts * tiles * math.ceil(n / columns) / gpu.multiprocessors)]
         )
         output, operands = experts * m * n * 2.0, (experts * (m + (0 if weights else n)) * k + weights) * 2.0
-        full = flops / (gpu.bf16_tflops * 1e6 * _AT_BEST[False] * _GROUPED) / math.pow(min(1.0, share), _QUANTIZATION)
+        full = flops / (gpu.bf16_tflops * 1e6 * _AT_BEST[False]) / math.pow(min(1.0, share), _QUANTIZATION)
         memory = (output + operands) / (gpu.memory_tbps * 0.8 * 1e6)
-        return Kernels(kind="experts", us=_PRODUCT_US + max(full, memory) + device.scaled(3.0) + GAP_US)
+        return Kernels(kind="experts", us=_PRODUCT_US + full + memory + GAP_US)
 
     def _quantize_experts(self, elements: int, experts: int) -> list[Kernels]:
         us = experts * (_QUANTIZE_EXPERT_US + 4 * GAP_US)
@@ -630,9 +648,7 @@ class Decoder:
         return [Kernels(kind="experts", us=us, launches=2, light_launches=experts)]
 
 
-_GROUPED = 0.55
-"""Rate of torch's grouped products, beside dense ones: set to the one layer that was measured, of 128 experts of 768 on
-a Hopper GPU, 4.9 ms forward and backward in plain torch (benchmarks/results/experts.md)."""
+_UNFUSED_TBPS = 3.2
 _GATHERED_TBPS = 3.0
 _SORTING_KERNELS, _SORTING_US = 30, 3.0
 _ADDED_BYTES = 10
