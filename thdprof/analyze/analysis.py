@@ -16,7 +16,6 @@ from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Prediction
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import Replay, replay, summarize_dataset
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
-from thdprof.analyze.settings.captures import find_router_reason
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
@@ -324,7 +323,7 @@ class Study:
         replayed = replay(dataset, request.given, tick, self.memo)
         settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
         self.progress("recommending", _REPLAYED_SHARE, documents)
-        reason = find_router_reason(request, settings.experts, self.impl, self.offload)
+        reason = request.find_router_reason(settings.experts, self.impl, self.offload)
         run = make_run(
             settings,
             table,

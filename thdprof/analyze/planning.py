@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
-from thdprof.analyze.settings.captures import Captures, LayersPerGraph, find_router_reason, resolve_captures
+from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
 from thdprof.analyze.settings.launch_flags import find_refusals
 from thdprof.plan import (
     SCHEMA,
@@ -60,7 +60,7 @@ def make_plan(
     captures = resolve_captures(
         impl,
         experts=settings.experts,
-        router_reason=find_router_reason(analysis.request, settings.experts, impl, choice),
+        router_reason=analysis.request.find_router_reason(settings.experts, impl, choice),
         usual=usual,
         layers=layers_per_graph,
         predicted_layers=None if overlap is None or recompute == "full" else overlap.layers_per_graph,

@@ -186,18 +186,13 @@ def _check_outputs(
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
     """Refuse, before the work and not after it, what training could not capture or move to the host."""
-    from thdprof.analyze.settings.captures import (
-        find_router_reason,
-        note_core_offload,
-        note_idle_modules,
-        resolve_captures,
-    )
+    from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules, resolve_captures
 
     experts = request.given.get("experts", "none")
     captures = resolve_captures(  # make_plan looks at the packer, too
         impl,
         experts=experts,
-        router_reason=find_router_reason(request, experts, impl, choice),
+        router_reason=request.find_router_reason(experts, impl, choice),
         usual=request.usual_impl,
         layers=request.layers_per_graph,
         choice=choice,

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from thdprof.analyze.settings.launch_flags import training_words
-from thdprof.analyze.times.gpus import known_gpu
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import UP_TO_ROUTER, check_options, explain_router, moved_by_core
-from thdprof.megatron_limits.command_line import Arguments, read_fields
+from thdprof.megatron_limits import UP_TO_ROUTER, check_options, moved_by_core
 from thdprof.offload.plan import MODULES, Choice
-from thdprof.training import Experts, Model, shared_capture_ranks
+from thdprof.training import Experts, shared_capture_ranks
 
 if TYPE_CHECKING:
-    from thdprof.analyze.settings.request import Request
     from thdprof.plan import Impl, Module
 
 
@@ -34,48 +29,6 @@ class Captures:
     """The plan's `graphs.modules`."""
     layers_per_graph: int | None
     """The plan's `graphs.layers_per_graph`."""
-
-
-def find_router_reason(
-    request: Request, experts: Experts, impl: Impl | None, choice: Choice | None = None
-) -> str | None:
-    """Why graphs of a run end at the router of each layer; None where they hold whole layers, as without experts.
-
-    Args:
-        experts: the model's experts.
-        impl: the kind of graphs; None: the usual one.
-        choice: activations that are moved to the host.
-    """
-    of_trainer = request.trainer_arguments is not None or request.given.get("loader") == "trainer"
-    if experts != "dropless" or impl in ("none", "local") or of_trainer:
-        return None
-    fields: dict[str, Any] = {}
-    if request.script is not None:
-        with suppress(UsageError):  # what is not settled is not known
-            fields |= vars(read_fields(Arguments(training_words(request.script)))[0])
-    if request.recipe is not None:
-        fields |= {str(name): value for name, value in request.recipe.items()}
-        fields["sequential_experts"] = fields.get("moe_grouped_gemm") is False
-    if request.model is not None:
-        fields |= _fields_of_model(request.model)
-    if fields.get("expert_tensor_parallel_size") is None:
-        fields["expert_tensor_parallel_size"] = fields.get("tensor_model_parallel_size")
-    gpu = None if request.gpu is None else known_gpu(request.gpu)
-    fields["groups_products"] = None if gpu is None else gpu.groups_products
-    kind = impl or request.usual_impl
-    moved = None if choice is None else tuple(choice.modules)
-    return explain_router(kind, fields, offload_modules=moved, core_offload=moved_by_core(kind, experts))
-
-
-def _fields_of_model(model: Model) -> dict[str, Any]:
-    """Fields of TransformerConfig, and what else limits of experts look at, as far as the model tells them."""
-    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-    adapted = () if model.lora_dim is None else model.lora_target_modules
-    return {
-        **{name: getattr(model, name) for name in (*names, "add_bias_linear", "precision")},
-        "fp8": model.fp8_recipe,
-        "adapted_experts": not {"linear_fc1", "linear_fc2"}.isdisjoint(adapted),
-    }
 
 
 def resolve_captures(

@@ -19,7 +19,6 @@ from thdprof.analyze.settings.megatron_flags import (
     PRINTING_COMMANDS,
 )
 from thdprof.analyze.settings.shell import Command, Script, Word, split_quoted
-from thdprof.analyze.times.gpus import known_gpu
 from thdprof.errors import UsageError
 from thdprof.files import read_text
 from thdprof.megatron_limits import Run, limits_of
@@ -31,6 +30,7 @@ from thdprof.megatron_limits.command_line import (
     refuse_unpacked,
     refused_beforehand,
 )
+from thdprof.megatron_limits.run import groups_products
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_experts, refuse_model_type, refuse_plan
 from thdprof.training import suggest_setting
 from thdprof.training.trainer_arguments import find_weights_dtype
@@ -391,11 +391,10 @@ def find_refusals(
         lines += [*types, *([] if types else refuse_plan(plan)), *refuse_arguments(known, {})]
         if plan.training.experts == "dropless" and not types and not known.get("use_cpu"):
             of_model = known.get("model_init_kwargs")
-            gpu = known_gpu(plan.costs.hardware)
             lines += refuse_experts(
                 of_model.get("experts_implementation") if isinstance(of_model, Mapping) else None,
                 weights_dtype=known["weights_dtype"],
-                groups_products=None if gpu is None else gpu.groups_products,
+                groups_products=groups_products(plan.costs.hardware),
             )
     if recipe is not None:
         run = Run.from_recipe(recipe, plan, os.environ)

@@ -39,11 +39,6 @@ class Gpu:
     compared: bool = False
     """Whether modelled times were compared with measured ones on this GPU."""
 
-    @property
-    def groups_products(self) -> bool:
-        """Whether it is a Hopper GPU, on which alone torch's grouped products were checked in a graph."""
-        return self.name.removeprefix("g").startswith("h")
-
 
 _GPUS = (
     #   name, label, TFLOP/s in bf16 and FP8, other kernels, memory, cache, multiprocessors, links, memory, compared
