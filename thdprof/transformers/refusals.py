@@ -135,7 +135,9 @@ def _of_experts(decoder: nn.Module, *, on_gpu: bool) -> Iterator[str]:
     dtypes = {p.dtype for name, p in decoder.named_parameters() if ".experts." in name}
     yield from refuse_experts(
         getattr(decoder.config, "_experts_implementation", None),
-        weights_dtype=str(min(dtypes, key=str)).removeprefix("torch.") if on_gpu and dtypes else None,
+        weights_dtype=str(max(dtypes, key=lambda dtype: dtype != torch.bfloat16)).removeprefix("torch.")
+        if on_gpu and dtypes
+        else None,
         groups_products=torch.cuda.get_device_capability()[0] == 9 if torch.cuda.is_available() else None,
     )
 
