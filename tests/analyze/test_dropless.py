@@ -11,6 +11,7 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.report.analysis import to_dict
 from thdprof.analyze.times.decoder import Decoder, Work
 from thdprof.analyze.times.gpus import GPUS
+from thdprof.plan import load_plan
 from thdprof.training import Model
 
 QWEN = Model(
@@ -118,6 +119,60 @@ def test_a_launch_script_says_what_keeps_experts_out(out, more, reason, tmp_path
     if reason is not None:
         assert f"experts run eagerly: {reason}" in captures["why"]
     assert told["refused"] == []  # the plan that was made can be trained
+
+
+SFT = {"output_dir": "out", "packing": True, "max_length": 64, "per_device_train_batch_size": 1, "bf16": True}
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "changes", "gpu", "refused"),
+    [
+        ({"dtype": "bfloat16"}, {}, "h100", ""),
+        ({"dtype": "bfloat16", "experts_implementation": "grouped_mm"}, {"model_type": "mixtral"}, "h200", ""),
+        ({"dtype": "bfloat16", "experts_implementation": "eager"}, {}, "h100", "experts_implementation 'eager'"),
+        ({}, {}, "h100", "experts' weights are in float32"),
+        ({"dtype": "bfloat16"}, {}, "a100", "experts on this GPU"),
+        (
+            {"dtype": "bfloat16"},
+            {"model_type": "gpt_oss"},
+            "h100",
+            "the model's model_type 'gpt_oss': its attention has",
+        ),
+    ],
+)
+def test_a_trainers_plan_holds_whole_layers_and_says_what_its_callback_would_refuse(
+    loaded, changes, gpu, refused, tmp_path, thdprof
+):
+    (tmp_path / "rows.jsonl").write_text("[20, 30]\n[60]\n" * 8)
+    (tmp_path / "args.json").write_text(json.dumps({**SFT, "model_init_kwargs": loaded}))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    files = [
+        "--training-args",
+        tmp_path / "args.json",
+        "--model",
+        tmp_path / "config.json",
+        "-o",
+        tmp_path / "plan.yaml",
+    ]
+    done = thdprof("analyze", tmp_path / "rows.jsonl", *files, "--gpu", gpu, "--data-parallel-size", 1, "--json")
+    assert done.returncode == (3 if refused else 0), done.stderr
+    told = json.loads(done.stdout)
+    assert [line.startswith(refused) for line in told["refused"]] == [True] * bool(refused)
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert (plan.graphs.impl, plan.graphs.modules, plan.training.experts) == ("module", [], "dropless")
 
 
 def test_replays_are_modelled_from_grouped_products_of_all_experts():

@@ -115,8 +115,17 @@ def test_layers_with_experts_save_what_is_predicted(family, monkeypatch):
     assert frozen < predicted
 
 
-def settings_of_trainer():
-    given = {"loader": "trainer", "seq_length": TOKENS}
+def test_a_graph_holds_the_gradient_of_all_experts_first_weights_of_one_layer():
+    shape = replace(SHAPE, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=16)
+    settings = settings_of_trainer(experts="dropless")
+    trained, frozen = (slot_bytes(model, settings, 4096) for model in (shape, replace(shape, lora_dim=4)))
+    alone = slot_bytes(shape, settings_of_trainer(), 4096)
+    assert trained - alone == 6 * 2 * 16 * 32 * 2
+    assert frozen < alone
+
+
+def settings_of_trainer(**more):
+    given = {"loader": "trainer", "seq_length": TOKENS, **more}
     found, *_ = resolve_settings(given, pack_tokens=None, dataset_format="trl", default_loader=None, num_datasets=1)
     return found
 
