@@ -132,7 +132,7 @@ def _of_layers(decoder: nn.Module) -> Iterator[str]:
 
 def _of_experts(decoder: nn.Module, *, on_gpu: bool) -> Iterator[str]:
     """Experts whose products read on the host, which on a processor is no harm."""
-    dtypes = {p.dtype for name, p in decoder.named_parameters() if ".experts." in name}
+    dtypes = {p.dtype for name, p in decoder.named_parameters() if ".experts." in name and p.dim() == 3}  # no adapters
     yield from refuse_experts(
         getattr(decoder.config, "_experts_implementation", None),
         weights_dtype=str(max(dtypes, key=lambda dtype: dtype != torch.bfloat16)).removeprefix("torch.")
