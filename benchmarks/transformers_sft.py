@@ -1,6 +1,7 @@
 """Times TRL's SFTTrainer on packed rows: eager, by torch.compile, and by a plan, with the same attention kernels.
 
     python benchmarks/transformers_sft.py --shape 0.6b --modes eager,compile,plan --steps 30 --out results.jsonl
+    python benchmarks/transformers_sft.py --shape moe --lora --modes eager,plan,fused-plan --out results.jsonl
 
 Modes are `eager`; `compile` (SFTConfig's torch_compile); `plan`; `padded`, which pads as the plan says but replays
 nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compile=True)`; `start` and `fused-start`,
@@ -32,6 +33,16 @@ SHAPES = {
     },
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "moe": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+    },
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 SAME = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6,
@@ -61,6 +72,8 @@ def write_plan(options: argparse.Namespace) -> None:
     config, settings = directory / "config.json", directory / "settings.yaml"
     config.write_text(json.dumps({**SAME, **SHAPES[options.shape], "tie_word_embeddings": options.shape != "8b"}))
     of_model = {"lora_dim": 16} if options.lora else {}
+    if options.lora and options.shape == "moe":
+        of_model["lora_target_modules"] = "[linear_qkv, linear_proj]"
     if options.checkpointing:
         of_model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     settings.write_text("".join(f"{name}: {value}\n" for name, value in of_model.items()))
@@ -93,11 +106,10 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
 
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
-    shape, kind = SHAPES[options.shape], dict(SAME)
+    kind = {**SAME, **SHAPES[options.shape]}
     directory, processes = options.directory, options.gpus
     rows = Dataset.from_parquet(str(directory / "packed.parquet"))
-    kind = {**kind, **shape, "tie_word_embeddings": options.shape != "8b"}
-    config = AutoConfig.for_model(kind.pop("model_type"), **kind)
+    config = AutoConfig.for_model(kind.pop("model_type"), **kind, tie_word_embeddings=options.shape != "8b")
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
@@ -138,7 +150,8 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     if options.lora:
         from peft import LoraConfig
 
-        peft_config = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
+        adapted = ["q_proj", "k_proj", "v_proj", "o_proj"] if options.shape == "moe" else "all-linear"
+        peft_config = LoraConfig(r=16, target_modules=adapted, lora_dropout=0.0)
     arguments = SFTConfig(
         output_dir=str(directory / mode), report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
         max_length=None, padding_free=True, packing=False, dataset_kwargs={"skip_prepare_dataset": True},

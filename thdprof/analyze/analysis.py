@@ -81,6 +81,8 @@ class Analysis(Predictions):
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
     """The buckets to capture, and the fallbacks and the step time under each single cap."""
+    router_reason: str | None
+    """Why graphs hold layers up to their router, and dropless experts run eagerly; None: graphs hold whole layers."""
     offload: OffloadPrediction | None
     """Activations that wait on the host and the memory that moving them frees, which the recommendation counted on;
     None where all activations stay on the device, or nothing is captured."""
@@ -182,7 +184,7 @@ def _captured(analysis: Analysis) -> str:
         text = sentence(analysis)
         return f"{text[0].lower()}{text[1:]}"
     text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
-    router = ", of each layer up to its router" if analysis.settings.experts == "dropless" else ""
+    router = ", of each layer up to its router" if analysis.router_reason else ""
     return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
 
 
@@ -203,7 +205,7 @@ def sentence(analysis: Analysis) -> str:
                     f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
                     f"take {best:.3f} of the eager step time, no clear gain."
                 )
-            busy = "the host" if analysis.settings.experts == "dropless" else "the GPU"
+            busy = "the host" if analysis.router_reason else "the GPU"
             return (
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 f"{busy} is busy without them too."
@@ -330,7 +332,14 @@ class Study:
         replayed = replay(dataset, request.given, tick, self.memo)
         settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
         self.progress("recommending", _REPLAYED_SHARE, documents)
-        run = make_run(settings, table, model=request.model, layer_graphs=self.impl == "transformer_engine")
+        reason = request.find_router_reason(settings.experts, self.impl, self.offload)
+        run = make_run(
+            settings,
+            table,
+            model=request.model,
+            layer_graphs=self.impl == "transformer_engine",
+            ends_at_router=reason is not None,
+        )
         costs, modelled, gpu_note, unknown = self._find_costs(run)
         gpu = request.gpu if modelled is None else modelled.gpu.name
         chosen, moved = self._choose(run, costs, schedule.independent)
@@ -361,6 +370,7 @@ class Study:
             costs=costs,
             slots=[list(rank) for rank in run.slots],
             recommendation=chosen if predicted.times.origin != "none" else chosen.without_times(),
+            router_reason=reason,
             offload=moved,
             longest=find_longest_captured(profiles, run.longest_possible),
             graph_tokens=run.n_tokens,
@@ -418,7 +428,7 @@ class Study:
         """What is predicted of the run; `unknown` says how to get times, where `costs` are of another model."""
         from thdprof.analyze.times.answer import document_tokens, predict
 
-        watched = self.offload is None or not (run.layer_graphs or run.settings.experts == "dropless")
+        watched = self.offload is None or not (run.layer_graphs or run.ends_at_router)
         return predict(
             run,
             costs,

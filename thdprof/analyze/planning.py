@@ -42,8 +42,8 @@ def make_plan(
 
     Args:
         analysis: the analysis; the plan moves the activations to the host that the analysis counted as moved.
-        impl: the kind of graphs that training captures; None: the `usual` one, or with dropless experts the kind that
-            captures the layers' other parts.
+        impl: the kind of graphs that training captures; None: the `usual` one, or the kind that captures layers up to
+            their router, where dropless experts cannot be captured.
         usual: graphs of a torch module, or of model chunks where the run is known to be Megatron's.
         layers_per_graph: layers of one graph of a model chunk, or "all"; None: as the analysis predicts that steps are
             shortest.
@@ -56,13 +56,15 @@ def make_plan(
     """
     settings, overlap = analysis.settings, analysis.overlap
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
+    choice = None if analysis.offload is None else analysis.offload.choice
     captures = resolve_captures(
         impl,
         experts=settings.experts,
+        router_reason=analysis.request.find_router_reason(settings.experts, impl, choice),
         usual=usual,
         layers=layers_per_graph,
         predicted_layers=None if overlap is None or recompute == "full" else overlap.layers_per_graph,
-        choice=None if analysis.offload is None else analysis.offload.choice,
+        choice=choice,
         recompute=recompute,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         context_parallel_size=settings.context_parallel_size,

@@ -194,6 +194,7 @@ def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | N
     captures = resolve_captures(  # make_plan looks at the packer, too
         impl,
         experts=experts,
+        router_reason=request.find_router_reason(experts, impl, choice),
         usual=request.usual_impl,
         layers=request.layers_per_graph,
         choice=choice,
