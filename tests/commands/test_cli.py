@@ -625,10 +625,10 @@ def test_other_experts_leave_the_choice(thdprof, packs, tmp_path, experts):
     assert (plan.graphs.impl, plan.graphs.modules) == ("module", [])
 
 
-def test_whole_layers_of_dropless_experts_are_refused(thdprof, packs, tmp_path):
-    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "chunk", "-o", tmp_path / "plan.yaml")
+def test_megatrons_own_layer_graphs_of_dropless_experts_are_refused(thdprof, packs, tmp_path):
+    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "local", "-o", tmp_path / "plan.yaml")
     assert done.returncode == 2
-    assert "--impl chunk: with dropless experts no layer is captured whole" in done.stderr
+    assert "--impl local: with dropless experts no layer is captured whole" in done.stderr
     assert "; use --impl transformer_engine" in done.stderr
 
 

@@ -117,6 +117,8 @@ class Run:
     """Context-parallel size of each bucket of the plan."""
     experts: Experts | None = None
     """Whether the model has experts, and whether these are padded to a capacity or take all tokens (dropless)."""
+    planned_experts: Experts | None = None
+    """What the plan says of that; None without a plan."""
     offload_modules: tuple[str, ...] | None = None
     """Parts of a layer whose activations go to the host; None also where all activations stay on the device."""
     core_offload: bool | None = None
@@ -181,6 +183,7 @@ class Run:
             "dynamic_cp": is_dynamic(plan),
             "packer": training.packer,
             "experts": find_experts(config),
+            "planned_experts": training.experts,
             "offload_modules": None if graphs.offload is None else tuple(graphs.offload.modules),
             "layers_per_graph": graphs.layers_per_graph,
         }
