@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -275,3 +279,47 @@ def test_whole_layers_of_dropless_experts_are_replayed_as_they_run_eagerly(name,
     assert [len(graph.static_outputs) for graph in engine.replays[:3]] == [1, 1, 1]
     assert found[0].pop() == found[1].pop()  # every parameter is ready as often
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("bucket", [None, 1500])
+def test_megatrons_own_buffers_hold_weights_and_sums_in_reverse_order(distributed, bucket, monkeypatch):
+    """megatron-core's own DistributedDataParallel reduces, with overlap, what a pass has added in one sum."""
+    pytest.importorskip("megatron.training")
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.training.training import wrap_model_chunks_with_ddp
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: SimpleNamespace(wait_stream=lambda other: None))
+    found, ready = [], []
+    for ours in (False, True):
+        layer = expert_layer(moe_ffn_hidden_size=32, num_moe_experts=4, moe_router_topk=2)
+        for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+            linear.fuse_wgrad_accumulation = ours
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed, overlap_grad_reduce=True, bucket_size=bucket
+        )
+        (model,) = wrap_model_chunks_with_ddp([layer], layer.config, settings, bucket_sizes=[bucket])
+        reductions = []
+        for group in {id(g): g for g in model.param_to_bucket_group.values()}.values():
+            note = partial(lambda into, group, **_: into.append(len(group.params)), reductions, group)
+            monkeypatch.setattr(group, "start_grad_sync", note)
+        if distributed:
+            weights = list(layer.experts.linear_fc1.parameters())
+            assert side_by_side(weights[::-1]) is not None
+        with grouped(find_expert_layers([layer]) if ours else []):
+            if ours:  # no weight is copied, and the sums are one view
+                monkeypatch.setattr(torch, "stack", None if distributed else torch.stack)
+                assert side_by_side([p.main_grad for p in layer.experts.linear_fc2.parameters()][::-1]) is not None
+            for number in range(6):  # in the first step Megatron counts how often each gradient comes
+                hidden = micro_batch("random", number)
+                with model.no_sync() if number % 3 < 2 else nullcontext():
+                    model(hidden)[0].square().sum().backward()
+                if number == 2:
+                    model.zero_grad_buffer()
+        found.append([p.main_grad.clone() for p in layer.parameters()])
+        ready.append(reductions)
+        assert all(p.grad is None for p in layer.parameters())
+    assert_alike(found[1], found[0])
+    assert ready[0] == ready[1]
+    assert sum(ready[0]) == len(found[0])
+    assert len(ready[0]) == (1 if bucket is None else 3)
