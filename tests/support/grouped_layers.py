@@ -52,6 +52,14 @@ def grouped_mlp():
     return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear))
 
 
+def group_experts(layer_specs):
+    """Let layers with experts be built with TEGroupedMLP over the stand-in."""
+    for layer in layer_specs:
+        of_experts = getattr(layer.submodules.mlp, "keywords", {}).get("submodules")
+        if hasattr(of_experts, "experts"):
+            of_experts.experts = grouped_mlp()
+
+
 def lay(weights, how):
     """Put weights where DistributedDataParallel might: `own` memory, in order, reversed, unevenly, or with gaps."""
     size = weights[0].numel()

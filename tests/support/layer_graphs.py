@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from support.grouped_layers import grouped_mlp
+from support.grouped_layers import group_experts
 from thdprof.runtime import Bucket
 from thdprof.runtime.graphs.module_state import parameter_homes
 from thdprof.runtime.megatron import packed_seq_params
@@ -255,10 +255,8 @@ def make_experts(
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = Attention
-        if grouped and "submodules" in layer.submodules.mlp.keywords:
-            of_experts = layer.submodules.mlp.keywords["submodules"]
-            if hasattr(of_experts, "experts"):
-                of_experts.experts = grouped_mlp()
+    if grouped:
+        group_experts(spec.layer_specs)
     block = TransformerBlock(config, spec).train()
     for layer in block.layers:
         if layer.is_moe_layer:

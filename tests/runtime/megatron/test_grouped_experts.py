@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +13,11 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from support import cpu_graphs
+from support.gpt_of_experts import BOUNDS, micro_batches, model_of
 from support.grouped_layers import expert_layer, lay, with_main_grads
 from support.layer_graphs import (
+    BUCKETS,
     MIXED,
     FakeEngine,
     FakeGraph,
@@ -25,9 +29,14 @@ from support.layer_graphs import (
     one_f_one_b,
     train,
 )
+from support.layer_graphs import TOKENS as TOKENS_OF_LAYERS
+from support.plans import plan_of_shares
 
-from thdprof.runtime.megatron import grouped_experts
+from thdprof.runtime.graphs import bank
+from thdprof.runtime.megatron import decoder_surroundings, grouped_experts, install, versions
+from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.grouped_experts import find_expert_layers, grouped, side_by_side
+from thdprof.runtime.megatron.kinds import chunk
 from thdprof.runtime.megatron.refusals import SettingsError
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported")
@@ -179,6 +188,35 @@ def test_every_run_of_a_micro_batch_gives_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("modules", [["moe"], ["moe_act"], ["shared_experts"]])
+@pytest.mark.usefixtures("recomputing")
+def test_recomputed_experts_give_the_same_bits(modules, monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    def share_storage(output, again):
+        output.untyped_storage().resize_(again.untyped_storage().nbytes())
+        output.untyped_storage().copy_(again.untyped_storage())
+
+    monkeypatch.setattr(random, "_get_share_storage", lambda: share_storage)
+    monkeypatch.setattr(random, "_fork_rng", nullcontext)
+    engine = SimpleNamespace(is_fp8_enabled=lambda: False)  # of which the recomputed activation asks, also without FP8
+    monkeypatch.setattr(random, "FP8GlobalStateManager", engine, raising=False)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        monkeypatch.setattr(random, name, lambda **_: nullcontext(), raising=False)
+    settings = {"gated_linear_unit": True, "moe_shared_expert_intermediate_size": 16}
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": modules}
+    found, calls = [], []
+    for more in ({}, recomputed):
+        layer = expert_layer(**settings, **more)
+        calls.append([])
+        own = layer.config.activation_func
+        layer.config.activation_func = lambda x, own=own, seen=calls[-1]: (seen.append(x.shape), own(x))[1]
+        with grouped(find_expert_layers([layer])):
+            found.append(trained(layer)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert len(calls[1]) > len(calls[0]) or modules == ["shared_experts"]
+
+
 def test_a_replay_counts_tokens_for_the_experts_bias_outside_of_its_graph(monkeypatch):
     layer = expert_layer(**SIGMOID, moe_router_enable_expert_bias=True)
     eager = expert_layer(**SIGMOID, moe_router_enable_expert_bias=True)
@@ -279,6 +317,92 @@ def test_whole_layers_of_dropless_experts_are_replayed_as_they_run_eagerly(name,
     assert [len(graph.static_outputs) for graph in engine.replays[:3]] == [1, 1, 1]
     assert found[0].pop() == found[1].pop()  # every parameter is ready as often
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.fixture
+def _as_chunks(as_if_on_a_gpu, monkeypatch):
+    cpu_graphs.as_if_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(chunk, "generators", tuple)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    running: list[bool] = []  # a graph, where a GPU would capture or replay it
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(running))
+
+    def in_graph(function):
+        def run(*args, **kwargs):
+            running.append(True)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return run
+
+    def capture_pass(*args, **kwargs):
+        captured = in_graph(cpu_graphs.capture_pass)(*args, **kwargs)
+        captured.forward.replay = in_graph(captured.forward.replay)
+        return captured
+
+    monkeypatch.setattr(bank, "capture_pass", capture_pass)
+
+
+def plan_of_chunks(experts="dropless", **changes):
+    plan = plan_of_shares([0.4, 0.4], count=8, steps=2, seq_length=TOKENS_OF_LAYERS, experts=experts)
+    buckets = [
+        part.model_copy(update={"max_seqs": bucket.max_seqs, "max_seqlen": TOKENS_OF_LAYERS})
+        for part, bucket in zip(plan.graphs.buckets, BUCKETS, strict=True)
+    ]
+    changes = {"impl": "chunk", "buckets": buckets, "slots": [[2]], "capture": "first_use", **changes}
+    graphs = plan.graphs.model_copy(update=changes)
+    tokens = plan.microbatches.model_copy(update={"n_tokens_max": TOKENS_OF_LAYERS})
+    return plan.model_copy(update={"graphs": graphs, "microbatches": tokens})
+
+
+def losses_and_gradients(model):
+    """Those of micro-batches of which two at a time are between forward and backward, and how often each came."""
+    reduction = Reduction(model)
+    reduction.zero(resets_flags=True)
+    seen, held = [], []
+    for args, kwargs in micro_batches():
+        held.append(model(*args, **kwargs))
+        seen.append(held[-1].detach().clone())
+        if len(held) == 2:
+            held.pop(0).sum().backward()
+    held.pop().sum().backward()
+    counts = [r.local_tokens_per_expert for r in grouped_experts.find_counting_routers(model)]
+    return [*seen, *(p.main_grad.clone() for p in model.parameters()), *counts], reduction.ready
+
+
+GPT = {"grouped": True, "moe_grouped_gemm": True}
+
+
+@pytest.mark.parametrize("predictions", [None, 1])
+@pytest.mark.usefixtures("_as_chunks")
+def test_an_installation_replays_chunks_of_dropless_experts_and_watches_them(predictions, monkeypatch, caplog):
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(decoder_surroundings, "marked_as_capturing", nullcontext)  # hooks of reductions run in replays
+    monkeypatch.setattr(parts, "has_graph_safe_rng", lambda: True)
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    found = []
+    for replay in (None, False, True):
+        model = model_of(predictions=predictions, **GPT, **bias)
+        plan = plan_of_chunks(verify="1/1")
+        following = nullcontext() if replay is None else install(model, plan, model.config, replay=replay)
+        with following as installation:
+            found.append(losses_and_gradients(model))
+            if replay:
+                stats = [installation.stats(), *installation.prediction_stats()]
+                assert [(one.replays.total(), one.verified.total(), one.mismatches) for one in stats] == [
+                    (5, 5, type(one.mismatches)()) for one in stats
+                ]
+        assert all("token_dispatcher" in vars(part) for part in find_expert_layers([model]))
+        assert not any("forward" in vars(part) for part in model.modules())
+    (plain, _), (padded, of_padded), (ours, ready) = found
+    assert_alike(padded, plain)
+    names = [*(f"loss {n}" for n in range(len(BOUNDS))), *(name for name, _ in model.named_parameters())]
+    names += [f"counts {n}" for n in range(len(padded) - len(names))]
+    assert [name for name, a, b in zip(names, padded, ours, strict=True) if not torch.equal(a, b)] == []
+    assert ready == of_padded
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("distributed", [True, False])
