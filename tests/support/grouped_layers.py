@@ -64,7 +64,7 @@ def lay(weights, how):
     """Put weights where DistributedDataParallel might: `own` memory, in order, reversed, unevenly, or with gaps."""
     size = weights[0].numel()
     gap = 64 if how == "gaps" else 0
-    memory = torch.zeros(len(weights) * (size + gap) + 16)
+    memory = weights[0].detach().new_zeros(len(weights) * (size + gap) + 16)
     if how == "own":
         return
     begin = 0
@@ -79,7 +79,7 @@ def with_main_grads(layer, how):
     """Give the parameters of experts a `main_grad`, and mark them as DistributedDataParallel does."""
     for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
         weights = list(linear.parameters())
-        sums = [nn.Parameter(torch.zeros_like(w)) for w in weights]
+        sums = [nn.Parameter(torch.zeros_like(w, dtype=torch.float32)) for w in weights]
         lay(sums, how)
         for weight, total in zip(weights, sums, strict=True):
             weight.main_grad, weight.grad_added_to_main_grad = total.detach(), False
