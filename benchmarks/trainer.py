@@ -242,7 +242,7 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
         ):
             if named(name, args.rows) and (modules or gpus == 1):
                 plan = plan_of(flags, directory, file_name(f"{name}-{gpus}"), gpus=gpus, impl=impl, modules=modules)
-                runs.append(Timed(name=name, plan=plan))
+                runs.append(Timed(name=name, plan=change_graphs(plan, plan, modules=list(modules))))
         runs = [run for run in runs if named(run.name, args.rows)]
         lines = timed_lines(runs, args, flags, directory, base="eager", gpus=gpus)
         if args.profile:
