@@ -165,6 +165,27 @@ def test_weights_and_their_sums_are_used_where_they_lie(how, sums, fuses, monkey
     assert added == {fuses}
 
 
+def test_a_gradient_that_autograd_must_hand_on_is_not_added_before():
+    layer = expert_layer(gradient_accumulation_fusion=True)
+    with_main_grads(layer, "reversed")
+    for weight in layer.experts.parameters():
+        weight.zero_out_wgrad = True
+    with grouped(find_expert_layers([layer])):
+        ours, _ = trained(layer)
+    assert_alike(ours, trained(expert_layer())[0])
+    assert not any(p.grad_added_to_main_grad for p in layer.experts.parameters())
+
+
+def test_overlapped_shared_experts_run_before_the_router():
+    found = []
+    for overlap in (False, True):
+        layer = expert_layer(moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=overlap)
+        with grouped(find_expert_layers([layer])):
+            found.append(trained(layer)[0])
+        assert layer.shared_expert_overlap is overlap
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_a_pass_makes_no_host_wait_for_a_count(monkeypatch):
     layer = expert_layer(moe_shared_expert_intermediate_size=16)
     with grouped(find_expert_layers([layer])):
