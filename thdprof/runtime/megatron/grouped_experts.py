@@ -79,7 +79,7 @@ class Rows:
         """For each row its place among experts x tokens, shape [rows], int64."""
         self.tokens = self.places % num_tokens
         """The token of each row, shape [rows], int64."""
-        self.of_token = self.tokens.argsort(stable=True).view(num_tokens, top_k)
+        self.of_token = self.tokens.int().argsort(stable=True).view(num_tokens, top_k)
         """The rows of each token, shape [tokens, top-k], int64."""
         self.ends = by_expert.sum(dim=1).cumsum(0).to(torch.int32)
         """The row behind each expert's last one, shape [experts], int32."""
@@ -301,7 +301,7 @@ def _why_not_grouped(experts: Any) -> str:
 
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped_mm: install torch 2.10 or newer"
-    if not isinstance(experts, TEGroupedMLP) or experts._with_fused_impl:
+    if type(experts) is not TEGroupedMLP or experts._with_fused_impl:
         return (
             f"experts run by {type(experts).__name__}: only TEGroupedMLP without fused operations was checked in a "
             "graph; set moe_grouped_gemm to True and use_transformer_engine_op_fuser to False"

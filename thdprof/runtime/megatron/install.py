@@ -147,7 +147,8 @@ def captures_experts(plan: Plan, config: Any) -> bool:
     """Whether graphs of `plan` hold dropless experts. These then run as grouped products in all passes, also padded and
     evaluated ones: a micro-batch gives the same numbers, replayed or not.
     """
-    return bool(plan.captured) and not plan.graphs.modules and find_experts(config) == "dropless"
+    are_dropless = plan.training.experts == find_experts(config) == "dropless"
+    return are_dropless and bool(plan.captured) and not plan.graphs.modules
 
 
 def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:
