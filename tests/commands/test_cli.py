@@ -584,8 +584,8 @@ def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dropless_experts_are_in_no_chunk_graph_whether_or_not_a_plan_is_written(thdprof, packs):
-    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "chunk")
+def test_dropless_experts_are_in_no_graph_of_megatrons_own_whether_or_not_a_plan_is_written(thdprof, packs):
+    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "local")
     assert (done.returncode, done.stdout) == (2, "")
     assert "dropless" in done.stderr
 
