@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -176,6 +177,18 @@ def test_a_gradient_that_autograd_must_hand_on_is_not_added_before():
     assert not any(p.grad_added_to_main_grad for p in layer.experts.parameters())
 
 
+def test_frozen_experts_get_no_gradient():
+    layer = expert_layer()
+    for weight in layer.experts.parameters():
+        weight.requires_grad_(False)
+    hidden = micro_batch("random").requires_grad_()
+    found = []
+    for ours in (False, True):
+        with grouped(find_expert_layers([layer]) if ours else []):
+            found.append(torch.autograd.grad(layer(hidden)[0].square().sum(), [hidden, layer.router.weight]))
+    assert_alike(found[1], found[0])
+
+
 def test_overlapped_shared_experts_run_before_the_router():
     found = []
     for overlap in (False, True):
@@ -310,7 +323,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_layers_of_dropless_experts_are_replayed_as_they_run_eagerly(name, monkeypatch):
+def test_whole_layers_of_dropless_experts_are_replayed_as_they_run_eagerly(name, monkeypatch, caplog):
     """Every micro-batch, also one that fits no bucket, runs by the same products."""
     own = grouped_experts._accumulate
 
@@ -320,13 +333,16 @@ def test_whole_layers_of_dropless_experts_are_replayed_as_they_run_eagerly(name,
     monkeypatch.setattr(grouped_experts, "_accumulate", accumulate)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: FakeGraph.replaying)
     batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     found, engine = [], FakeEngine()
-    for graphs in (False, True):
+    for graphs, verify_every in ((False, 0), (True, 0), (True, 1)):
         block = make_experts(graphs=False, dispatcher="alltoall", grouped=True, moe_grouped_gemm=True, **WHOLE[name])
         for part in block.modules():
             if hasattr(part, "fuse_wgrad_accumulation"):
                 part.fuse_wgrad_accumulation = name == "fused"
-        run = graphs_of(block, engine, modules=()) if graphs else None
+        around = decoder_surroundings.surround_decoder(block, layers=True)
+        options = {"surroundings": replace(around, while_capturing=nullcontext), "verify_every": verify_every}
+        run = graphs_of(block, engine, modules=(), **options) if graphs else None
         reduction = Reduction(block)
         reduction.zero(resets_flags=True)
         with grouped(find_expert_layers([block])):
@@ -334,10 +350,12 @@ def test_whole_layers_of_dropless_experts_are_replayed_as_they_run_eagerly(name,
         routers = [layer.mlp.router for layer in block.layers if layer.is_moe_layer]
         seen += [router.local_tokens_per_expert for router in routers if router.enable_expert_bias]
         found.append([*seen, *(p.main_grad.clone() for p in block.parameters()), reduction.ready])
-    assert run.stats().replays.total() == 6
+    assert run.stats().replays.total() == run.stats().verified.total() == 6
     assert [len(graph.static_outputs) for graph in engine.replays[:3]] == [1, 1, 1]
-    assert found[0].pop() == found[1].pop()  # every parameter is ready as often
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    ready = [one.pop() for one in found]
+    assert ready[0] == ready[1] == ready[2]  # every parameter is ready as often
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 @pytest.fixture
