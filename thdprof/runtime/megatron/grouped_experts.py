@@ -128,14 +128,15 @@ def _sum_of_token(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
 class _GroupedLinear(torch.autograd.Function):
     """Products of the rows with the weights of their experts.
 
-    Gradients of the weights are rounded to the weights' dtype once a micro-batch. With gradient_accumulation_fusion
-    they are then added to `main_grad` here, and autograd gets dummies, as from Transformer Engine's layers.
+    Gradients of the weights are rounded to the weights' dtype once a micro-batch. Where hooks on their accumulation
+    know of kernels that add to `main_grad`, they are added here, and autograd gets dummies, as from Transformer
+    Engine's layers with gradient_accumulation_fusion.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows, fuses: bool, *weights: nn.Parameter) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows, *weights: nn.Parameter) -> torch.Tensor:
         ctx.save_for_backward(hidden)
-        ctx.rows, ctx.fuses, ctx.weights = rows, fuses, weights
+        ctx.rows, ctx.weights = rows, weights
         return torch.nn.functional.grouped_mm(hidden, _stacked(rows.order(weights)).transpose(1, 2), offs=rows.ends)
 
     @staticmethod
@@ -147,10 +148,10 @@ class _GroupedLinear(torch.autograd.Function):
         of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             of_hidden = torch.nn.functional.grouped_mm(grad, _stacked(weights), offs=rows.ends)
-        if any(ctx.needs_input_grad[3:]):
+        if any(ctx.needs_input_grad[2:]):
             found = torch.nn.functional.grouped_mm(grad.t(), hidden.contiguous(), offs=rows.ends)
-            of_weights = _accumulate(weights, found) if ctx.fuses and _are_fused(weights) else [*found.unbind()]
-        return of_hidden, None, None, *rows.order(of_weights)
+            of_weights = _accumulate(weights, found) if _are_fused(weights) else [*found.unbind()]
+        return of_hidden, None, *rows.order(of_weights)
 
 
 def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -337,6 +338,7 @@ def grouped(layers: Sequence[Any]) -> Iterator[None]:
             for linear in (experts.linear_fc1, experts.linear_fc2):
                 apart += not lay_side_by_side(_weights(linear))
                 stack.enter_context(attributes(linear, forward=partial(_multiply, linear)))
+                stack.callback(_forget_accumulation, linear)
             dispatcher = LocalDispatcher(experts, layer.config.moe_router_topk)
             # overlapped shared experts would run inside the dispatcher; they run before the router
             stack.enter_context(attributes(layer, token_dispatcher=dispatcher, shared_expert_overlap=False))
@@ -349,7 +351,14 @@ def grouped(layers: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+def _forget_accumulation(linear: Any) -> None:
+    """Take the marks of added gradients off the weights of a layer that does not set them itself: hooks go by them."""
+    for weight in () if linear.fuse_wgrad_accumulation else _weights(linear):
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = False
+
+
 def _multiply(linear: Any, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, None]:
     """The forward of a TEGroupedLinear without bias, over rows that stand for the numbers of tokens."""
-    output: torch.Tensor = _GroupedLinear.apply(hidden, rows, linear.fuse_wgrad_accumulation, *_weights(linear))
+    output: torch.Tensor = _GroupedLinear.apply(hidden, rows, *_weights(linear))
     return output, None

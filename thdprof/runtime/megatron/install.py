@@ -119,6 +119,8 @@ def install(
     try:  # changes begin only here, after all that can fail; the first failure takes them back
         installation._attach(models, plan, config)
         installation.until_closed(grouped_experts.grouped(experts))
+        if experts and _global_rank() == 0:
+            say(f"dropless experts of {len(experts)} layers run as grouped products, in every pass of the run")
         if replay and capture_now and plan.captured:
             openings = Openings(plan, config, shards=refusals.count_token_shards(config), form=form or MetadataForm())
             installation._capture_ahead(openings, [parts.takes_gradient(model) for model in chunks], say)
