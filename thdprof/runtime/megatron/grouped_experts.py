@@ -59,6 +59,7 @@ def lay_side_by_side(weights: Sequence[nn.Parameter]) -> bool:
         return False
     for weight, place in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
         weight.data = place
+    torch.cuda.empty_cache()  # the next layer's memory is one large piece, for which the small ones are of no use
     return True
 
 
