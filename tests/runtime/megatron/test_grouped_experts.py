@@ -290,8 +290,9 @@ def test_tensors_that_lie_otherwise_are_no_view():
         assert side_by_side(others) is None
 
 
-def refused(layer, change):
+def refused(layer, change, of_layer=lambda layer: None):
     change(layer.experts)
+    of_layer(layer)
     with pytest.raises(SettingsError, match=r"graphs.modules is \[\]") as caught:
         find_expert_layers([layer])
     return str(caught.value)
@@ -309,6 +310,10 @@ def test_experts_that_grouped_products_cannot_serve_are_refused():
     assert "target_modules" in refused(expert_layer(), renamed)
     assert "target_modules" in refused(expert_layer(), replaced)
     assert "target_modules" in refused(expert_layer(), lambda e: setattr(e.linear_fc1, "use_bias", True))
+    overlapped = expert_layer(moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
+    find_expert_layers([overlapped])
+    two = SimpleNamespace(size=lambda: 2)
+    assert "set it to False" in refused(overlapped, lambda e: None, lambda layer: setattr(layer, "attn_tp_group", two))
     assert "multiples of 8" in refused(expert_layer(moe_ffn_hidden_size=20), lambda e: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch.nn.functional, "grouped_mm")

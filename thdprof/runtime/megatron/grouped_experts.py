@@ -80,7 +80,7 @@ class Rows:
         """For each row its place among experts x tokens, shape [rows], int64."""
         self.tokens = self.places % num_tokens
         """The token of each row, shape [rows], int64."""
-        self.of_token = self.tokens.int().argsort(stable=True).view(num_tokens, top_k)
+        self.token_rows = self.tokens.int().argsort(stable=True).view(num_tokens, top_k)
         """The rows of each token, shape [tokens, top-k], int64."""
         self.ends = by_expert.sum(dim=1).cumsum(0).to(torch.int32)
         """The row behind each expert's last one, shape [experts], int32."""
@@ -105,7 +105,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _sum_of_token(grad, ctx.rows), None
+        return _sum_rows(grad, ctx.rows), None
 
 
 class _Combine(torch.autograd.Function):
@@ -114,7 +114,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         ctx.rows = rows
-        return _sum_of_token(hidden, rows)
+        return _sum_rows(hidden, rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -122,8 +122,8 @@ class _Combine(torch.autograd.Function):
         return grad.index_select(0, ctx.rows.tokens), None
 
 
-def _sum_of_token(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return hidden.index_select(0, rows.of_token.reshape(-1)).view(*rows.of_token.shape, -1).sum(dim=1)
+def _sum_rows(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return hidden.index_select(0, rows.token_rows.reshape(-1)).view(*rows.token_rows.shape, -1).sum(dim=1)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -145,14 +145,14 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (hidden,), rows, weights = ctx.saved_tensors, ctx.rows, ctx.rows.order(ctx.weights)
         grad = grad.contiguous()
-        of_hidden: torch.Tensor | None = None
-        of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
+        hidden_grad: torch.Tensor | None = None
+        weight_grads: Sequence[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_hidden = torch.nn.functional.grouped_mm(grad, _stacked(weights), offs=rows.ends)
+            hidden_grad = torch.nn.functional.grouped_mm(grad, _stacked(weights), offs=rows.ends)
         if any(ctx.needs_input_grad[2:]):
             found = torch.nn.functional.grouped_mm(grad.t(), hidden.contiguous(), offs=rows.ends)
-            of_weights = _accumulate(weights, found) if _are_fused(weights) else [*found.unbind()]
-        return of_hidden, None, *rows.order(of_weights)
+            weight_grads = _accumulate(weights, found) if _are_fused(weights) else [*found.unbind()]
+        return hidden_grad, None, *rows.order(weight_grads)
 
 
 def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -289,7 +289,7 @@ def find_expert_layers(models: Iterable[nn.Module]) -> list[Any]:
 
     layers = [part for model in models for part in model.modules() if isinstance(part, MoELayer)]
     for layer in layers:
-        if why := _why_not_grouped(layer.experts):
+        if why := _why_not_grouped(layer):
             raise SettingsError(
                 f"thdprof cannot install graphs:\n- graphs.modules is [], and {why}, or analyse with graphs that end "
                 "at the router (graphs.impl transformer_engine, graphs.modules attn and moe_router)"
@@ -297,10 +297,16 @@ def find_expert_layers(models: Iterable[nn.Module]) -> list[Any]:
     return layers
 
 
-def _why_not_grouped(experts: Any) -> str:
-    """What keeps `experts` from grouped products, and what to do about it, in one clause; "" if nothing does."""
+def _why_not_grouped(layer: Any) -> str:
+    """What keeps a MoELayer from grouped products, and what to do about it, in one clause; "" if nothing does."""
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
+    experts = layer.experts
+    if layer.use_shared_expert and layer.shared_expert_overlap and layer.attn_tp_group.size() > 1:
+        return (
+            "moe_shared_expert_overlap is True under tensor parallelism, where the dispatcher communicates for shared "
+            "experts: set it to False"
+        )
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped_mm: install torch 2.10 or newer"
     if type(experts) is not TEGroupedMLP or experts._with_fused_impl:
