@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from support import sample_files
+from support import conversations, sample_files
 
 from thdprof.analyze.sources import engines, read_dataset
 
@@ -42,6 +43,22 @@ def test_a_cluster_reads_what_a_machine_reads(thdprof, tmp_path, shards, cluster
         done = thdprof("analyze", shards, *options, "-o", tmp_path / f"{engine[:3]}.yaml")
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "ray.yaml").read_bytes() == (tmp_path / "loc.yaml").read_bytes()
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="text needs transformers")
+def test_a_cluster_counts_text(thdprof, tmp_path, cluster, rng):
+    tokenizer = conversations.write_tokenizer(tmp_path / "tiny")
+    (tmp_path / "text").mkdir()
+    for part in range(3):
+        stored = [conversations.conversation(rng) for _ in range(20)]
+        conversations.write_lines(tmp_path / "text" / f"{part}.jsonl", stored)
+    found = []
+    for engine in ("local", f"ray:{cluster.address}"):
+        options = ("--tokenizer", tokenizer, "--packer", "bfd", "--engine", engine, "--cache", tmp_path / engine[:3])
+        done = thdprof("analyze", tmp_path / "text", *options, "--json")
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    assert found[0] == found[1]
 
 
 def test_a_node_that_dies_in_the_middle_costs_nothing(shards, cluster, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -42,6 +43,13 @@ class ObjectStore(ThreadingHTTPServer):
 
     def reset(self) -> None:
         self.sent_bytes, self.requests = 0, []
+
+
+@lru_cache(maxsize=32)
+def _read(path: Path, *_: int) -> tuple[bytes, str]:
+    """The content of a file, and its MD5, until the file changes."""
+    content = path.read_bytes()
+    return content, hashlib.md5(content).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -95,9 +103,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "NoSuchKey")
 
     def _send(self, path: Path) -> None:
-        content, told = path.read_bytes(), path.stat()
+        told = path.stat()
+        content, etag = _read(path, told.st_ino, told.st_mtime_ns, told.st_size)
         headers = {
-            "ETag": f'"{hashlib.md5(content).hexdigest()}"',
+            "ETag": f'"{etag}"',
             "Last_Modified": formatdate(told.st_mtime, usegmt=True),
             "Accept_Ranges": "bytes",
         }

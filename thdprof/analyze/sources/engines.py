@@ -14,6 +14,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -222,7 +223,10 @@ class _Ray:
             raise UsageError(f"--engine ray: the package ray is not installed: {install_line('ray')}") from error
         self._ray, self._ends = ray, not ray.is_initialized()
         if self._ends:
+            host, has_port, port = address.rpartition("://")[2].rpartition(":")
             try:
+                if has_port:  # Ray itself would wait for minutes
+                    socket.create_connection((host, int(port)), timeout=10).close()
                 ray.init(
                     address=address or None,
                     log_to_driver=False,
@@ -230,7 +234,7 @@ class _Ray:
                     include_dashboard=None if address else False,
                     runtime_env={"py_modules": [str(_ROOT / "thdprof")]},
                 )
-            except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:160]
                 raise MachineError(f"--engine ray:{address}: no cluster answers there: {reason}") from error
         task = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(answer)

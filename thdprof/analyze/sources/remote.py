@@ -36,6 +36,8 @@ _MOST_BYTES = 2**23
 """Most bytes of a request that reads ahead, and of the ranges that a path keeps."""
 _PAUSES = (0.5, 2.0)
 """Seconds before each further attempt, after the library's own."""
+_LONG_S = 10.0
+"""Seconds after which the library has tried long enough."""
 _ATTEMPTS = 5
 """Attempts of pyarrow's S3 client, which waits longer before each."""
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "403", "401", "Forbidden", "Unauthorized", "credential")
@@ -226,11 +228,12 @@ class RemotePath(Path):
 
     def _attempt[Result](self, call: Callable[[], Result]) -> Result:
         for pause in (*_PAUSES, None):
+            began = time.monotonic()
             try:
                 return call()
             except Exception as error:  # each library has its own
                 explained = _explain(error, str(self))
-                if pause is None or explained.errno != errno.EIO:
+                if pause is None or explained.errno != errno.EIO or time.monotonic() - began > _LONG_S:
                     raise explained from error
                 time.sleep(pause)
         raise AssertionError
@@ -390,7 +393,7 @@ def _open_s3(settings: dict[str, Any], bucket: str) -> Any:
 def _open_gs(settings: dict[str, Any], bucket: str) -> Any:
     from pyarrow import fs
 
-    return fs.GcsFileSystem(**settings, retry_time_limit=timedelta(seconds=60))
+    return fs.GcsFileSystem(**settings, retry_time_limit=timedelta(seconds=_LONG_S * 2))
 
 
 _OPENERS = {"s3": _open_s3, "gs": _open_gs}
