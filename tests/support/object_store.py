@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, path: Path) -> None:
         told = path.stat()
-        content, etag = _read(path, told.st_ino, told.st_mtime_ns, told.st_size)
+        content, etag = _read(path, told.st_ctime_ns)
         headers = {
             "ETag": f'"{etag}"',
             "Last_Modified": formatdate(told.st_mtime, usegmt=True),
