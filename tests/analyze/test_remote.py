@@ -17,7 +17,7 @@ from support import conversations, sample_files
 from support.object_store import serve
 
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.remote import find_matches, locate, stamp
+from thdprof.analyze.sources.remote import Entry, RemotePath, find_matches, locate, stamp
 from thdprof.errors import DataError, UsageError
 
 ROWS = [[5, 6, 7], [9], [3, 3], [12, 1], [8]]
@@ -152,6 +152,29 @@ def test_a_store_that_fails_for_a_while_is_asked_again(store, monkeypatch):
     store.cuts = 2
     assert read_dataset(["s3://bucket/lengths.jsonl"]).num_documents() == 39_998
     assert store.cuts == 0
+
+
+class Short:
+    """A store whose first answers lack their ends."""
+
+    prefix, query = "short://", ""
+
+    def __init__(self, faults):
+        self.answers = [b"123"] * faults
+
+    def look_up(self, key):
+        return Entry(10)
+
+    def open(self, key):
+        return lambda start, size: self.answers.pop() if self.answers else b"0123456789"[start : start + size], "stamp"
+
+
+def test_an_answer_that_lacks_its_end_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01, 0.01))
+    assert RemotePath("key", store=Short(2)).read_bytes() == b"0123456789"
+    with pytest.raises(OSError, match="3 of 10 bytes came") as raised:
+        RemotePath("key", store=Short(3)).read_bytes()
+    assert raised.value.filename == "short://key"
 
 
 def test_a_store_that_goes_on_failing_is_an_error_of_one_line(store, thdprof, monkeypatch):
