@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sqlite3
-import subprocess
 import sys
 import tempfile
-import time
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -149,33 +144,21 @@ def test_ray_that_is_missing_is_told(thdprof, tmp_path, monkeypatch):
     assert "pip install '.[ray]'" in " ".join(done.stderr.split())
 
 
-def test_an_interrupted_scan_goes_on_where_it_was(tmp_path):
-    directory = tmp_path / "data"
-    directory.mkdir()
-    for number in range(600):
-        sample_files.write_lines(directory / f"{number:03}.jsonl", list(range(1, 400)))
-    command = [sys.executable, "-m", "thdprof", "analyze", str(directory), "--packer", "ffd", "--json"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    database = directory / ".thdprof" / "shards.sqlite"
-    for _ in range(2000):
-        if kept_files(database) >= 50:
-            break
-        time.sleep(0.02)
-    running.send_signal(signal.SIGINT)
-    running.wait(60)
-    found = kept_files(database)
-    assert 50 <= found < 600
-    done = subprocess.run(command, capture_output=True, check=True)
-    assert json.loads(done.stdout)["dataset"]["documents"] == 600 * 399
-    assert kept_files(database) == 600
+def test_an_interrupted_scan_goes_on_where_it_was(shards, several, monkeypatch):
+    monkeypatch.setattr(engines, "_BATCH", 4)
 
+    def interrupt(stage, done, documents):
+        if done > 0.3:
+            raise KeyboardInterrupt
 
-def kept_files(database):
-    try:
-        with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as opened:
-            return opened.execute("SELECT count(*) FROM shards").fetchone()[0]
-    except sqlite3.OperationalError:
-        return 0
+    with pytest.raises(KeyboardInterrupt):
+        read_dataset([str(shards)], tick=interrupt)
+    database = shards / ".thdprof" / "shards.sqlite"
+    kept = len(change_kept(database, lambda lengths: lengths * 0 + 99))
+    again = read_dataset([str(shards)])
+    assert 0 < kept < again.num_documents()
+    assert int((again.content.document_tokens == 99).sum()) == kept
+    assert len(change_kept(database)) == again.num_documents()
 
 
 def test_a_shard_survives_its_bytes():
