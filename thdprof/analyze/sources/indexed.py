@@ -79,7 +79,7 @@ def read_tokens(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int6
     with tokens.open("rb") as file:
         while first < len(lengths):
             stop = max(first + 1, int(np.searchsorted(ends, ends[first] + TOKENS_AT_ONCE, side="right")) - 1)
-            values = np.fromfile(file, dtype=dtype, count=int(ends[stop] - ends[first]))
+            values = np.frombuffer(file.read(int(ends[stop] - ends[first]) * dtype.itemsize), dtype=dtype)
             yield values.astype(np.int64), ends[first : stop + 1] - ends[first]
             first = stop
 
