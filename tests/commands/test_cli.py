@@ -785,8 +785,8 @@ def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):
             2,
             "--tp: is no option; put `tensor_model_parallel_size: VALUE` into a file and",
         ),
-        (["s3://bucket/rows"], 1, "s3://bucket/rows: data are read from files of this machine; copy it first, such as"),
-        (["hf://datasets/a/b"], 1, "hf://datasets/a/b: data are read from files of this machine; copy it first, such"),
+        (["s3://bucket/rows?colour=red"], 2, "s3://bucket?colour=red: colour is no setting of it; known are"),
+        (["nowhere://a/b"], 2, "nowhere://: fsspec knows no such scheme"),
     ],
 )
 def test_what_users_type_first_gets_advice(thdprof, words, code, told):

@@ -230,7 +230,7 @@ Progress = Callable[[str, float, int], None]
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
 """Progress-bar estimates: reading ends at 10% of the total time, replaying the schedule at 85%."""
 _COUNTED_SHARE = 0.95
-"""Progress-bar estimate: where tokens of text are counted, that takes 95% of the total time."""
+"""Progress-bar estimate: where tokens of text are counted, or many files are read, that takes 95% of the total time."""
 
 
 def _show_nothing(stage: str, done: float, documents: int) -> None:
@@ -272,15 +272,26 @@ def analyze(
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, progress = read_showing(
-        request.locations, format=request.format, settings=request.given, cache=request.cache, progress=progress
+        request.locations,
+        format=request.format,
+        settings=request.given,
+        cache=request.cache,
+        engine=request.engine,
+        progress=progress,
     )
     return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
 
 
 def read_showing(
-    locations: Sequence[str], *, format: str, settings: Mapping[str, Any], cache: Path | None, progress: Progress
+    locations: Sequence[str],
+    *,
+    format: str,
+    settings: Mapping[str, Any],
+    cache: Path | None,
+    engine: str,
+    progress: Progress,
 ) -> tuple[Dataset, Progress]:
-    """Read a dataset as `read_dataset` does, and show how far its text is counted; also `progress` of what remains.
+    """Read a dataset as `read_dataset` does, and show how far that is; also `progress` of what remains.
 
     Raises:
         DataError, UsageError: as for `read_dataset`.
@@ -288,12 +299,12 @@ def read_showing(
     progress("reading", 0.0, 0)
     counted = 0.0
 
-    def tick(done: float, documents: int) -> None:
+    def tick(stage: str, done: float, documents: int) -> None:
         nonlocal counted
         counted = _COUNTED_SHARE * done
-        progress("counting tokens", counted, documents)
+        progress(stage, counted, documents)
 
-    dataset = read_dataset(locations, format=format, settings=settings, cache=cache, tick=tick)
+    dataset = read_dataset(locations, format=format, settings=settings, cache=cache, engine=engine, tick=tick)
     return dataset, lambda stage, done, documents: progress(stage, counted + (1 - counted) * done, documents)
 
 

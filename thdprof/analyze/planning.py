@@ -5,12 +5,12 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
 from thdprof.analyze.settings.launch_flags import find_refusals
+from thdprof.analyze.sources.remote import find_matches, locate
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -109,11 +109,12 @@ _MANY_FILES = 100
 
 def _shorten_files(data: DatasetPart) -> DatasetPart:
     """The dataset with a glob in place of its files, where they are many, and all of their kind in one directory."""
-    paths = [Path(uri) for uri in data.uris]
+    paths = [locate(uri) for uri in data.uris]
     if len(paths) < _MANY_FILES or len({(path.parent, path.suffix) for path in paths}) > 1:
         return data
-    files = str(Path(glob.escape(str(paths[0].parent))) / f"*{paths[0].suffix}")
-    if data.format == "megatron" or sorted(glob.glob(files)) != data.uris:
+    parent = paths[0].parent
+    files = str(parent.with_segments(*map(glob.escape, parent.parts)) / f"*{paths[0].suffix}")
+    if data.format == "megatron" or list(map(str, find_matches(files))) != data.uris:
         return data
     return data.model_copy(update={"uris": [files], "files": len(paths)})
 

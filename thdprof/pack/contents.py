@@ -19,6 +19,7 @@ from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.readers import arrow, json_lines
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches, schema_of
+from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
 
 LABELS, LOSS_MASK = "labels", "loss_mask"
@@ -95,14 +96,14 @@ def copy_contents(dataset: Dataset, reading: Reading, directory: Path) -> Conten
     if dataset.format == "trl-text":
         return _copy_text(dataset, reading, directory)
     beside = _OF_BRIDGE if dataset.format == "bridge" else _BESIDE
-    return _copy_tokens([Path(uri) for uri in dataset.uris], beside, directory)
+    return _copy_tokens([locate(uri) for uri in dataset.uris], beside, directory)
 
 
 def _copy_text(dataset: Dataset, reading: Reading, directory: Path) -> Contents:
     from thdprof.analyze.sources.readers.count_trl_tokens import LENGTHS_FILE, TOKENS_FILE, TRAINED_FILE
     from thdprof.analyze.sources.trl_text import write_tokens
 
-    write_tokens([Path(uri) for uri in dataset.uris], reading, directory)
+    write_tokens([locate(uri) for uri in dataset.uris], reading, directory)
     lengths = np.load(directory / LENGTHS_FILE, allow_pickle=False)
     trained = Column(path=directory / TRAINED_FILE, dtype=np.uint8)
     return Contents(

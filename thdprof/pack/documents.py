@@ -16,6 +16,7 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.analyze.sources.readers import json_lines
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, read_batches, schema_of
+from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError
 from thdprof.training import TrainingSettings
 from thdprof.words import write_count
@@ -130,7 +131,7 @@ def collect_documents(
 
 def _note_splits(dataset: Dataset) -> list[str]:
     """Sentences on the splits that are packed, where files or directories are named after splits."""
-    paths = [Path(uri) for uri in dataset.uris]
+    paths = [locate(uri) for uri in dataset.uris]
     split = paths[0].parent
     if (split.parent / "dataset_dict.json").is_file():
         return [f"only the split {split.name} of {split.parent} is packed"]
@@ -155,7 +156,7 @@ def _rows_of_files(dataset: Dataset, settings: TrainingSettings) -> Sequence[int
     named = {"length_column": settings.length_column}
     if dataset.format != "trl-text":  # is read again in a moment: no tokens are counted
         return [read_dataset([uri], format=dataset.format, settings=named).num_rows() for uri in dataset.uris]
-    return [_count_texts(Path(uri)) for uri in dataset.uris]
+    return [_count_texts(locate(uri)) for uri in dataset.uris]
 
 
 def _count_texts(path: Path) -> int:
@@ -174,7 +175,7 @@ def read_sources(documents: Documents) -> tuple[list[str], NDArray[np.int64]] | 
     Raises:
         DataError: a file cannot be read.
     """
-    files = [Path(uri) for uri in documents.files]
+    files = [locate(uri) for uri in documents.files]
     columns = [schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or () for path in files]
     column = next((name for name in _SOURCES if all(name in names for names in columns)), None)
     if column is None:

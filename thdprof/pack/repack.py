@@ -191,7 +191,12 @@ def repack(
         )
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, show = read_showing(
-        request.locations, format=request.format, settings=request.given, cache=request.cache, progress=progress
+        request.locations,
+        format=request.format,
+        settings=request.given,
+        cache=request.cache,
+        engine=request.engine,
+        progress=progress,
     )
     stored = ("seq_length",) if isinstance(dataset.content, PackedRows) else ()
     old = replace(request, given=_without(request.given, (*_RUN_LENGTH, *stored)))

@@ -18,6 +18,7 @@ from thdprof.analyze.analysis import Progress
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
 from thdprof.analyze.sources.readers.json_lines import TOKENS
+from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing, write_batches
 from thdprof.pack.contents import LABELS, LOSS_MASK, Column, Contents, copy_contents
@@ -206,7 +207,7 @@ def write_conversations(packs: Packs, dataset: Dataset, path: Path, tick: Tick =
 def _conversations(dataset: Dataset) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Every conversation of the files, with the line that it stands in."""
     for uri in dataset.uris:
-        for number, messages in lines_of(Path(uri)):
+        for number, messages in lines_of(locate(uri)):
             for conversation in conversations_of(messages):
                 yield f"{uri}: line {number}", conversation
 

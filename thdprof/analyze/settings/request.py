@@ -67,7 +67,9 @@ class Request:
     format: str = "auto"
     """Name of the dataset's format, or "auto"."""
     cache: Path | None = None
-    """Directory that keeps counts of text; None: beside the data."""
+    """Directory that keeps what was read of files; None: beside the data, or the user's own for remote data."""
+    engine: str = "local"
+    """Where files are read: `local`, or `ray` with an address behind a colon."""
     cost_table: Path | None = None
     """Measured costs; None: costs are modelled where the model is known, else built-in ones rank the choices."""
     host: Path | None = None
@@ -201,6 +203,7 @@ def read_request(
         given=given,
         format=_text("--format", command.get("format", usual_format)),
         cache=paths.get("cache"),
+        engine=_text("--engine", command.get("engine", "local")),
         cost_table=paths.get("cost_table"),
         host=paths.get("host"),
         attention=command.get("attention", "transformer_engine"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Dataset, Format, TokenStream, check_lengths
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, TokenStream, check_lengths, each
 from thdprof.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -31,7 +31,7 @@ def recognises(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _read_stream(path: Path) -> TokenStream:
+def _scan(path: Path) -> Shard:
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -52,13 +52,15 @@ def _read_stream(path: Path) -> TokenStream:
             )
         if sequences == 0:
             raise DataError(f"{path}: holds no sequences; write it again with data")
-        lengths = np.fromfile(file, dtype="<i4", count=sequences)
-    return TokenStream(path=str(path), sequence_tokens=check_lengths(lengths, str(path), "sequence"))
+        lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
+    return Shard((check_lengths(lengths, str(path), "sequence"),))
 
 
-def read(paths: Sequence[Path]) -> Dataset:
-    """Read one token stream from each of `paths`, in their order; several streams are a blend."""
-    return Dataset.from_content(FORMAT.name, paths, [_read_stream(path) for path in paths])
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    """One token stream for each of `paths`; several streams are a blend."""
+    pairs = zip(paths, shards, strict=True)
+    streams = [TokenStream(path=str(path), sequence_tokens=shard.arrays[0]) for path, shard in pairs]
+    return Dataset.from_content(FORMAT.name, paths, streams)
 
 
 def read_tokens(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -67,7 +69,7 @@ def read_tokens(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int6
     Raises:
         DataError: the `.bin` beside the index `path` is missing, or of another size than the index tells.
     """
-    lengths, tokens = _read_stream(path).sequence_tokens.astype(np.int64), path.with_suffix(".bin")
+    lengths, tokens = _scan(path).arrays[0].astype(np.int64), path.with_suffix(".bin")
     with path.open("rb") as file:
         dtype = np.dtype(DTYPES[HEADER.unpack(file.read(HEADER.size))[2]])
     ends = np.concatenate(([0], np.cumsum(lengths)))
@@ -77,7 +79,7 @@ def read_tokens(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int6
     with tokens.open("rb") as file:
         while first < len(lengths):
             stop = max(first + 1, int(np.searchsorted(ends, ends[first] + TOKENS_AT_ONCE, side="right")) - 1)
-            values = np.fromfile(file, dtype=dtype, count=int(ends[stop] - ends[first]))
+            values = np.frombuffer(file.read(int(ends[stop] - ends[first]) * dtype.itemsize), dtype=dtype)
             yield values.astype(np.int64), ends[first : stop + 1] - ends[first]
             first = stop
 
@@ -87,5 +89,6 @@ FORMAT = Format(
     summary="int32 sequence lengths of the `.idx` (the `.bin` need not exist)",
     suffixes=(".idx",),
     recognises=recognises,
-    read=read,
+    scan=each(_scan),
+    join=_join,
 )

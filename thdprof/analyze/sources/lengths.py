@@ -22,7 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Content, Dataset, Format, Reading, UnpackedDocuments, check_lengths
+from thdprof.analyze.sources.base import (
+    Content,
+    Dataset,
+    Format,
+    Reading,
+    Shard,
+    UnpackedDocuments,
+    check_lengths,
+    each,
+)
 from thdprof.analyze.sources.readers import arrow, csv, json_lines, npy
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys, Lengths
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
@@ -53,33 +62,43 @@ def _holds_tokens(path: Path, keys: Keys) -> bool:
     return not csv.is_csv(path) and json_lines.begins_with_tokens(path, keys)
 
 
-def _read(paths: Sequence[Path], keys: Keys) -> Dataset:
-    """Read the lengths of `paths`, one file after the other.
+def _scan(path: Path, keys: Keys) -> Shard:
+    """Read the lengths of a file.
 
     Raises:
-        DataError: a file holds no lengths, files of integers are mixed with files of lists, or a length is impossible.
+        DataError: the file holds no lengths, or one is impossible.
     """
-    parts = [_read_file(path, keys) for path in paths]
-    rows = [part for part in parts if isinstance(part, tuple)]
-    documents = [part for part in parts if not isinstance(part, tuple)]
+    read = _read_file(path, keys)
+    facts = {"tokens": _holds_tokens(path, keys), "columns": holds_columns(path)}
+    if not isinstance(read, tuple):
+        return Shard((read,), facts)
+    return Shard(read, {**facts, "one_list": len(read[1]) == 2 and _is_list(path)})
+
+
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    """The dataset of all files.
+
+    Raises:
+        DataError: files of integers are mixed with files of lists.
+    """
     content: Content
-    if rows and documents:
-        other = next(path for path, part in zip(paths, parts, strict=True) if not isinstance(part, tuple))
-        raise DataError(f"{other}: holds single lengths where another file holds lists; analyse them apart")
-    if rows and not all(len(offsets) == 2 and _is_list(path) for path, (_, offsets) in zip(paths, rows, strict=True)):
-        content = base.join_rows(rows, "concatenate")
-    elif rows:
-        content = UnpackedDocuments(document_tokens=np.concatenate([tokens for tokens, _ in rows]))
+    sizes = [len(shard.arrays) for shard in shards]
+    if len({*sizes}) > 1:
+        raise DataError(
+            f"{paths[sizes.index(1)]}: holds single lengths where another file holds lists; analyse them apart"
+        )
+    if sizes[0] == 2 and not all(shard.facts["one_list"] for shard in shards):
+        content = base.join_rows(shards, "concatenate")
     else:
-        content = UnpackedDocuments(document_tokens=np.concatenate(documents))
+        content = UnpackedDocuments(document_tokens=np.concatenate([shard.arrays[0] for shard in shards]))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
-    tokens = any(_holds_tokens(path, keys) for path in paths)
+    tokens = any(shard.facts["tokens"] for shard in shards)
     return Dataset.from_content(
         FORMAT.name,
         paths,
         content,
         notes=(note,) if tokens else (),
-        usual_packer="best_fit_decreasing" if tokens and all(map(holds_columns, paths)) else None,
+        usual_packer="best_fit_decreasing" if tokens and all(shard.facts["columns"] for shard in shards) else None,
     )
 
 
@@ -148,7 +167,7 @@ def _read_npy(path: Path) -> Lengths:
             raise DataError(
                 f"{path}: truncated or corrupt: {held} bytes of content, {count} lengths of {dtype.itemsize}"
             )
-        return _documents(np.fromfile(file, dtype=dtype, count=count), str(path))
+        return _documents(np.frombuffer(file.read(held), dtype=dtype), str(path))
 
 
 def _documents(lengths: NDArray[np.integer], where: str) -> NDArray[np.int32]:
@@ -166,7 +185,9 @@ def make_format(reading: Reading) -> Format:
         f"{TOKENS}",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet", ".pq", ".arrow", ".npy"),
         recognises=partial(_recognises, keys=keys),
-        read=partial(_read, keys=keys),
+        scan=each(partial(_scan, keys=keys)),
+        join=_join,
+        key=lambda paths, reading: reading.length_column,
         yields=partial(_holds_tokens, keys=keys),
     )
 
