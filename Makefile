@@ -13,7 +13,7 @@ TEST_EXTRAS := test,megatron
 # Modules are compiled as they are imported: most of torch's never are.
 INSTALL := -m pip install --disable-pip-version-check -q --no-compile
 
-.PHONY: help setup demo install install-newest packages-newest test golden test-newest lint format bench references docs clean
+.PHONY: help setup demo install install-newest packages-newest test golden test-newest test-ray lint format bench references docs clean
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -64,6 +64,10 @@ test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the 
 	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(accelerate|datasets|peft|torch|transformers|trl) '
 	$(NEWEST)/bin/python -m pytest -q -n logical --maxprocesses 16 --dist worksteal --ignore tests/runtime/megatron \
 		tests/runtime tests/transformers tests/examples/test_trl_example.py $(ARGS)
+
+test-ray: $(TEST_STAMP)  ## run the tests on a Ray cluster and on moto's S3, whose packages this adds to .venv
+	$(PY) $(INSTALL) -c constraints.txt -e '.[ray]' 'moto[server]>=5'
+	$(PY) -m pytest -q -n 0 tests/analyze/test_ray.py tests/analyze/test_moto.py $(ARGS)
 
 lint: $(TEST_STAMP)  ## format check, lint, types, boundaries
 	$(VENV)/bin/ruff format --check .

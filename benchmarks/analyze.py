@@ -1,17 +1,22 @@
 """Times `thdprof analyze` beside its peers, both sides in one run, and prints a Markdown table.
 
     python benchmarks/analyze.py [--documents 20000000] [--rows 40000]
+    python benchmarks/analyze.py --shards 1000 [--engines local ray]
 
 Peers: megatron-core's own index build of the same `.idx` (document shuffle, C++ sample index, sample shuffle), and a
 bare pyarrow script that reads `seq_start_id` of the same parquet file. Every figure is the best of `--repeat` whole
 processes, interpreter start and imports included, except megatron-core's, which is timed inside its process without
 imports.
+
+With `--shards`, that many parquet files of 10,000 rows are read, of a disk and of an S3 server here, by each of
+`--engines`; anew, and then again from what was kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import platform
 import shlex
@@ -132,16 +137,64 @@ def write_packed_parquet(path: Path, num_rows: int, pack: int = 4096) -> None:
     writer.close()
 
 
+def write_shards(folder: Path, num_shards: int, rows: int = 10_000) -> None:
+    """Shards of plain lengths beside 64 tokens a row; every tenth has its own content, the others are links to it."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    random = np.random.default_rng(1)
+    for number in range(num_shards):
+        path = folder / f"{number:06}.parquet"
+        if number >= 10:
+            os.link(folder / f"{number % 10:06}.parquet", path)
+            continue
+        tokens = pa.array(random.integers(0, 50_000, 64 * rows, dtype=np.int32))
+        lists = pa.ListArray.from_arrays(pa.array(np.arange(0, 64 * rows + 1, 64, dtype=np.int32)), tokens)
+        lengths = random.integers(1, 4096, rows, dtype=np.int32)
+        pq.write_table(pa.table({"tokens": lists, "length": lengths}), path)
+
+
+def time_shards(num_shards: int, engines: Sequence[str]) -> None:
+    """Print a table of scans of shards by each engine."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from support.object_store import serve
+
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "bucket"
+        folder.mkdir()
+        write_shards(folder, num_shards)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        with serve(Path(name)) as store:
+            os.environ |= {"AWS_ENDPOINT_URL": store.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+            for where, engine, again in itertools.product((str(folder), "s3://bucket"), engines, ("", ", again")):
+                store.reset()
+                options = ["--packer", "ffd", "--seq-length", "4096", "--engine", engine, "--train-iters", "10"]
+                kept = ["--cache", f"{name}/kept-{where[:2] == 's3'}-{engine}"]
+                timed = run([sys.executable, "-m", "thdprof", "analyze", where, *options, *kept])
+                sent = f"{store.sent_bytes / 2**20:,.0f} MiB" if "://" in where else ""
+                cost = (f"{timed.wall_s:.1f} s", f"{timed.cpu_s:.1f} s", f"{timed.peak_mib:,.0f} MiB", sent)
+                rows.append((("S3" if sent else "disk") + again, engine, *cost))
+    note = f"{num_shards:,} shards of 10,000 rows, {size / 2**20:,.0f} MiB; one whole process each"
+    print_page(("numpy", "pyarrow"), note, [("data", "engine", "wall", "processor", "peak", "bytes read"), *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--documents", type=int, default=20_000_000)
     parser.add_argument("--rows", type=int, default=40_000)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--shards", type=int)
+    parser.add_argument("--engines", nargs="+", default=["local"])
     parser.add_argument("--write", nargs=3, metavar=("KIND", "PATH", "COUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
         kind, path, count = options.write
         (write_index if kind == "index" else write_packed_parquet)(Path(path), int(count))
+        return
+    if options.shards:
+        time_shards(options.shards, options.engines)
         return
     thdprof = [sys.executable, "-m", "thdprof"]
     rows = []

@@ -8,7 +8,7 @@ Megatron-LM's own pretrain_gpt.py, unchanged, trains by the plan, and then witho
 stand side by side. No table was tuned on any model.
 
 With `--caps` a model trains by one cap after the other, and by buckets that `analyze` chooses. The data is a blend of
-sources with documents of unlike lengths. The same table predicts fallbacks and step times.
+sources with documents of unlike lengths. The same table predicts fallbacks and step times. A figure is drawn, too.
 
 With `--modelled` nothing is calibrated. Models that no constant was fitted to train by the plan and without it, beside
 the ranges that `thdprof analyze` models with this host's rate and without it.
@@ -312,6 +312,32 @@ def caps_report(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*title, _METHOD.replace("short documents", f"blend of {sources}"), "", *table(lines)]) + "\n"
 
 
+def draw_caps(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the results of `--caps`: predicted and observed fallbacks, and predicted and measured step times."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    places = range(len(rows))
+    fallbacks = [[row["predicted"][0] for row in rows], [row["observed"][0] / MICROBATCHES / row["of"] for row in rows]]
+    times = [[row["predicted"][2] for row in rows], [row["ms"] for row in rows]]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    for axis, title, (predicted, seen) in zip(
+        axes, ("eager micro-batches, %", "step, ms"), (fallbacks, times), strict=True
+    ):
+        scale = 100 if "%" in title else 1
+        for shift, values, name in ((-0.2, predicted, "predicted"), (0.2, seen, "observed")):
+            bars = axis.bar([at + shift for at in places], [scale * value for value in values], 0.4, label=name)
+            axis.bar_label(bars, fmt="{:.1f}" if scale == 100 else "{:.0f}", fontsize=7)
+        axis.set_xticks(places, [row["kind"].replace("buckets ", "") for row in rows], fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def modelled_report(rows: Sequence[dict[str, Any]]) -> str:
     """The results of `--modelled` as markdown."""
     head = ["model", "by the plan ms", "eager ms", "ratio", "modelled with this host's rate", "without", "inside"]
@@ -354,6 +380,8 @@ def main() -> int:
                 for row in make_rows(name, args, directory):
                     rows.append(row)
                     args.out.write_text(write(rows))
+                    if args.caps:
+                        draw_caps(rows, args.out.with_suffix(".svg"))
                     print(write(rows), flush=True)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)

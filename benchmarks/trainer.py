@@ -6,8 +6,9 @@ speed   a model's shape (--shape) on one GPU, one run after the other: eager, Me
         the plan with --replay off, without verified micro-batches, and with one in 16
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers
-experts the shape of Qwen3-30B-A3B in 8 layers, dropless, on one GPU and by --gpus 2 with EP 2: eager, layers captured
-        up to the router, and up to the exchange of tokens
+experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts small), dropless, on one GPU and by
+        --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, and with one GPU
+        whole layers and whole chunks; --profile tells the kernels of a step, and those in graphs
 exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
         --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
         over, and --out is written after each case
@@ -23,12 +24,14 @@ soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import megatron_lm
@@ -71,6 +74,19 @@ EXPERTS = (
     "--moe-permute-fusion --moe-router-fusion"
 )
 """8 of the 48 layers of Qwen3-30B-A3B; each takes 11 GB in bf16 with states of the optimizer in fp32."""
+SMALL_EXPERTS = (
+    "--num-layers 12 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 8 --kv-channels 64 --qk-layernorm --seq-length 4096 --max-position-embeddings 4096 "
+    "--num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm --moe-router-dtype fp32 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-permute-fusion --moe-router-fusion"
+)
+EXPERT_SHAPES = {"qwen3-30b-a3b": EXPERTS, "small": SMALL_EXPERTS}
+PROFILE = (
+    "--profile --use-pytorch-profiler --profile-ranks 0 --profile-step-start {begin} --profile-step-end {end} "
+    "--log-interval 1"
+)
+"""Megatron's arguments for a trace of one step."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
 """Megatron's own graph settings, and the arguments that each requires besides."""
 VERIFY = {"unverified": None, "verified": "1/16"}
@@ -218,22 +234,53 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     for gpus in args.gpus:
         flags = experts_flags(directory / "documents", args, gpus)
         runs = [Timed(name="eager")]
-        for name, modules in (
-            ("router", ("attn", "moe_router")),
-            ("exchange", ("attn", "moe_router", "moe_preprocess")),
+        for name, impl, modules in (
+            ("up to the router", "transformer_engine", ("attn", "moe_router")),
+            ("up to the exchange", "transformer_engine", ("attn", "moe_router", "moe_preprocess")),
+            ("whole layers", "transformer_engine", ()),
+            ("whole chunks", "chunk", ()),
         ):
-            plan = plan_of(flags, directory, f"{name}-{gpus}", gpus=gpus, impl="transformer_engine", modules=modules)
-            runs.append(Timed(name=f"up to the {name}", plan=plan))
+            if named(name, args.rows) and (modules or gpus == 1):
+                plan = plan_of(flags, directory, file_name(f"{name}-{gpus}"), gpus=gpus, impl=impl, modules=modules)
+                runs.append(Timed(name=name, plan=change_graphs(plan, plan, modules=list(modules))))
         runs = [run for run in runs if named(run.name, args.rows)]
         lines = timed_lines(runs, args, flags, directory, base="eager", gpus=gpus)
+        if args.profile:
+            lines += ["", *profiled_lines(runs, args, flags, directory, gpus=gpus)]
         said += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *lines, ""]
     return said
+
+
+def profiled_lines(
+    runs: Sequence[Timed], args: argparse.Namespace, flags: Sequence[str], directory: Path, *, gpus: int
+) -> list[str]:
+    """A table of the kernels of one step of each run, which is profiled in a run of its own."""
+    lines = [["run", "kernels of a step: in graphs, all", "GPU ms of these"]]
+    for run in runs:
+        folder = directory / file_name(f"profiled {gpus} {run.name}")
+        folder.mkdir()
+        more = PROFILE.format(begin=args.steps - 2, end=args.steps - 1)
+        timed_lines([replace(run, more=more)], args, flags, folder, base=run.name, gpus=gpus)
+        trace = folder / "torch_profile" / "rank-0.json.gz"
+        lines.append([run.name, *(kernels_of(trace) if trace.exists() else ("no trace", "-"))])
+    return table(lines)
+
+
+def kernels_of(trace: Path) -> tuple[str, str]:
+    """How many kernels a trace of torch's profiler has in graphs and in all, and their milliseconds."""
+    with gzip.open(trace) as file:
+        kernels = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
+    inside = [kernel for kernel in kernels if kernel["args"].get("graph node id")]
+    inside_ms, all_ms = (sum(kernel["dur"] for kernel in some) / 1000 for some in (inside, kernels))
+    return f"{len(inside)} of {len(kernels)}", f"{inside_ms:.1f} of {all_ms:.1f}"
 
 
 def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[str]:
     """Megatron's arguments of `experts` on so many GPUs."""
     parallel = f"--expert-model-parallel-size {gpus} --use-distributed-optimizer" if gpus > 1 else ""
-    flags = shlex.split(f"{EXPERTS} {COMMON} {NO_DROPOUT} {parallel} --eval-interval 1000 --eval-iters 0")
+    flags = shlex.split(
+        f"{EXPERT_SHAPES[args.experts]} {COMMON} {NO_DROPOUT} {parallel} --eval-interval 1000 --eval-iters 0"
+    )
     flags += ["--log-interval", "2", "--train-iters", str(args.steps), "--data-path", str(documents)]
     return with_fusion(flags, args)
 
@@ -358,6 +405,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--minutes", type=int, default=7, help="soak: length of one part [7]")
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
     option("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
+    option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
+    option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
     option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
     option("--connections", type=int, default=1, help="overlap: CUDA_DEVICE_MAX_CONNECTIONS [1]")
     option("--fused", action="store_true", help="speed, watch, experts: with fused gradient accumulation")

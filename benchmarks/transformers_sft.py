@@ -1,6 +1,7 @@
 """Times TRL's SFTTrainer on packed rows: eager, by torch.compile, and by a plan, with the same attention kernels.
 
     python benchmarks/transformers_sft.py --shape 0.6b --modes eager,compile,plan --steps 30 --out results.jsonl
+    python benchmarks/transformers_sft.py --shape moe --lora --modes eager,plan,fused-plan --out results.jsonl
 
 Modes are `eager`; `compile` (SFTConfig's torch_compile); `plan`; `padded`, which pads as the plan says but replays
 nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compile=True)`; `start` and `fused-start`,
@@ -22,8 +23,26 @@ from pathlib import Path
 from statistics import median
 
 SHAPES = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "head_dim": 8,
+        "vocab_size": 512,
+    },
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "moe": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+    },
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 SAME = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6,
@@ -53,6 +72,8 @@ def write_plan(options: argparse.Namespace) -> None:
     config, settings = directory / "config.json", directory / "settings.yaml"
     config.write_text(json.dumps({**SAME, **SHAPES[options.shape], "tie_word_embeddings": options.shape != "8b"}))
     of_model = {"lora_dim": 16} if options.lora else {}
+    if options.lora and options.shape == "moe":
+        of_model["lora_target_modules"] = "[linear_qkv, linear_proj]"
     if options.checkpointing:
         of_model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     settings.write_text("".join(f"{name}: {value}\n" for name, value in of_model.items()))
@@ -85,10 +106,10 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
 
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
-    shape, kind = SHAPES[options.shape], dict(SAME)
+    kind = {**SAME, **SHAPES[options.shape]}
     directory, processes = options.directory, options.gpus
     rows = Dataset.from_parquet(str(directory / "packed.parquet"))
-    config = AutoConfig.for_model(kind.pop("model_type"), **kind, **shape, tie_word_embeddings=options.shape != "8b")
+    config = AutoConfig.for_model(kind.pop("model_type"), **kind, tie_word_embeddings=options.shape != "8b")
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
@@ -129,14 +150,15 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     if options.lora:
         from peft import LoraConfig
 
-        peft_config = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
+        adapted = ["q_proj", "k_proj", "v_proj", "o_proj"] if options.shape == "moe" else "all-linear"
+        peft_config = LoraConfig(r=16, target_modules=adapted, lora_dropout=0.0)
     arguments = SFTConfig(
         output_dir=str(directory / mode), report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
         max_length=None, padding_free=True, packing=False, dataset_kwargs={"skip_prepare_dataset": True},
         per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
         gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5,
         torch_compile=mode == "compile",
-        dataloader_drop_last=False, max_grad_norm=1.0,
+        train_sampling_strategy=options.sampling, dataloader_drop_last=False, max_grad_norm=1.0,
         use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None,
         dataloader_num_workers=2,
     )  # fmt: skip
@@ -160,6 +182,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         "before_first_step_s": firsts[0] - started,
         "first_step_s": seconds[0],
         "steps": len(seconds),
+        "seconds": seconds,
         "total_s": time.perf_counter() - started,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
@@ -176,6 +199,7 @@ def main() -> None:
     parser.add_argument("--modes", default="eager,compile,plan", help=f"of eager, compile, {', '.join(PLANNED)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulation", type=int, default=8)
+    parser.add_argument("--sampling", default="random", help="order in which rows are read, or sequential [random]")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
@@ -207,7 +231,7 @@ def main() -> None:
             continue
         found = json.loads(line.removeprefix("RESULT "))
         print(*(text for text in done.stderr.splitlines() if "thdprof" in text), sep="\n", flush=True)
-        shown = {k: v for k, v in found.items() if k != "losses"}
+        shown = {k: v for k, v in found.items() if k not in ("losses", "seconds")}
         print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
         if options.out is not None:
             with options.out.open("a") as file:

@@ -8,7 +8,16 @@ import pytest
 from support.plans import plan_of_shares
 
 from thdprof.megatron_limits import LIMITS
-from thdprof.megatron_limits.command_line import CASES, COUNTS, LISTS, SHARDS, SWITCHES, TEXTS, refused_arguments
+from thdprof.megatron_limits.command_line import (
+    CASES,
+    COUNTS,
+    LISTS,
+    MISSING,
+    SHARDS,
+    SWITCHES,
+    TEXTS,
+    refused_arguments,
+)
 from thdprof.plan import OffloadPart
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
@@ -58,7 +67,7 @@ def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
 
 
 def test_fields_that_must_be_off_are_told_by_an_argument():
-    told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, "quant_recipe", *NOT_YET_TOLD}
+    told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, *MISSING, "quant_recipe", *NOT_YET_TOLD}
     assert {limit.name for limit in LIMITS if limit.off is not None} <= told
 
 
@@ -98,7 +107,7 @@ def test_a_run_that_graphs_serve_is_not_refused():
         (["--cpu-offloading-num-layers", "2"], "--cpu-offloading-num-layers 2: megatron-core refuses it with graphs"),
         (["--qk-clip"], "--qk-clip: it keeps a maximum in Python; leave it out"),
         (
-            ["--num-experts", "8"],
+            ["--num-experts", "8", "--moe-token-dispatcher-type", "alltoall"],
             "--num-experts 8 without --moe-pad-expert-input-to-capacity: with dropless experts no",
         ),
         (

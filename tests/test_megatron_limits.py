@@ -195,8 +195,9 @@ CASES = {
         training={"max_seqlen_per_dp_cp_rank": 17},
     ),
     ("whole layers of dropless experts", None): Case(
-        options=["--impl", "chunk", "--experts", "dropless"],
-        config={"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
+        options=["--impl", "local", "--experts", "dropless"],
+        graphs={"impl": "local"},
+        config={"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "cuda_graph_impl": "local"},
     ),
     ("offloading with `local`", None): Case(
         options=["--impl", "local", "--offload", "all"],

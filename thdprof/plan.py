@@ -183,8 +183,8 @@ class GraphsPart(Part):
     """What is captured: nothing, a wrapped torch module, a Megatron model chunk, or Megatron's layers."""
     modules: list[Module] = []
     """Captured parts of a Megatron layer with experts, named as in megatron-core's cuda_graph_modules. The other parts
-    run eagerly; layers without experts are captured whole. Empty: layers with experts are captured whole too. Dropless
-    experts need attn and moe_router; moe_preprocess adds what the token dispatcher does before it communicates."""
+    run eagerly; layers without experts are captured whole. Empty: layers with experts are captured whole too.
+    Graphs up to a router have attn and moe_router; moe_preprocess adds what the dispatcher does before it sends."""
     buckets: list[BucketPart]
     """Shapes to capture, ascending; a micro-batch takes the first that fits. Empty: run eagerly."""
     one_cap: OneCapPart | None = None

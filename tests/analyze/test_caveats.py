@@ -148,14 +148,16 @@ def test_times_without_a_vocabulary_say_what_they_leave_out(tmp_path):
         TrainingSettings(seq_length=64, global_batch_size=2),
         None,  # times are measured
         graphs=True,
+        ends_at_router=False,
     )
     assert not [warning for warning in measured if warning.startswith(told)]
 
 
 def test_what_graphs_save_beside_dropless_experts_is_said_to_be_uncertain(tmp_path):
     experts = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
-    for kind, expected in (("padded", 0), ("dropless", 1)):
-        found = warned(tmp_path, model=experts, experts=kind).warnings
+    shared = replace(experts, expert_model_parallel_size=2)
+    for kind, model, expected in (("padded", experts, 0), ("dropless", experts, 0), ("dropless", shared, 1)):
+        found = warned(tmp_path, model=model, experts=kind).warnings
         assert (
             sum(warning.startswith("beside dropless experts what graphs save is uncertain") for warning in found)
             == expected

@@ -518,7 +518,7 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
 
 def test_help_names_every_option(thdprof):
     found = set(re.findall(r"--[a-z][a-z-]+", thdprof("check", "--help").stdout))
-    assert found == {"--max-fallback-rate", "--level", "--cache", "--json", "--help"}
+    assert found == {"--max-fallback-rate", "--level", "--cache", "--engine", "--json", "--help"}
 
 
 def test_edits_of_the_plan_are_kept(template):

@@ -113,7 +113,8 @@ def words_of(exported) -> list[str]:
 
 
 def test_targets_describe_what_they_give():
-    assert list(TARGETS) == ["megatron-lm", "megatron-lm-dev", "megatron-bridge", "json"]
+    megatron = ["megatron-lm", "megatron-lm-dev", "megatron-bridge", "megatron-rl"]
+    assert list(TARGETS) == [*megatron, "axolotl", "maxtext", "verl", "torch", "json"]
     for name, target in TARGETS.items():
         assert target.name == name
         exported = export_plan(make_plan(), name)
@@ -415,7 +416,7 @@ def test_a_cap_that_would_fail_is_refused(target, least):
 @pytest.mark.parametrize(
     ("target", "max_seqs", "message"),
     [
-        ("nemo", None, "--to nemo: unknown; choose one of megatron-lm, megatron-lm-dev, megatron-bridge, json"),
+        ("nemo", None, f"--to nemo: unknown; choose one of {', '.join(TARGETS)}"),
         ("json", 5, "--max-seqs 5: target json gives the plan as it is and takes no cap; leave it out"),
         ("megatron-lm", 0, "--max-seqs 0: must be at least 1 and less than 2**31"),
     ],
@@ -454,3 +455,66 @@ def test_offloading_that_is_not_exported_is_told(target):
     values = make_plan().model_dump(mode="json", by_alias=True)
     values["graphs"]["offload"] = {}
     assert "# graphs.offload is left out" in export_plan(Plan.model_validate(values), target).text
+
+
+@pytest.mark.parametrize("target", ["axolotl", "maxtext", "megatron-rl"])
+@pytest.mark.parametrize(
+    ("changes", "given", "cap"),
+    [
+        ({}, None, 358),
+        ({"training__max_docs_per_pack": 400}, None, 400),
+        ({"graphs__one_cap": None}, None, 358),
+        ({"graphs__impl": "none"}, None, 358),
+        ({}, 500, 500),
+        ({}, 64, 64),
+    ],
+)
+def test_a_packers_limit_is_that_of_the_fullest_micro_batch(target, changes, given, cap):
+    if target == "maxtext" and cap < 358:
+        with pytest.raises(UsageError, match="use --max-seqs 358, or repack with max_docs_per_pack 64"):
+            export_plan(make_plan(**changes), target, given)
+        return
+    exported = export_plan(make_plan(**changes), target, given)
+    if target == "megatron-rl":
+        found = words_of(exported)[-1]
+    else:
+        key = {"axolotl": "sample_packing_bin_size", "maxtext": "max_segments_per_seq"}[target]
+        found = yaml.safe_load(exported.text)[key]
+    assert int(found) == cap
+    assert ("the packer will form more packs" in exported.text) == (cap < 358)
+
+
+@pytest.mark.referee
+def test_megatrons_reinforcement_learning_takes_the_limit(megatron_parser):
+    args, unknown = megatron_parser.parse_known_args(words_of(export_plan(make_plan(), "megatron-rl")))
+    assert unknown == []
+    assert args.rl_use_sequence_packing
+    assert args.rl_sequence_packing_max_sequences_per_bin == 358
+
+
+def test_verl_pads_to_the_tokens_of_the_plan():
+    exported = export_plan(make_plan(training__micro_batch_size=2), "verl")
+    engines = {"fsdp_config": exported.text, "megatron": exported.extra_files["verl_megatron_overrides.txt"]}
+    for engine, text in engines.items():
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        assert lines == [
+            f"actor_rollout_ref.actor.{engine}.pad_to_length=true",
+            f"actor_rollout_ref.actor.{engine}.pad_to_length_bucket=4096",
+        ]
+    with pytest.raises(UsageError, match="takes no cap"):
+        export_plan(make_plan(), "verl", 5)
+
+
+def test_torch_compile_captures_the_padded_lengths_alone(monkeypatch):
+    import torch._inductor.config
+    from torch._inductor.cudagraph_trees import is_cudagraph_capture_sizes
+
+    buckets = [{"max_seqs": n, "max_seqlen": 1500, "cp_size": 1, "share": 0.5} for n in (16, 64)]
+    triton = torch._inductor.config.triton
+    for max_seqs, lengths in ((None, {17, 65}), (16, {17}), (64, {17, 65})):
+        monkeypatch.setattr(triton, "cudagraph_capture_sizes", None)
+        exec(export_plan(make_plan(graphs__buckets=buckets), "torch", max_seqs).text, {"torch": torch})
+        assert {length for length in range(2, 100) if is_cudagraph_capture_sizes(length)} == lengths
+    monkeypatch.setattr(triton, "cudagraphs", True)
+    exec(export_plan(make_plan(graphs__one_cap=None), "torch").text, {"torch": torch})
+    assert not triton.cudagraphs

@@ -268,12 +268,21 @@ LARGE = like(
 """Experts whose tensors are larger than the pieces in which torch takes memory, with shared experts in the graphs."""
 
 
-def dropless_peak(model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2), costs=None, watched=False, **given):
-    """The predicted memory of micro-batches of 4,096 tokens in dropless experts."""
+def dropless_peak(
+    model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2), costs=None, watched=False, whole=False, **given
+):
+    """The predicted memory of micro-batches of 4,096 tokens in dropless experts, behind graphs or in `whole` layers."""
     table = make_table(counts, ranks=1, num_microbatches=len(counts))
     settings = run_of(**{"seq_length": 4096, "experts": "dropless", **given})
     return predict_memory(
-        analyzed_run(table, settings, n_tokens=4096, slots=slots, model=model),
+        analyzed_run(
+            table,
+            settings,
+            n_tokens=4096,
+            slots=slots,
+            model=model,
+            ends_at_router=settings.experts == "dropless" and not whole,
+        ),
         costs or built_in_costs("transformer_engine", 4096),
         [Bucket(cap, 4096, 4096) for cap in caps],
         watched=watched,
@@ -295,7 +304,7 @@ def test_pools_hold_what_ends_at_the_router_and_experts_are_beside_them():
     assert (
         covered.graph_bytes
         == pass_bytes(inside, 4096) + 32 * MIB
-        == slot_bytes(LARGE, run_of(experts="dropless"), 4096)
+        == slot_bytes(LARGE, run_of(experts="dropless"), 4096, ends_at_router=True)
     )
     assert covered.experts_bytes == pass_bytes(behind, 4096) > saved_bytes(behind, 4096) > 50 * MIB
     assert covered.peak_bytes == sum(getattr(covered, part) for part in PARTS)
@@ -305,6 +314,15 @@ def test_pools_hold_what_ends_at_the_router_and_experts_are_beside_them():
     shared = dropless_peak(context_parallel_size=2)
     others = 2 * LARGE.query_groups * LARGE.head_dim * 2 * 4096 * 2  # keys and values of the other rank, in two layers
     assert shared.graph_bytes == covered.graph_bytes + others
+
+
+def test_whole_layers_of_dropless_experts_hold_them_and_one_layers_gradient_by_expert():
+    whole, padded = dropless_peak(whole=True), dropless_peak(experts="padded")
+    gradient = 2 * LARGE.num_experts * 2 * LARGE.expert_ffn_size * LARGE.hidden_size
+    assert whole.graph_bytes - padded.graph_bytes == gradient
+    assert whole.experts_bytes == 0
+    frozen = [dropless_peak(replace(LARGE, lora_dim=4), **given) for given in ({"whole": True}, {"experts": "padded"})]
+    assert frozen[0].graph_bytes == frozen[1].graph_bytes
 
 
 def test_of_replayed_micro_batches_in_flight_one_has_a_backward():
@@ -461,7 +479,8 @@ def test_the_kind_of_graphs_decides_what_is_predicted_of_recomputed_layers(tmp_p
     assert (layers.costs.replay, layers.costs.eager) == (chunk.costs.replay, chunk.costs.eager)
     told = "graphs of single layers keep what the model would recompute"
     assert [sum(told in text for text in one.warnings) for one in (layers, chunk, plain)] == [1, 0, 0]
-    dropless = analyze_dataset(data, model=replace(LARGE, recompute_granularity="full"), **options)
+    shared = replace(LARGE, recompute_granularity="full", expert_model_parallel_size=2)
+    dropless = analyze_dataset(data, model=shared, **options)
     assert sum(told in text for text in dropless.warnings) == 1  # which has no other graphs
 
 

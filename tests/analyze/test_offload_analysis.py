@@ -239,7 +239,7 @@ def test_the_command_refuses_them_before_it_reads_data(data, tmp_path, thdprof):
     done = thdprof("analyze", data, "--offload", "all", "--experts", "dropless")
     assert done.returncode == 2
     assert done.stderr.startswith("thdprof: --offload all with --experts dropless: ")
-    done = thdprof("analyze", data, "--experts", "dropless", "--impl", "chunk")
+    done = thdprof("analyze", data, "--experts", "dropless", "--impl", "local")
     assert done.returncode == 2
     assert not (tmp_path / "table.parquet").exists()
 

@@ -257,7 +257,7 @@ def test_the_report_says_why_there_are_no_graphs(best, experts, told):
         timed=True,
         costs=make_costs(),
         verdict=SimpleNamespace(ruling="graphs do not pay"),
-        settings=SimpleNamespace(experts=experts),
+        router_reason="a rank exchanges rows" if experts == "dropless" else None,
     )
     assert told in sentence(analysis)
 

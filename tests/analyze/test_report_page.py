@@ -363,3 +363,24 @@ def test_on_paper_the_page_is_whole(browser, page, tmp_path):
     assert browser.value("getComputedStyle(document.querySelector('svg.narrow')).display") == "none"
     browser.pdf(tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_page_says_what_to_do_next(made, tmp_path):
+    plan = load_plan(made / "plan.yaml")
+    for refused, text in (
+        ([], "Next: <code>train by "),
+        (["FSDP shards parameters"], "Next: <code>change what is refused, and analyse again</code>"),
+    ):
+        predictions = plan.predictions.model_copy(update={"refused": refused})
+        page = tmp_path / f"{len(refused)}.html"
+        write_report(
+            plan.model_copy(update={"predictions": predictions}),
+            name="plan.yaml",
+            path=made / "plan.yaml",
+            profile=made / "plan.profile.parquet",
+            stats=None,
+            cap=None,
+            output=page,
+            force=False,
+        )
+        assert text in page.read_text()

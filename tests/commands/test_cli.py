@@ -584,14 +584,20 @@ def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dropless_experts_are_in_no_chunk_graph_whether_or_not_a_plan_is_written(thdprof, packs):
-    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "chunk")
+UNGROUPED = ("--experts", "dropless", "--gpu", "a100")
+"""Dropless experts on a GPU whose grouped products read on the host."""
+
+
+@pytest.mark.parametrize("impl", ["chunk", "local"])
+def test_experts_that_read_on_the_host_are_in_no_graph_of_whole_layers(thdprof, packs, impl):
+    done = analyze(thdprof, packs, *UNGROUPED, "--impl", impl)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "dropless" in done.stderr
+    assert f"--impl {impl}" in done.stderr
+    assert "; use --impl transformer_engine, which captures up to the router" in done.stderr
 
 
-def test_dropless_experts_decide_what_is_captured(thdprof, packs, tmp_path):
-    done = analyze(thdprof, packs, "--experts", "dropless", "--details", "-o", tmp_path / "plan.yaml")
+def test_experts_that_read_on_the_host_decide_what_is_captured(thdprof, packs, tmp_path):
+    done = analyze(thdprof, packs, *UNGROUPED, "--details", "-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr
     assert (
         "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router"
@@ -600,7 +606,7 @@ def test_dropless_experts_decide_what_is_captured(thdprof, packs, tmp_path):
     plan = load_plan(tmp_path / "plan.yaml")
     assert (plan.graphs.impl, plan.graphs.modules) == ("transformer_engine", ["attn", "moe_router"])
     assert plan.training.experts == "dropless"
-    told = json.loads(analyze(thdprof, packs, "--experts", "dropless", "--json").stdout)
+    told = json.loads(analyze(thdprof, packs, *UNGROUPED, "--json").stdout)
     assert told["training"]["experts"] == "dropless"
     captures = told["recommendation"]["captures"]
     assert (captures["impl"], captures["modules"]) == ("transformer_engine", ["attn", "moe_router"])
@@ -612,24 +618,18 @@ def test_dropless_experts_decide_what_is_captured(thdprof, packs, tmp_path):
 def test_measured_times_of_layers_with_dropless_experts_are_of_whole_layers(thdprof, packs, tmp_path):
     (tmp_path / "costs.yaml").write_text(cost_table())
     warning = "warning: times are of layers that are captured whole; with experts run eagerly a replay saves less"
-    timed = ("--experts", "dropless", "--cost-table", tmp_path / "costs.yaml")
-    assert warning in analyze(thdprof, packs, *timed).stdout.splitlines()
-    assert warning not in analyze(thdprof, packs, "--experts", "dropless").stdout.splitlines()
+    timed = ("--cost-table", tmp_path / "costs.yaml")
+    assert warning in analyze(thdprof, packs, *UNGROUPED, *timed).stdout.splitlines()
+    for more in (UNGROUPED, ("--experts", "dropless", *timed)):
+        assert warning not in analyze(thdprof, packs, *more).stdout.splitlines()
 
 
-@pytest.mark.parametrize("experts", ["none", "padded"])
-def test_other_experts_leave_the_choice(thdprof, packs, tmp_path, experts):
+@pytest.mark.parametrize("experts", ["none", "padded", "dropless"])
+def test_layers_that_are_captured_whole_leave_the_choice(thdprof, packs, tmp_path, experts):
     done = analyze(thdprof, packs, "--experts", experts, "--json", "-o", tmp_path / "plan.yaml")
     assert json.loads(done.stdout)["recommendation"]["captures"] is None
     plan = load_plan(tmp_path / "plan.yaml")
     assert (plan.graphs.impl, plan.graphs.modules) == ("module", [])
-
-
-def test_whole_layers_of_dropless_experts_are_refused(thdprof, packs, tmp_path):
-    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "chunk", "-o", tmp_path / "plan.yaml")
-    assert done.returncode == 2
-    assert "--impl chunk: with dropless experts no layer is captured whole" in done.stderr
-    assert "; use --impl transformer_engine" in done.stderr
 
 
 def test_a_launch_script_asks_for_graphs_of_megatrons_chunks(thdprof, packs, tmp_path):
@@ -646,10 +646,15 @@ def test_a_launch_script_asks_for_graphs_of_megatrons_chunks(thdprof, packs, tmp
 def test_a_launch_script_tells_of_dropless_experts(thdprof, packs, tmp_path):
     script = tmp_path / "run.sh"
     flags = "--te-rng-tracker --dataloader-inter-document-masking"
-    script.write_text(f"WORLD_SIZE=1\npretrain_gpt.py --num-experts 8 --moe-router-topk 2 {flags}\n")
-    done = analyze(thdprof, packs, "--megatron-args", script, "-o", tmp_path / "plan.yaml")
-    assert done.returncode == 0, done.stderr
-    assert load_plan(tmp_path / "plan.yaml").graphs.modules == ["attn", "moe_router"]
+    grouped = "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --disable-bias-linear"
+    for more, impl, modules in (("", "transformer_engine", ["attn", "moe_router"]), (grouped, "chunk", [])):
+        words = f"--num-experts 8 --moe-router-topk 2 {flags} {more}"
+        script.write_text(f"WORLD_SIZE=1\npretrain_gpt.py {words}\n")
+        done = analyze(thdprof, packs, "--megatron-args", script, "-o", tmp_path / "plan.yaml", "--force")
+        assert done.returncode == 0, done.stderr
+        plan = load_plan(tmp_path / "plan.yaml")
+        assert (plan.graphs.impl, plan.graphs.modules) == (impl, modules)
+        assert (plan.training.experts, plan.predictions.refused) == ("dropless", [])
 
 
 @pytest.mark.parametrize("replay_ms", [50.0, 97.0, 98.0, 99.9, 100.0])  # on both sides of the least gain
@@ -780,8 +785,8 @@ def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):
             2,
             "--tp: is no option; put `tensor_model_parallel_size: VALUE` into a file and",
         ),
-        (["s3://bucket/rows"], 1, "s3://bucket/rows: data are read from files of this machine; copy it first, such as"),
-        (["hf://datasets/a/b"], 1, "hf://datasets/a/b: data are read from files of this machine; copy it first, such"),
+        (["s3://bucket/rows?colour=red"], 2, "s3://bucket?colour=red: colour is no setting of it; known are"),
+        (["nowhere://a/b"], 2, "nowhere://: fsspec knows no such scheme"),
     ],
 )
 def test_what_users_type_first_gets_advice(thdprof, words, code, told):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -81,14 +84,147 @@ def test_a_cap_holds_for_every_pack_and_auto_takes_the_quickest(demo, thdprof, t
     assert len(found["caps"]) >= 2
 
 
+def test_tokens_a_second_are_those_of_documents(demo, thdprof):
+    run = ("--loader", "trainer", "--data-parallel-size", 8, "--model", demo / "config.json", "--gpu", "h100")
+    found = compared(thdprof, demo / "trl", *run, "--seq-length", 2048, "--max-docs", 4, "--dry-run")
+    filled = []
+    for side in (found["before"], found["after"]):
+        in_step = side["fill"] * 2048 * 8
+        assert side["tokens_per_second"][1] * side["step_ms"][0] / 1000 == pytest.approx(in_step, rel=0.02)
+        filled.append(side["fill"])
+    assert filled[1] < 0.9 < filled[0]
+
+
+def test_auto_without_times_takes_the_least_cap_that_adds_few_packs(demo, thdprof):
+    arguments = (demo / "lengths", "--seq-length", 4096, "--max-docs", "auto", "--dry-run")
+    found = compared(thdprof, *arguments)
+    first, *others = found["caps"]
+    assert (first["max_docs"], first["more_packs"], first["tokens_per_second"]) == (None, 0, None)
+    assert len(others) > 1
+    for cap in others:
+        assert cap["more_packs"] == pytest.approx(cap["packs"] / first["packs"] - 1)
+    assert found["max_docs"] == min(cap["max_docs"] for cap in others if cap["more_packs"] <= 0.003)
+    done = thdprof("pack", *arguments)
+    assert "No times are known, so the cap (*) is the least that adds at most 0.3% of packs." in done.stdout
+    assert "not known" in done.stdout
+
+
+def test_the_report_page_has_the_table_of_before_and_after(demo, thdprof, tmp_path):
+    model = ("--model", demo / "config.json", "--gpu", "h100")
+    for to, data in (("trl", demo / "trl"), ("index", demo / "lengths")):
+        page = tmp_path / f"{to}.html"
+        arguments = (data, "--seq-length", 4096, "--loader", "trainer", *model, "--to", to, "-o", tmp_path / to)
+        found = compared(thdprof, *arguments, "--report", page)
+        text = page.read_text()
+        assert "What do the new packs change?" in text
+        cells = re.findall(r"<td[^>]*>([^<]*)</td>", text)
+        for name, key in (("packs", "packs"), ("slowest rank by the mean rank", "slowest_over_mean")):
+            at = cells.index(name)
+            values = [found[side][key] for side in ("before", "after")]
+            shown = [f"{value:,}" if key == "packs" else f"{value:.3f}" for value in values]
+            assert cells[at + 1 : at + 3] == shown
+        assert {"memory of graphs", "steps with an eager micro-batch", "a step", "tokens a second"} <= set(cells)
+
+
+def test_analyze_reads_an_index_as_the_packs_that_it_names(demo, thdprof, tmp_path):
+    output = tmp_path / "index.parquet"
+    run = ("--seq-length", 4096, *RUN, "--loader", "single")
+    found = compared(thdprof, demo / "lengths", *run, "-o", output)
+    done = thdprof("analyze", output, *run, "--tail-policy", "append_dummy_seq", "--json")
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout)
+    assert read["exact"]
+    assert read["dataset"]["rows"] == found["after"]["packs"]
+    assert read["n_seqs"] == found["after"]["documents_per_microbatch"]
+
+
+def test_a_plan_that_training_would_refuse_is_written_and_fails(demo, thdprof, tmp_path):
+    fields = {"per_device_train_batch_size": 1, "output_dir": "out", "packing": False, "padding_free": True}
+    (tmp_path / "args.json").write_text(json.dumps({**fields, "max_length": 2048, "bf16": False, "fp16": False}))
+    arguments = (demo / "trl", "--training-args", tmp_path / "args.json", "--model", demo / "config.json")
+    arguments += ("--gpu", "h100", "--to", "trl", "-o", tmp_path / "packs.parquet", "--plan", tmp_path / "plan.yaml")
+    done = thdprof("pack", *arguments)
+    assert done.returncode == 3
+    assert "training by this plan would be refused: bf16 and fp16 are False" in " ".join(done.stderr.split())
+    assert load_plan(tmp_path / "plan.yaml").predictions.refused
+    assert (tmp_path / "packs.parquet").exists()
+
+
+@pytest.mark.parametrize("to", ["trl", "bridge", "index"])
+def test_a_full_disk_is_named_and_leaves_nothing_behind(to, thdprof, tmp_path):
+    data, output = tmp_path / "rows.parquet", tmp_path / "packs.parquet"
+    rows = np.random.default_rng(0).integers(1, 60_000, (2000, 40)).tolist()
+    pq.write_table(pa.table({"input_ids": rows}), data)
+    output.write_text("mine")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        done = thdprof("pack", data, "--seq-length", 512, "--to", to, "-o", output, "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"thdprof: {output}: cannot be written: File too large\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packs.parquet", "rows.parquet"]
+    assert output.read_text() == "mine"
+
+
+def test_splits_that_are_packed_or_left_alone_are_named(thdprof, tmp_path):
+    data, saved = tmp_path / "data", tmp_path / "saved"
+    (saved / "train").mkdir(parents=True)
+    (saved / "test").mkdir()
+    data.mkdir()
+    for name in ("data/train.jsonl", "data/validation-0.jsonl", "saved/train/rows.jsonl", "saved/test/rows.jsonl"):
+        (tmp_path / name).write_text("".join(f"{n}\n" for n in range(1, 60)))
+    (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    arguments = ("--seq-length", 64, "--dry-run")
+    found = compared(thdprof, data, *arguments)
+    said = "packed with the other files: validation-0.jsonl; if these are for validation, name the others alone"
+    assert (found["documents"], found["notes"]) == (118, [said])
+    found = compared(thdprof, saved, *arguments)
+    assert (found["documents"], found["notes"]) == (59, [f"only the split train of {saved} is packed"])
+    found = compared(thdprof, data / "validation-0.jsonl", *arguments)
+    assert (found["documents"], found["notes"]) == (59, [])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_sources_that_rows_name_stay_mixed(kind, thdprof, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [
+        {"length": int(n), "dataset": name}
+        for name, mean in (("chat", 4), ("code", 5), ("web", 5.5))
+        for n in rng.lognormal(mean, 1, 3000).clip(1, 1024)
+    ]
+    data = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), data)
+    else:
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = (data, "--seq-length", 1024, "--data-parallel-size", 8, "--dry-run")
+    found = compared(thdprof, *arguments)
+    assert found["sources"] == ["chat", "code", "web"]
+    ordered, random = (found["steps"][order]["source_distance"] for order in ("ordered", "random"))
+    assert 0.01 < ordered < 2 * random < 0.5
+    said = thdprof("pack", *arguments).stdout
+    assert "The mix of 3 sources in a step differs from that of all data by " in said
+    for row in rows:
+        row["dataset"] = "one"
+    data.unlink()
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), data)
+    else:
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = compared(thdprof, *arguments)
+    assert (found["sources"], found["steps"]["ordered"]["source_distance"]) == ([], None)
+
+
 def test_the_table_shows_what_the_json_holds(demo, thdprof):
     arguments = (demo / "lengths", "--seq-length", 4096, *RUN, "--dry-run")
     found = compared(thdprof, *arguments)
     done = thdprof("pack", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    correlation = found["neighbouring_steps_correlation"]["ordered"]
+    correlation = found["steps"]["ordered"]["correlation"]
     assert abs(correlation) < 0.1
-    assert f"Costs of neighbouring steps correlate by {correlation:.2f}, and by " in done.stdout
+    assert f"Mean lengths of neighbouring steps' documents correlate by {correlation:.2f}, and by " in done.stdout
     cells = {line[:44].strip(): re.split(r"\s{2,}", line[44:].strip()) for line in done.stdout.splitlines()}
     assert done.stdout.startswith("packs of 4,096 tokens, for steps of 8 ranks x 2 micro-batches x 1 pack\n")
     assert (found["settings"]["seq_length"], found["settings"]["global_batch_size"]) == (4096, 16)
@@ -107,20 +243,24 @@ def test_the_table_shows_what_the_json_holds(demo, thdprof):
         (("-o", "taken.parquet"), "taken.parquet: exists; give --force to replace it"),
         (("--dry-run", "--max-docs", "0"), "--max-docs 0: give a number from 1 on, or auto"),
         (("--dry-run", "--max-docs", "1"), "--max-docs 1: training adds a document for an unused tail; use 2 or more"),
-        (("--dry-run", "--max-docs", "auto"), "--max-docs auto: weighs times, and there are none"),
         (("--dry-run", "--weights", "1,2"), "--weights: pack each dataset of a blend for itself"),
         (("-o", "out.parquet", "--to", "trl"), "holds lengths and no input_ids, so there is nothing to write"),
         (("-o", "out.parquet", "--plan", "plan.yaml"), "--plan: an index is no data that training reads"),
+        (("--dry-run", "--report", "page.html"), "--dry-run writes nothing"),
+        (("-o", "-"), "-: packs, plan and report cannot go to stdout; name files"),
+        (("--settings", "taken.yaml", "-o", "taken.yaml", "--force"), "which is read; give another name"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_written(arguments, message, demo, thdprof, tmp_path):
     (tmp_path / "taken.parquet").write_text("mine")
+    (tmp_path / "taken.yaml").write_text("seed: 3\n")
     done = thdprof("pack", demo / "lengths", "--seq-length", 4096, *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in " ".join(done.stderr.split())
     assert done.stderr.count("\n") <= 3
-    assert [path.name for path in tmp_path.iterdir()] == ["taken.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken.parquet", "taken.yaml"]
     assert (tmp_path / "taken.parquet").read_text() == "mine"
+    assert (tmp_path / "taken.yaml").read_text() == "seed: 3\n"
 
 
 def test_the_input_is_never_replaced(demo, thdprof):

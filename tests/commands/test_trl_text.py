@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from support import conversations
+from support.kept_shards import change_kept
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="text needs transformers")
 
@@ -65,10 +66,8 @@ def test_a_second_analysis_counts_nothing(thdprof, data, tokenizer, arguments, t
     command = ("analyze", data, "--tokenizer", tokenizer, "--training-args", arguments, "--json")
     first = thdprof(*command)
     assert first.returncode == 0, first.stderr
-    (kept,) = (data.parent / ".thdprof").glob("tokens-*.npy")
-    counted = np.load(kept)
-    assert counted.shape == (1, 60)
-    np.save(kept, counted + 1)  # a cache that is used shows in the numbers
+    (kept,) = (data.parent / ".thdprof").iterdir()
+    assert len(change_kept(kept, lambda tokens: tokens + 1)) == 60  # a cache that is used shows in the numbers
     tokens = json.loads(first.stdout)["dataset"]["tokens"]
     assert json.loads(thdprof(*command).stdout)["dataset"]["tokens"] == tokens + 60
     kept.write_bytes(b"broken")
@@ -133,7 +132,7 @@ def test_several_workers_count_in_the_order_of_the_file(thdprof, counting, tmp_p
     done = thdprof("analyze", path, "--tokenizer", tokenizer, "--packer", "bfd", "--cache", tmp_path / "kept", "--json")
     assert done.returncode == 0, done.stderr
     (kept,) = (tmp_path / "kept").iterdir()
-    assert np.load(kept).tolist() == [numbers]
+    assert change_kept(kept) == numbers
 
 
 def test_what_stops_a_worker_ends_the_analysis(thdprof, counting):
@@ -192,7 +191,7 @@ def test_a_models_name_is_looked_up_in_the_cache_alone(thdprof, data, tokenizer,
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ({"text": None}, "line 2: TRL cannot make tokens of it: AttributeError"),
+        ({"text": None}, "line 2: TRL cannot make tokens of it: `text` is null or empty (AttributeError: "),
         ({"body": "x"}, "line 2: TRL cannot make tokens of it: KeyError: 'text'"),
         ([1], "line 2: TRL cannot make tokens of it: "),
     ],
@@ -201,6 +200,16 @@ def test_a_row_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line, e
     data = tmp_path / "text.jsonl"
     data.write_text(json.dumps({"text": "fox"}) + "\n" + json.dumps(line) + "\n")
     assert error in one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer), code=1)
+
+
+@pytest.mark.parametrize("line", [{"messages": None}, {"messages": []}, {"messages": None, "text": None}])
+def test_the_row_of_a_batch_on_which_trl_stops_is_named(thdprof, tmp_path, tokenizer, line):
+    data, rows = tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "fox"}]}] * 9
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:4], line, *rows[4:]]))
+    error = one_line_error(thdprof("analyze", data, "--tokenizer", tokenizer, "--packer", "bfd"), code=1)
+    assert "chat.jsonl: line 5: TRL cannot make tokens of it: `messages`" in error
+    assert "null or empty" in error
+    assert "leave such rows out" in error
 
 
 def test_a_line_that_is_no_json_is_named(thdprof, tmp_path, tokenizer):

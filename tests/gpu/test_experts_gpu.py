@@ -44,6 +44,14 @@ def test_dropless_experts_train_as_they_do_eagerly(plans, tmp_path, name):
     assert_same_training(ours, train(plan, tmp_path / "eager.jsonl", "dropless", *more, replay=False))
 
 
+@pytest.mark.parametrize("words", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
+def test_whole_chunks_of_dropless_experts_train_as_they_do_eagerly(plans, tmp_path, words):
+    plan = plans(2, model="dropless", verify="1/2")
+    ours = train(plan, tmp_path / "ours.jsonl", "dropless", *words.split())
+    assert_as_predicted(plan, ours)
+    assert_same_training(ours, train(plan, tmp_path / "eager.jsonl", "dropless", *words.split(), replay=False))
+
+
 @pytest.mark.parametrize("name", gpu_experts_cases.CASES)
 def test_micro_batches_of_dropless_experts_give_the_numbers_of_eager_ones(name):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

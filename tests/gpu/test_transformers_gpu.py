@@ -24,12 +24,15 @@ OF_MODELS = [
     "family_mistral_window",
     "family_gemma",
     "family_gemma3_text",
+    "family_qwen3_moe",
+    "family_mixtral",
+    "family_olmoe",
     "backends",
     "autocast",
     "checkpointing",
     "fused",
 ]
-OF_TRL = ["sft", "sft_lora", "sft_checkpointing", "sft_fused", "sft_resume"]
+OF_TRL = ["sft", "sft_lora", "sft_checkpointing", "sft_fused", "sft_experts", "sft_resume"]
 
 
 @pytest.mark.parametrize("name", OF_MODELS)
@@ -40,6 +43,7 @@ def test_models(name):
 def test_adapters():
     pytest.importorskip("peft", reason="needs the extra transformers")
     run_case("transformers_cases.py", "lora")
+    run_case("transformers_cases.py", "experts")
 
 
 @pytest.mark.parametrize("name", OF_TRL)

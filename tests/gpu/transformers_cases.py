@@ -41,6 +41,10 @@ SIZES = {
 }
 
 
+EXPERTS = {"num_experts": 16, "num_local_experts": 16, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
+ROUTED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+
 def make_model(family: str, *, dtype: torch.dtype = torch.bfloat16, **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -167,6 +171,25 @@ def lora() -> None:
     compare(lambda: make(0.1))
 
 
+def experts() -> None:
+    """Layers with experts: adapters of attention under checkpoints, compiled layers, and the loss of routers in all."""
+    from peft import LoraConfig, get_peft_model
+
+    def make(checkpointing: bool):
+        model = make_model("qwen3_moe", **ROUTED)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(2)
+        adapters = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], lora_dropout=0.0)
+        return get_peft_model(model, adapters).train()
+
+    compare(lambda: make(checkpointing=False))
+    compare(lambda: make(checkpointing=True))
+    if DEVICE == "cuda":  # on a processor transformers asks for torch's version, which torch.compile cannot follow
+        compare(lambda: make(checkpointing=True), backend="torch", fused=True)
+        compare(lambda: make_model("qwen3_moe", **ROUTED), backend="torch", fused=True)
+
+
 def _sft(directory: Path, *, replay: bool, plan: Plan, stats: Path | None = None, resume: bool = False, **arguments):
     from support import trl_training
 
@@ -174,7 +197,10 @@ def _sft(directory: Path, *, replay: bool, plan: Plan, stats: Path | None = None
 
     peft_config, fused = arguments.pop("peft_config", None), arguments.pop("fused", False)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if DEVICE == "cuda" else {}
-    model = trl_training.small_model(layers=3, **sizes)
+    name = arguments.pop("family", "qwen3")
+    model = trl_training.small_model(name, layers=3, **sizes, **(EXPERTS if name == "qwen3_moe" else {}))
+    if name == "qwen3_moe":
+        model = model.to(torch.bfloat16)
     data = trl_training.dataset_of(trl_training.documents(1500, longest=TOKENS // 2))
     callback = PlanCallback(plan, replay=replay, stats=stats, compile=fused)
     usual = {
@@ -231,6 +257,14 @@ def sft_fused() -> None:
     sft(fused=True)
 
 
+def sft_experts() -> None:
+    """Qwen3-MoE with TRL's usual loss of routers, adapters of attention, and checkpoints."""
+    from peft import LoraConfig
+
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], lora_dropout=0.0)
+    sft(family="qwen3_moe", peft_config=adapters, gradient_checkpointing=True)
+
+
 def sft_liger() -> None:
     sft(use_liger_kernel=True)
 
@@ -267,16 +301,21 @@ def ddp() -> None:
 
 CASES = {
     **{f"family_{name}": (lambda name=name: family(name)) for name in FAMILIES},
+    "family_qwen3_moe": lambda: family("qwen3_moe", **EXPERTS),
+    "family_mixtral": lambda: family("mixtral", **ROUTED),
+    "family_olmoe": lambda: family("olmoe", **ROUTED, head_dim=SIZES["hidden_size"] // 4),
     "family_mistral_window": lambda: family("mistral", sliding_window=96),
     "backends": backends,
     "autocast": autocast,
     "checkpointing": checkpointing,
     "fused": fused,
     "lora": lora,
+    "experts": experts,
     "sft": sft,
     "sft_lora": sft_lora,
     "sft_checkpointing": sft_checkpointing,
     "sft_fused": sft_fused,
+    "sft_experts": sft_experts,
     "sft_liger": sft_liger,
     "sft_resume": sft_resume,
     "ddp": ddp,

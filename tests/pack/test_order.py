@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import pack_lengths
 
@@ -15,11 +15,17 @@ sizes = st.integers(1, 4)
 
 
 def draw_costs(name: str, count: int, seed: int = 0) -> np.ndarray:
-    """Sums of squared lengths of packs of a distribution, any number of them: the costs that differ the most."""
+    """Sums of squared lengths of packs of a distribution: the costs that differ the most."""
+    return draw_packs(name, count, seed)[0]
+
+
+def draw_packs(name: str, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Costs, and tokens and documents, of packs of a distribution, any number of them."""
     lengths = pack_lengths.draw(name, 60_000)
     packs = pack_documents(lengths, seq_length=pack_lengths.SEQ_LENGTHS[name])
-    costs = np.bincount(packs, weights=lengths.astype(float) ** 2)
-    return np.random.default_rng(seed).choice(costs, count)
+    values = np.stack([np.bincount(packs, lengths.astype(float) ** 2), np.bincount(packs, lengths), np.bincount(packs)])
+    costs, *sizes = values[:, np.random.default_rng(seed).integers(values.shape[1], size=count)]
+    return costs, np.stack(sizes)
 
 
 def measure_by_loops(costs, order, ranks: int, microbatches: int, rows: int) -> tuple[float, list[float]]:
@@ -73,14 +79,49 @@ def test_ranks_of_a_step_cost_alike(name):
         for microbatches, rows in ((1, 1), (2, 1), (1, 2), (16, 1)):
             if (size := ranks * microbatches * rows) > 2000:
                 continue  # 512 ranks x 16 micro-batches stand in benchmarks/results/pack.md
-            costs = draw_costs(name, 200 * size + size // 2)
+            costs, sizes = draw_packs(name, 200 * size + size // 2)
             numbers = {"num_ranks": ranks, "num_microbatches": microbatches, "micro_batch_size": rows}
-            figures = measure_order(costs, order_packs(costs, **numbers, seed=1), **numbers, seed=1)
+            order = order_packs(costs, **numbers, seed=1, sizes=sizes)
+            figures = measure_order(costs, order, **numbers, seed=1, sizes=sizes)
             assert figures.ordered.slowest_over_mean <= 1.02
-            assert abs(figures.ordered.correlation) < 0.1
+            assert abs(figures.ordered.correlation) < 0.1  # of mean lengths
+            assert abs(measure_order(costs, order, **numbers, seed=1).ordered.correlation) < 0.1
             assert figures.ordered.source_distance is None
             if ranks > 1 and microbatches == rows == 1:
                 assert figures.random.slowest_over_mean > (1.1 if ranks > 8 else 1.01)
+
+
+def test_ranks_cost_alike_for_any_number_of_ranks_and_micro_batches():
+    checked = uneven = 0
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        st.sampled_from([*pack_lengths.SEQ_LENGTHS, "tail"]),
+        st.integers(1, 512),
+        st.integers(1, 16),
+        st.integers(200, 300),
+        st.floats(0, 1, exclude_max=True),
+        st.integers(0, 9),
+    )
+    def check(name, ranks, microbatches, steps, more, seed):
+        nonlocal checked, uneven
+        ranks = min(ranks, 1024 // microbatches)
+        size = ranks * microbatches
+        count = size * steps + int(more * size)
+        if name == "tail":  # one pack in a hundred costs up to 100 times as much
+            costs = 1 + np.minimum(np.random.default_rng(seed).pareto(0.8, count), 100)
+        else:
+            costs = draw_costs(name, count, seed)
+        numbers = {"num_ranks": ranks, "num_microbatches": microbatches, "seed": seed}
+        figures = measure_order(costs, order_packs(costs, **numbers), **numbers).ordered
+        assert figures.slowest_over_mean <= 1.02
+        assert abs(figures.correlation) < 0.1
+        checked += 1
+        uneven += count % size > 0
+
+    check()
+    assert checked >= 25
+    assert uneven > 5
 
 
 def test_a_random_order_is_measured_beside():
@@ -133,12 +174,21 @@ def test_the_seed_decides_the_order_of_steps():
 
 
 def test_sources_are_measured():
-    costs, sources = np.ones(8), np.array([0, 0, 0, 0, 1, 1, 1, 1], dtype=np.int32)
+    costs, sources = np.ones(8), np.array([[3.0] * 4 + [0] * 4, [0] * 4 + [3.0] * 4])
     numbers = {"num_ranks": 2, "num_microbatches": 1, "sources": sources}
     apart, mixed = np.arange(8), np.array([0, 4, 1, 5, 2, 6, 3, 7])
     assert measure_order(costs, apart, **numbers).ordered.source_distance == 0.5
     assert measure_order(costs, mixed, **numbers).ordered.source_distance == 0
     assert measure_order(costs, mixed, **numbers).ordered.correlation == 0
+    numbers["sources"] = np.stack([sources.sum(axis=0), 0 * sources[0]])
+    assert measure_order(costs, apart, **numbers).ordered.source_distance == 0
+
+
+def test_mean_lengths_of_neighbouring_steps_are_compared():
+    sizes = np.array([[8.0] * 6, [1, 2, 1, 4, 2, 1]])
+    means = [8 / 1.5, 16 / 5, 16 / 3]
+    figures = measure_order(np.ones(6), np.arange(6), num_ranks=2, num_microbatches=1, sizes=sizes).ordered
+    assert figures.correlation == pytest.approx(np.corrcoef(means[:-1], means[1:])[0, 1])
 
 
 def test_refusals():

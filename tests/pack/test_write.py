@@ -22,7 +22,8 @@ from support.trl_training import documents, small_model, trainer
 from transformers import AutoTokenizer
 
 from thdprof.analyze.settings.request import read_request
-from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources import indexed, read_dataset
+from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import DataError, UsageError
 from thdprof.pack import write
 from thdprof.pack.repack import repack
@@ -123,6 +124,27 @@ def test_rows_of_tokens_are_those_that_trl_packs(kind, tmp_path, monkeypatch):
     assert read.format == "trl"
     np.testing.assert_array_equal(read.content.document_tokens, result.packs.tokens)
     np.testing.assert_array_equal(read.content.row_offsets, result.packs.offsets)
+
+
+def test_tokens_of_a_megatron_dataset_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "TOKENS_AT_ONCE", 5000)
+    demo = write_demo(tmp_path / "demo")
+    index, output = demo.megatron, tmp_path / "packs.parquet"
+    result = pack(index, output, seq_length=512, split="100,0,0")
+    [stream] = read_dataset([str(index)]).content
+    tokens = np.fromfile(index.with_suffix(".bin"), dtype="<u2")
+    pieces = Counter()
+    for sequence in np.split(tokens, np.cumsum(stream.sequence_tokens)[:-1]):
+        pieces.update(tuple(sequence[at : at + 512].tolist()) for at in range(0, len(sequence), 512))
+    written = Counter()
+    for row in pq.read_table(output).to_pylist():
+        written.update(tuple(part.tolist()) for part in np.split(row["input_ids"], np.cumsum(row["seq_lengths"])[:-1]))
+    assert written == pieces
+    assert sum(written.values()) > 4000
+    assert any("documents longer than 512 tokens split" in note for note in result.notes)
+    with pytest.raises(UsageError, match="--to trl needs text or input_ids, and this is bridge: give --to index"):
+        pack(demo.bridge, tmp_path / "other.parquet")
+    assert not (tmp_path / "other.parquet").exists()
 
 
 def test_masks_stay_beside_their_tokens_and_packed_rows_are_packed_anew(tmp_path):

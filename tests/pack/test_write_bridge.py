@@ -15,7 +15,7 @@ from thdprof.analyze import analyze_dataset
 from thdprof.analyze.settings.request import read_request
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.demo import write_demo
-from thdprof.errors import UsageError
+from thdprof.errors import DataError, UsageError
 from thdprof.pack import write
 from thdprof.pack.repack import repack
 
@@ -108,7 +108,8 @@ def test_what_bridge_would_not_read_is_refused(tmp_path):
     demo = write_demo(tmp_path / "demo")
     with pytest.raises(UsageError, match=r"Megatron-Bridge reads names that end in \.parquet or \.pq"):
         pack(demo.bridge, tmp_path / "packs.bin")
-    with pytest.raises(UsageError, match="--to bridge needs its own packed parquet or input_ids, and this is megatron"):
+    demo.megatron.with_suffix(".bin").unlink()
+    with pytest.raises(DataError, match=r"documents\.bin: is missing, or has not the .* tokens of"):
         pack(demo.megatron, tmp_path / "packs.parquet", seq_length=512)
     with pytest.raises(UsageError, match="--pad-seq-to-mult 8: --to bridge pads no documents"):
         pack(demo.lengths, tmp_path / "packs.parquet", seq_length=4096, packer="ffd", pad_seq_to_mult=8)

@@ -98,7 +98,7 @@ def test_conversations_keep_their_tokens_and_lines_their_order(context_parallel_
     found = analyze(request)
     assert found.microbatches.exact
     assert found.n_seqs == result.after.documents
-    plan = plan_packs(result, output)
+    _, plan = plan_packs(result, output)
     assert plan.microbatches.n_seqs == found.n_seqs
     assert plan.training.split == "100,0,0"
 

@@ -6,6 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from support.replayed_passes import stand_ins
 from thdprof.runtime.graphs.capture import CapturedPass
@@ -24,22 +25,23 @@ def capture_pass(module, call, *, inputs, static_output_grads, gradients, genera
 
     states = [g.get_state() for g in generators]
     with torch.enable_grad():
-        y = run()
+        ys, spec = tree_flatten(run())
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-    outputs, (output_grad,) = (torch.zeros_like(y).detach(),), static_output_grads([y])
+    outputs, output_grads = tuple(torch.zeros_like(y).detach() for y in ys), static_output_grads(ys)
     input_grads = tuple(torch.zeros_like(x) if x.requires_grad else None for x in inputs)
     leaves = [*(x for x in inputs if x.requires_grad), *(p for p in weights.values() if p.requires_grad)]
-    used = torch.autograd.grad(y, leaves, output_grad, allow_unused=True)[len(leaves) - len(gradients.parameters) :]
+    used = torch.autograd.grad(ys, leaves, output_grads, allow_unused=True)[len(leaves) - len(gradients.parameters) :]
     ran = []
 
     def forward():
         with torch.enable_grad():
-            ran[:] = [run()]
-        outputs[0].copy_(ran[0].detach())
+            ran[:] = tree_flatten(run())[0]
+        for output, result in zip(outputs, ran, strict=True):
+            output.copy_(result.detach())
 
     def backward():
-        grads = list(torch.autograd.grad(ran[0], leaves, output_grad, retain_graph=True, allow_unused=True))
+        grads = list(torch.autograd.grad(ran, leaves, output_grads, retain_graph=True, allow_unused=True))
         for target in input_grads:
             if target is not None:
                 target.copy_(grads.pop(0))
@@ -51,10 +53,10 @@ def capture_pass(module, call, *, inputs, static_output_grads, gradients, genera
         forward=SimpleNamespace(replay=forward, reset=lambda: None),
         backward=SimpleNamespace(replay=backward, reset=lambda: None),
         outputs=outputs,
-        differentiable=(True,),
-        spec=torch.utils._pytree.tree_flatten(y)[1],
+        differentiable=(True,) * len(outputs),
+        spec=spec,
         input_grads=input_grads,
-        output_grads=(output_grad,),
+        output_grads=tuple(output_grads),
         touched=tuple(grad is not None for grad in used),
         pool_bytes=1000,
     )

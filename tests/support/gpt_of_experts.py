@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from support.grouped_layers import group_experts
 from support.layer_graphs import HIDDEN, LARGE, LAYERS, OVER, SMALL, TOKENS, Attention
 from thdprof.runtime.megatron import packed_seq_params
 
@@ -12,11 +13,12 @@ BOUNDS = [SMALL, LARGE, OVER, SMALL, SMALL, OVER, LARGE]
 VOCABULARY = 64
 
 
-def model_of(*, overlaps=False, first_dense=False, predictions=None, pre_process=True, **settings):
+def model_of(*, overlaps=False, first_dense=False, predictions=None, pre_process=True, grouped=False, **settings):
     """A GPT of layers with experts, on the host; `predictions` layers of multi-token prediction are behind them.
 
-    With `overlaps` its schedule overlaps the experts' communication; `first_dense`: the first layer has no experts;
-    without `pre_process` it is the last stage of a pipeline.
+    `grouped` experts run by TEGroupedMLP, others one after the other. With `overlaps` the schedule overlaps the
+    experts' communication; `first_dense`: the first layer has no experts; without `pre_process` the model is the last
+    stage of a pipeline.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -46,6 +48,8 @@ def model_of(*, overlaps=False, first_dense=False, predictions=None, pre_process
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = Attention
+    if grouped:
+        group_experts(spec.layer_specs)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

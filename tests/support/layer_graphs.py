@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from support.grouped_layers import group_experts
 from thdprof.runtime import Bucket
 from thdprof.runtime.graphs.module_state import parameter_homes
 from thdprof.runtime.megatron import packed_seq_params
@@ -90,6 +91,8 @@ def installed(weights):
 class FakeGraph:
     """One layer's replays: static in, static out; the memory is spoilt where a pool would use it again."""
 
+    replaying = False
+
     def __init__(self, engine, mates, module, surface, pool):
         self.engine, self.mates, self.module, self.surface, self.pool = engine, mates, module, surface, pool
         self.weights = list(parameter_homes(engine.block))
@@ -117,8 +120,10 @@ class Replayed(torch.autograd.Function):
             if static.data_ptr() != value.data_ptr():
                 static.data.copy_(value)
         graph.engine.owner[graph.pool] = graph.mates
+        FakeGraph.replaying = True
         with torch.enable_grad(), installed(graph.weights):
             graph.inner = as_tuple(graph.module(*graph.surface))
+        FakeGraph.replaying = False
         if graph.static_outputs is None:
             graph.static_outputs = [torch.empty_like(o).detach() for o in graph.inner]
         for static, value in zip(graph.static_outputs, graph.inner, strict=True):
@@ -208,9 +213,17 @@ MODULES = ["attn", "moe_router"]
 
 
 def make_experts(
-    *, dispatcher="allgather", graphs=True, shared=None, every=2, balancing="aux_loss", bias=False, **more
+    *,
+    dispatcher="allgather",
+    graphs=True,
+    shared=None,
+    every=2,
+    balancing="aux_loss",
+    bias=False,
+    grouped=False,
+    **more,
 ):
-    """A dense layer between two with dropless experts."""
+    """A dense layer between two with dropless experts; `grouped` ones are those that run as grouped products."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -242,6 +255,8 @@ def make_experts(
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = Attention
+    if grouped:
+        group_experts(spec.layer_specs)
     block = TransformerBlock(config, spec).train()
     for layer in block.layers:
         if layer.is_moe_layer:

@@ -48,6 +48,8 @@ def small_model(family: str = "qwen3", *, layers: int = 2, seed: int = 0, **chan
     }
     if family != "qwen2":
         sizes["head_dim"] = 8
+    if family in ("olmoe", "qwen3_moe"):
+        sizes |= {"num_experts": 6, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(family, **{**sizes, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 

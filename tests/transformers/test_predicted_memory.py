@@ -99,8 +99,33 @@ def test_layers_save_what_is_predicted(family, autocast, monkeypatch):
     assert predicted * TOKENS + copies == saved_by_a_layer(model, autocast=autocast)
 
 
-def settings_of_trainer():
-    given = {"loader": "trainer", "seq_length": TOKENS}
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_layers_with_experts_save_what_is_predicted(family, monkeypatch):
+    monkeypatch.setattr(attention, "masked", lambda q, k, v, task: Kernels.apply(q, k, v))
+    attention.register()
+    changes = {"num_local_experts": 6} if family == "mixtral" else {}
+    model = small_model(family, **changes).to(torch.bfloat16).train()
+    width = 16 if family == "qwen3_moe" else 64
+    of_experts = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": width}
+    shape = replace(SHAPE, qk_layernorm=family != "mixtral", **of_experts)
+    predicted = sum(one.bytes_per_token for one in transformers_tensors(shape, "attention+moe"))
+    # masks and what normalises a router's few probabilities are left out
+    assert predicted * TOKENS == pytest.approx(saved_by_a_layer(model, autocast=False), rel=0.02)
+    frozen = sum(one.bytes_per_token for one in transformers_tensors(replace(shape, lora_dim=4), "attention+moe"))
+    assert frozen < predicted
+
+
+def test_a_graph_holds_the_gradient_of_all_experts_first_weights_of_one_layer():
+    shape = replace(SHAPE, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=16)
+    settings = settings_of_trainer(experts="dropless")
+    trained, frozen = (slot_bytes(model, settings, 4096) for model in (shape, replace(shape, lora_dim=4)))
+    alone = slot_bytes(shape, settings_of_trainer(), 4096)
+    assert trained - alone == 6 * 2 * 16 * 32 * 2
+    assert frozen < alone
+
+
+def settings_of_trainer(**more):
+    given = {"loader": "trainer", "seq_length": TOKENS, **more}
     found, *_ = resolve_settings(given, pack_tokens=None, dataset_format="trl", default_loader=None, num_datasets=1)
     return found
 

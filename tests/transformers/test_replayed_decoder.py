@@ -30,6 +30,10 @@ FAMILIES = [
     ("gemma", {}),
     ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 20.0}),
     ("gemma3_text", {"sliding_window": 9}),
+    ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    ("qwen3_moe", {"num_experts_per_tok": 3, "output_router_logits": True}),
+    ("mixtral", {"num_local_experts": 5, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
+    ("olmoe", {"clip_qkv": 2.0, "output_router_logits": True}),
 ]
 BATCHES = [[20, 28], [48], [5, 6, 7, 8, 9], [1] * 10 + [30], [11, 13, 3], [40]]
 """Documents of each micro-batch; the fourth has more than any bucket holds."""

@@ -81,6 +81,8 @@ class Analysis(Predictions):
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
     """The buckets to capture, and the fallbacks and the step time under each single cap."""
+    router_reason: str | None
+    """Why graphs hold layers up to their router, and dropless experts run eagerly; None: graphs hold whole layers."""
     offload: OffloadPrediction | None
     """Activations that wait on the host and the memory that moving them frees, which the recommendation counted on;
     None where all activations stay on the device, or nothing is captured."""
@@ -120,6 +122,15 @@ class Analysis(Predictions):
     def timed(self) -> bool:
         """Whether times of the user's own model are known."""
         return self.times.origin != "none"
+
+
+def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool) -> str:
+    """What the user types to train by `plan`: for Hugging Face's Trainer, for a script of Megatron's, or else."""
+    if of_trainer:
+        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}", compile=True)]), from thdprof.transformers'
+    if of_script:
+        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
+    return f"train by {plan} (README.md)"
 
 
 def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
@@ -173,7 +184,7 @@ def _captured(analysis: Analysis) -> str:
         text = sentence(analysis)
         return f"{text[0].lower()}{text[1:]}"
     text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
-    router = ", of each layer up to its router" if analysis.settings.experts == "dropless" else ""
+    router = ", of each layer up to its router" if analysis.router_reason else ""
     return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
 
 
@@ -194,7 +205,7 @@ def sentence(analysis: Analysis) -> str:
                     f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
                     f"take {best:.3f} of the eager step time, no clear gain."
                 )
-            busy = "the host" if analysis.settings.experts == "dropless" else "the GPU"
+            busy = "the host" if analysis.router_reason else "the GPU"
             return (
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 f"{busy} is busy without them too."
@@ -219,7 +230,7 @@ Progress = Callable[[str, float, int], None]
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
 """Progress-bar estimates: reading ends at 10% of the total time, replaying the schedule at 85%."""
 _COUNTED_SHARE = 0.95
-"""Progress-bar estimate: where tokens of text are counted, that takes 95% of the total time."""
+"""Progress-bar estimate: where tokens of text are counted, or many files are read, that takes 95% of the total time."""
 
 
 def _show_nothing(stage: str, done: float, documents: int) -> None:
@@ -261,15 +272,26 @@ def analyze(
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, progress = read_showing(
-        request.locations, format=request.format, settings=request.given, cache=request.cache, progress=progress
+        request.locations,
+        format=request.format,
+        settings=request.given,
+        cache=request.cache,
+        engine=request.engine,
+        progress=progress,
     )
     return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
 
 
 def read_showing(
-    locations: Sequence[str], *, format: str, settings: Mapping[str, Any], cache: Path | None, progress: Progress
+    locations: Sequence[str],
+    *,
+    format: str,
+    settings: Mapping[str, Any],
+    cache: Path | None,
+    engine: str,
+    progress: Progress,
 ) -> tuple[Dataset, Progress]:
-    """Read a dataset as `read_dataset` does, and show how far its text is counted; also `progress` of what remains.
+    """Read a dataset as `read_dataset` does, and show how far that is; also `progress` of what remains.
 
     Raises:
         DataError, UsageError: as for `read_dataset`.
@@ -277,12 +299,12 @@ def read_showing(
     progress("reading", 0.0, 0)
     counted = 0.0
 
-    def tick(done: float, documents: int) -> None:
+    def tick(stage: str, done: float, documents: int) -> None:
         nonlocal counted
         counted = _COUNTED_SHARE * done
-        progress("counting tokens", counted, documents)
+        progress(stage, counted, documents)
 
-    dataset = read_dataset(locations, format=format, settings=settings, cache=cache, tick=tick)
+    dataset = read_dataset(locations, format=format, settings=settings, cache=cache, engine=engine, tick=tick)
     return dataset, lambda stage, done, documents: progress(stage, counted + (1 - counted) * done, documents)
 
 
@@ -321,7 +343,14 @@ class Study:
         replayed = replay(dataset, request.given, tick, self.memo)
         settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
         self.progress("recommending", _REPLAYED_SHARE, documents)
-        run = make_run(settings, table, model=request.model, layer_graphs=self.impl == "transformer_engine")
+        reason = request.find_router_reason(settings.experts, self.impl, self.offload)
+        run = make_run(
+            settings,
+            table,
+            model=request.model,
+            layer_graphs=self.impl == "transformer_engine",
+            ends_at_router=reason is not None,
+        )
         costs, modelled, gpu_note, unknown = self._find_costs(run)
         gpu = request.gpu if modelled is None else modelled.gpu.name
         chosen, moved = self._choose(run, costs, schedule.independent)
@@ -352,6 +381,7 @@ class Study:
             costs=costs,
             slots=[list(rank) for rank in run.slots],
             recommendation=chosen if predicted.times.origin != "none" else chosen.without_times(),
+            router_reason=reason,
             offload=moved,
             longest=find_longest_captured(profiles, run.longest_possible),
             graph_tokens=run.n_tokens,
@@ -409,7 +439,7 @@ class Study:
         """What is predicted of the run; `unknown` says how to get times, where `costs` are of another model."""
         from thdprof.analyze.times.answer import document_tokens, predict
 
-        watched = self.offload is None or not (run.layer_graphs or run.settings.experts == "dropless")
+        watched = self.offload is None or not (run.layer_graphs or run.ends_at_router)
         return predict(
             run,
             costs,

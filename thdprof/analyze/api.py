@@ -39,6 +39,7 @@ class AnalysisOptions(TrainingOptions, total=False):
     training_args: str | Path | Mapping[str, Any] | object | None
     format: str
     cache: str | Path | None
+    engine: str
     cost_table: str | Path | None
     host: str | Path | None
     attention: Attention
@@ -59,6 +60,7 @@ def analyze_dataset(
     training_args: str | Path | Mapping[str, Any] | object | None = None,
     format: str = "auto",
     cache: str | Path | None = None,
+    engine: str = "local",
     cost_table: str | Path | None = None,
     host: str | Path | None = None,
     attention: Attention = "transformer_engine",
@@ -87,7 +89,8 @@ def analyze_dataset(
             `SFTConfig`, or a mapping of its fields; None: another trainer. Settings that are given win.
         format: name of the format of the files, or "auto".
         host: a file of `thdprof calibrate --host`, by which modelled eager times are of that host.
-        cache: directory that keeps counts of text; None: beside the data.
+        cache: directory that keeps what was read of text, of many files and of remote ones; None: beside the data.
+        engine: where files are read: "local", "ray", or "ray:ADDRESS" of a cluster.
         cost_table: a file of measured costs; None: costs are modelled where `model` is given. Without either there are
             no times, and built-in costs of another model rank the choices.
         attention: attention backend of the model; times of Transformer Engine's are modelled.
@@ -114,6 +117,7 @@ def analyze_dataset(
         "tokenizer_model": _name_tokenizer(tokenizer),
         "format": format,
         "cache": cache,
+        "engine": engine,
         "cost_table": cost_table,
         "host": host,
         "attention": attention,
@@ -188,19 +192,18 @@ def _name_tokenizer(tokenizer: Any) -> str | None:
 def _read_dataset(locations: tuple[Location, ...], request: Request, tokenizer: Any) -> Dataset:
     """The dataset in files, or in one object of the program; `tokenizer` as for `analyze_dataset`."""
     if not hasattr(tokenizer, "save_pretrained"):
-        return _read_locations(locations, request.format, request.given, request.cache)
+        return _read_locations(locations, request, request.given)
     with temporary_path(str(_name_tokenizer(tokenizer))) as directory:
         tokenizer.save_pretrained(directory)
         given = {**request.given, "tokenizer_model": str(directory)}
-        return _read_locations(locations, request.format, given, request.cache)
+        return _read_locations(locations, request, given)
 
 
-def _read_locations(
-    locations: tuple[Location, ...], format: str, given: Mapping[str, Any], cache: Path | None
-) -> Dataset:
+def _read_locations(locations: tuple[Location, ...], request: Request, given: Mapping[str, Any]) -> Dataset:
+    format, cache = request.format, request.cache
     names = [str(location) for location in locations if isinstance(location, str | os.PathLike)]
     if len(names) == len(locations):
-        return read_dataset(names, format=format, settings=given, cache=cache)
+        return read_dataset(names, format=format, settings=given, cache=cache, engine=request.engine)
     if len(locations) > 1:
         raise UsageError(
             f"{len(locations)} datasets given, {len(locations) - len(names)} of them as lengths; give one list or "

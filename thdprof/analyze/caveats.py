@@ -74,7 +74,7 @@ def caveats(
     """
     yield from _warn_of_memory(predicted.memory, gpu)
     recomputes = run.model is not None and run.model.recompute_granularity is not None
-    if recomputes and (run.layer_graphs or run.settings.experts == "dropless"):
+    if recomputes and (run.layer_graphs or run.ends_at_router):
         yield (
             "graphs of single layers keep what the model would recompute in them: their memory is predicted so, and "
             "replays are quicker than predicted by what they do not compute again"
@@ -82,7 +82,11 @@ def caveats(
     if run.model is not None:
         modelled = predicted.times.origin == "modelled"
         yield from warn_of_model(
-            run.model, run.settings, gpu if modelled else None, graphs=bool(recommendation.buckets)
+            run.model,
+            run.settings,
+            gpu if modelled else None,
+            graphs=bool(recommendation.buckets),
+            ends_at_router=run.ends_at_router,
         )
     yield from _warn_of_counts(run, costs, kind, full_size)
     if costs.origin == "none":
@@ -117,10 +121,13 @@ def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
         )
 
 
-def warn_of_model(model: Model, settings: TrainingSettings, gpu: str | None, *, graphs: bool) -> Iterator[str]:
+def warn_of_model(
+    model: Model, settings: TrainingSettings, gpu: str | None, *, graphs: bool, ends_at_router: bool
+) -> Iterator[str]:
     """What times that are modelled for `gpu` rest on, and what of the model `install` refuses; a sentence each.
 
-    `gpu` is None where no times are modelled; `graphs` says whether the plan captures any.
+    `gpu` is None where no times are modelled; `graphs` says whether the plan captures any, and `ends_at_router` whether
+    these leave dropless experts out.
     """
     if gpu is not None:
         from thdprof.analyze.times.gpus import find_gpu
@@ -140,11 +147,16 @@ def warn_of_model(model: Model, settings: TrainingSettings, gpu: str | None, *, 
                 "their share of the optimizer's, but not their launches, and peak memory is not predicted; give "
                 "vocab_size in --settings"
             )
-        if settings.experts == "dropless":
+        if ends_at_router:
             yield (
                 "beside dropless experts what graphs save is uncertain: in the one shape that was trained, 8 layers of "
                 "Qwen3-30B-A3B, a step took 0.86 of its eager time where 0.91 was predicted, and with EP 2 0.98 where "
                 "0.87 was. Time a few steps of both"
+            )
+        elif settings.experts == "dropless":
+            yield (
+                "replays of dropless experts are modelled from torch's grouped products, and these were measured in "
+                "one layer alone, of the shape of Qwen3-30B-A3B: time some steps"
             )
     if graphs and model.fp8_recipe == "mxfp8":
         yield (
@@ -193,7 +205,7 @@ def _warn_of_choice(
     run: AnalyzedRun, costs: CostTable, recommendation: Recommendation, limits: Limits
 ) -> Iterator[str]:
     """What the choice by times of the user's own model rests on."""
-    if run.settings.experts == "dropless" and not costs.modelled:
+    if run.ends_at_router and not costs.modelled:
         yield "times are of layers that are captured whole; with experts run eagerly a replay saves less"
     relative, unlimited = recommendation.relative_step_time or 0.0, recommendation.unlimited_relative_step_time
     limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None

@@ -113,6 +113,7 @@ def check(
     level: Level = "step",
     where: str = "plan",
     cache: Path | None = None,
+    engine: str = "local",
     progress: Progress = lambda stage, done, documents: None,
 ) -> Check:
     """Replay a dataset with the plan's own training settings and dispatch its micro-batches to the plan's buckets.
@@ -121,12 +122,13 @@ def check(
         locations: files, globs, directories or Megatron prefixes; empty: the files that the plan names.
         max_fallback_rate: largest rate at `level` with which the plan holds; None: the rate that the plan predicts.
         where: name of the plan in errors.
-        cache: directory that keeps counts of text; None: beside the data.
+        cache: directory that keeps what was read; None: beside the data. Files that did not change are not read again.
+        engine: where files are read: `local`, or `ray` with an address behind a colon.
 
     Raises:
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.
     """
-    dataset, progress = _read(plan, locations, where, cache, progress)
+    dataset, progress = _read(plan, locations, where, cache, engine, progress)
     documents = dataset.num_documents()
     try:
         replayed = replay(
@@ -178,13 +180,18 @@ def check(
 
 
 def _read(
-    plan: Plan, locations: Sequence[str], where: str, cache: Path | None, progress: Progress
+    plan: Plan, locations: Sequence[str], where: str, cache: Path | None, engine: str, progress: Progress
 ) -> tuple[Dataset, Progress]:
     """The dataset at `locations`, or the plan's dataset without any, read in the plan's format, as `read_showing`."""
     planned, settings = plan.dataset.format, asdict(plan.training)
     try:
         return read_showing(
-            list(locations) or plan.dataset.uris, format=planned, settings=settings, cache=cache, progress=progress
+            list(locations) or plan.dataset.uris,
+            format=planned,
+            settings=settings,
+            cache=cache,
+            engine=engine,
+            progress=progress,
         )
     except DataError as error:
         if locations and (other := format_of(locations)) not in (None, planned):

@@ -13,6 +13,11 @@
   largest max_samples_per_bin of the metadata's list and pads `cu_seqlens` of every row to max_samples_per_bin + 2
   entries. So a row has room for max_samples_per_bin stored documents and one tail. Bridge leaves a row with more
   documents unpadded, without a warning; therefore the cap is never below the documents of the fullest row.
+- `megatron-rl`, `axolotl`, `maxtext`: trainers that pack at run time, by a limit of documents that the packer keeps to.
+  A smaller limit costs more packs instead of fallbacks, so the limit is that of the plan, or its fullest micro-batch.
+  MaxText hands the limit on to attention, which may crash or give wrong results above it; it is never lower there.
+- `verl`: pads every packed micro-batch to a multiple of `pad_to_length_bucket` tokens, here the plan's tokens.
+- `torch`: the lengths of padded `cu_seqlens` for which torch.compile captures graphs; other lengths run without.
 - `json`: the plan itself.
 """
 
@@ -35,6 +40,7 @@ Value = bool | int | str | list[str] | dict[str, "Value"]
 """A value of Bridge's overrides."""
 _LM_FILE = "megatron_lm_args.txt"
 _DEV_FILE = "megatron_lm_dev_args.txt"
+_RL_FILE = "megatron_rl_args.txt"
 _BRIDGE_LINES = "megatron_bridge_overrides.txt"
 _BRIDGE_METADATA = "megatron_bridge_metadata.jsonl"
 
@@ -63,6 +69,8 @@ class Target:
     least_cap: Callable[[Plan], int] | None = None
     """Documents of the fullest micro-batch as this system forms it, where a micro-batch over the cap stops training or
     gives wrong results; None where it runs eagerly."""
+    limits_packer: bool = False
+    """Whether the cap is the limit of a packer at run time, so that no micro-batch exceeds it."""
 
 
 def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
@@ -98,16 +106,19 @@ def _choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
             f"{plan.training.packer} has buckets for each size; --to json gives it as it is"
         )
     eager = plan.graphs.one_cap is None or plan.graphs.impl == "none"
+    if max_seqs is None and target.limits_packer:
+        return plan.training.max_docs_per_pack or plan.microbatches.n_seqs.max
     if max_seqs is None and eager:
         return None
     if target.least_cap is None:
         return max_seqs if max_seqs is not None or plan.graphs.one_cap is None else plan.graphs.one_cap.max_seqs
     least = target.least_cap(plan)
     if max_seqs is not None and max_seqs < least:
+        other = "" if target.limits_packer else "or the megatron-lm target, which runs longer micro-batches eagerly, "
         raise UsageError(
             f"--max-seqs {max_seqs}: target {target.name} has no eager fallback, and the fullest micro-batch "
-            f"has {least} documents there: use --max-seqs {least}, or the megatron-lm target, which runs "
-            f"longer micro-batches eagerly, or repack with {suggest_setting('max_docs_per_pack', max_seqs)}"
+            f"has {least} documents there: use --max-seqs {least}, {other}or repack with "
+            f"{suggest_setting('max_docs_per_pack', max_seqs)}"
         )
     return least if max_seqs is None else max_seqs
 
@@ -341,6 +352,86 @@ def _value(value: bool | int | str | list[str]) -> str:
     return json_text(value, indent=None)
 
 
+def _most_documents(plan: Plan) -> int:
+    return plan.microbatches.n_seqs.max
+
+
+def _of_packer(plan: Plan, name: str, cap: int | None) -> list[str]:
+    """Comments of an export whose cap limits a packer at run time."""
+    comments, most = _header(plan, name), plan.microbatches.n_seqs.max
+    if cap is not None and cap < most:
+        comments.append(
+            f"packs analysed have up to {most} documents: the packer will form more packs, and other ones; "
+            f"{suggest_setting('max_docs_per_pack', cap)} analyses them"
+        )
+    return comments
+
+
+def _yaml_export(comments: Sequence[str], keys: Mapping[str, bool | int]) -> Exported:
+    return Exported(text=_comment(comments) + "".join(f"{key}: {_value(value)}\n" for key, value in keys.items()))
+
+
+def _render_rl(plan: Plan, cap: int | None) -> Exported:
+    """The flags of Megatron-LM's reinforcement learning for bins of at most `cap` documents."""
+    flags: list[Flag] = [
+        ("--rl-use-sequence-packing",),
+        ("--rl-sequence-packing-max-sequences-per-bin", str(cap)),
+    ]
+    return _shell_export(flags, _of_packer(plan, "Megatron-LM's flags for reinforcement learning", cap), _RL_FILE)
+
+
+def _render_axolotl(plan: Plan, cap: int | None) -> Exported:
+    """Keys of Axolotl's configuration for packs of at most `cap` documents, padded to the sequence length."""
+    keys = {
+        "sample_packing": True,
+        "sample_packing_bin_size": cap or 1,
+        "pad_to_sequence_len": True,
+        "sequence_len": plan.training.seq_length,
+        "micro_batch_size": plan.training.micro_batch_size,
+    }
+    return _yaml_export(_of_packer(plan, "Axolotl's configuration", cap), keys)
+
+
+def _render_maxtext(plan: Plan, cap: int | None) -> Exported:
+    """Keys of MaxText's configuration for rows of at most `cap` segments."""
+    comments = _of_packer(plan, "MaxText's configuration", cap)
+    comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
+    keys = {"packing": True, "max_segments_per_seq": cap or 1}
+    return _yaml_export(comments, keys | {"max_target_length": plan.training.seq_length})
+
+
+def _render_verl(plan: Plan, cap: int | None) -> Exported:
+    """Overrides of verl that pad every packed micro-batch to the plan's tokens; the cap has no place there."""
+    tokens = plan.training.seq_length * plan.training.micro_batch_size
+    comments = _header(plan, "verl's overrides")
+    comments.append("verl has no cap of documents: this makes the number of tokens constant, at the cost of padding")
+    engines = {"fsdp": "actor_rollout_ref.actor.fsdp_config", "megatron": "actor_rollout_ref.actor.megatron"}
+    lines = {
+        engine: "".join(
+            f"{prefix}.{key}={value}\n" for key, value in (("pad_to_length", "true"), ("pad_to_length_bucket", tokens))
+        )
+        for engine, prefix in engines.items()
+    }
+    extra = {"verl_megatron_overrides.txt": lines["megatron"]}
+    return Exported(text=_comment(comments) + lines["fsdp"], extra_files=extra)
+
+
+def _render_torch(plan: Plan, cap: int | None) -> Exported:
+    """A line of Python after which torch.compile captures graphs for the plan's buckets alone, or for `cap` alone."""
+    comments, setting = _header(plan, "torch.compile"), "torch._inductor.config.triton.cudagraph"
+    if cap is None:
+        comments.append(f"no graphs: {_eager_reason(plan)}")
+        return Exported(text=f"{_comment(comments)}{setting}s = False\n")
+    best = plan.graphs.one_cap
+    caps = {bucket.max_seqs for bucket in plan.graphs.buckets} if best is not None and best.max_seqs == cap else {cap}
+    comments.append(
+        "pad cu_seqlens, which has one entry more than documents, to the next of these lengths; where its length is "
+        "the only dynamic size, longer ones run without graphs"
+    )
+    lengths = ", ".join(str(max_seqs + 1) for max_seqs in sorted(caps))
+    return Exported(text=f"{_comment(comments)}{setting}_capture_sizes = ({lengths},)\n")
+
+
 def _render_json(plan: Plan, cap: int | None) -> Exported:
     """The whole plan, with the keys of the plan file, whatever the cap."""
     return Exported(text=json_text(plan.model_dump(mode="json", by_alias=True)) + "\n")
@@ -352,6 +443,11 @@ TARGETS = {
         Target("megatron-lm", "megatron_lm_args.sh", _render_lm),
         Target("megatron-lm-dev", "megatron_lm_dev_args.sh", _render_dev, least_cap=_least_dev_cap),
         Target("megatron-bridge", "megatron_bridge_overrides.yaml", _render_bridge, least_cap=_least_bridge_cap),
+        Target("megatron-rl", "megatron_rl_args.sh", _render_rl, limits_packer=True),
+        Target("axolotl", "axolotl.yaml", _render_axolotl, limits_packer=True),
+        Target("maxtext", "maxtext.yml", _render_maxtext, least_cap=_most_documents, limits_packer=True),
+        Target("verl", "verl_fsdp_overrides.txt", _render_verl, one_cap=False),
+        Target("torch", "torch_compile.py", _render_torch),
         Target("json", "plan.json", _render_json, one_cap=False),
     )
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
 from thdprof.analyze.settings.launch_flags import find_refusals
+from thdprof.analyze.sources.remote import find_matches, locate
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -42,8 +42,8 @@ def make_plan(
 
     Args:
         analysis: the analysis; the plan moves the activations to the host that the analysis counted as moved.
-        impl: the kind of graphs that training captures; None: the `usual` one, or with dropless experts the kind that
-            captures the layers' other parts.
+        impl: the kind of graphs that training captures; None: the `usual` one, or the kind that captures layers up to
+            their router, where dropless experts cannot be captured.
         usual: graphs of a torch module, or of model chunks where the run is known to be Megatron's.
         layers_per_graph: layers of one graph of a model chunk, or "all"; None: as the analysis predicts that steps are
             shortest.
@@ -56,13 +56,15 @@ def make_plan(
     """
     settings, overlap = analysis.settings, analysis.overlap
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
+    choice = None if analysis.offload is None else analysis.offload.choice
     captures = resolve_captures(
         impl,
         experts=settings.experts,
+        router_reason=analysis.request.find_router_reason(settings.experts, impl, choice),
         usual=usual,
         layers=layers_per_graph,
         predicted_layers=None if overlap is None or recompute == "full" else overlap.layers_per_graph,
-        choice=None if analysis.offload is None else analysis.offload.choice,
+        choice=choice,
         recompute=recompute,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         context_parallel_size=settings.context_parallel_size,
@@ -107,11 +109,12 @@ _MANY_FILES = 100
 
 def _shorten_files(data: DatasetPart) -> DatasetPart:
     """The dataset with a glob in place of its files, where they are many, and all of their kind in one directory."""
-    paths = [Path(uri) for uri in data.uris]
+    paths = [locate(uri) for uri in data.uris]
     if len(paths) < _MANY_FILES or len({(path.parent, path.suffix) for path in paths}) > 1:
         return data
-    files = str(Path(glob.escape(str(paths[0].parent))) / f"*{paths[0].suffix}")
-    if data.format == "megatron" or sorted(glob.glob(files)) != data.uris:
+    parent = paths[0].parent
+    files = str(parent.with_segments(*map(glob.escape, parent.parts)) / f"*{paths[0].suffix}")
+    if data.format == "megatron" or list(map(str, find_matches(files))) != data.uris:
         return data
     return data.model_copy(update={"uris": [files], "files": len(paths)})
 

@@ -268,7 +268,12 @@ def sweep(
         (r for r in good if r.given.get("packer") == "none"), good[0]
     )  # it alone needs to know what is trained
     dataset, progress = read_showing(
-        first.locations, format=first.format, settings=first.given, cache=first.cache, progress=progress
+        first.locations,
+        format=first.format,
+        settings=first.given,
+        cache=first.cache,
+        engine=first.engine,
+        progress=progress,
     )
     varied = [axis.name for axis in axes if len(axis.values) > 1]
     memo, done, share = Memo(), dict[int, Combination](), (1 - _READ_SHARE) / len(value_sets)

@@ -95,6 +95,15 @@ def analyze(
     if (other := compare_with_installed(plan.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     _write_results(analysis, plan, request, output=output, profile=profile, json=json, details=details, force=force)
+    check_not_refused(plan)
+
+
+def check_not_refused(plan: Plan) -> None:
+    """Fail where training by the plan would be refused.
+
+    Raises:
+        GateError: it would be, as far as the run's settings tell.
+    """
     refused = plan.predictions.refused
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
@@ -150,11 +159,13 @@ def next_command(request: Request, plan: Path | None) -> str:
     """What the user types next, by the trainer that the request is of."""
     if plan is None:
         return "the same with -o plan.yaml, which writes the plan"
-    if request.trainer_arguments is not None or request.given.get("loader") == "trainer":
-        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}", compile=True)]), from thdprof.transformers'
-    if request.script is not None:
-        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
-    return f"train by {plan} (README.md); with --profile FILE, thdprof report shows it"
+
+    from thdprof.analyze.analysis import training_command
+
+    of_trainer = request.trainer_arguments is not None or request.given.get("loader") == "trainer"
+    of_script = request.script is not None
+    found = training_command(plan, of_trainer=of_trainer, of_script=of_script)
+    return found if of_trainer or of_script else f"{found}; with --profile FILE, thdprof report shows it"
 
 
 def _check_outputs(
@@ -183,6 +194,7 @@ def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | N
     captures = resolve_captures(  # make_plan looks at the packer, too
         impl,
         experts=experts,
+        router_reason=request.find_router_reason(experts, impl, choice),
         usual=request.usual_impl,
         layers=request.layers_per_graph,
         choice=choice,

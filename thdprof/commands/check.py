@@ -36,8 +36,9 @@ def check(
         ),
     ] = "step",
     cache: Annotated[
-        Path | None, typer.Option(help="Directory that keeps counts of text.", show_default="beside the data")
+        Path | None, typer.Option(help="Directory that keeps what was read.", show_default="beside the data")
     ] = None,
+    engine: Annotated[str, typer.Option(help="Where files are read: local, ray or ray:ADDRESS.")] = "local",
     json: JsonOutput = False,
 ) -> None:
     """Check whether a plan still fits a dataset; exit with 3 where it does not.
@@ -59,6 +60,7 @@ def check(
             level=level,
             where=streams.name_plan(plan),
             cache=cache,
+            engine=engine,
             progress=progress,
         )
     streams.print_gate(result, json=json, to_dict=check_to_dict, print_text=print_check)

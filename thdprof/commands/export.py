@@ -11,10 +11,12 @@ from thdprof.commands import streams
 from thdprof.commands.options import Overwrite, PlanFile
 from thdprof.errors import UsageError
 
+_TARGETS = "Target: megatron-lm, megatron-lm-dev, megatron-bridge, megatron-rl, axolotl, maxtext, verl, torch or json."
+
 
 def export(
     plan: PlanFile,
-    to: Annotated[str, typer.Option(help="Target: megatron-lm, megatron-lm-dev, megatron-bridge or json.")],
+    to: Annotated[str, typer.Option(help=_TARGETS)],
     max_seqs: Annotated[int | None, typer.Option(min=1, help="Export this cap instead of the plan's.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Directory for the target's files; stdout without it.")

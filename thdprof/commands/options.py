@@ -53,7 +53,7 @@ GraphsToCapture = Annotated[
     capture_option(
         "--impl",
         help="What the plan captures: a torch module, or Megatron's chunks or layers.",
-        show_default="module; with --megatron-args chunk; transformer_engine with dropless experts",
+        show_default="module; with --megatron-args chunk; transformer_engine up to a router",
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")]

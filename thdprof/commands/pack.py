@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from thdprof.commands import streams
+from thdprof.commands.analyze import check_not_refused
 from thdprof.commands.options import (
     Datasets,
     Force,
@@ -20,6 +21,10 @@ from thdprof.commands.options import (
     with_settings,
 )
 from thdprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from thdprof.pack.repack import Repacking, Target
+    from thdprof.training import GraphKind
 
 
 @with_settings
@@ -51,6 +56,7 @@ def pack(
     ] = "index",
     output: Annotated[Path | None, output_option("-o", "--output", help="File of the packs.")] = None,
     plan: Annotated[Path | None, output_option(help="Write the plan of the packs here.")] = None,
+    report: Annotated[Path | None, output_option(help="Write the report page of the packs here (HTML).")] = None,
     dry_run: Annotated[bool, output_option("--dry-run", help="Print the comparison alone; write nothing.")] = False,
     json: Json = False,
     force: Force = False,
@@ -58,40 +64,74 @@ def pack(
     """Pack a dataset anew, compare it with the trainer's own packs, and write it in the order of training."""
     from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.settings.request import read_request
-    from thdprof.files import check_not_inputs, check_targets, json_text
-    from thdprof.pack.repack import plan_packs, repack
-    from thdprof.pack.report import print_repacking, to_dict
-    from thdprof.pack.write import explain_reading, metadata_path, write_packs
+    from thdprof.files import check_not_inputs, check_targets
+    from thdprof.pack.repack import repack
+    from thdprof.pack.write import metadata_path, write_packs
 
     cap = _read_cap(max_docs)
-    if dry_run and (output, plan) != (None, None):
-        raise UsageError("--dry-run writes nothing; leave out -o and --plan, or --dry-run")
+    if dry_run and (output, plan, report) != (None, None, None):
+        raise UsageError("--dry-run writes nothing; leave out -o, --plan and --report, or --dry-run")
     if output is None and not dry_run:
         raise UsageError("no output named: give -o FILE, or --dry-run for the comparison alone")
+    if "-" in map(str, (output, plan, report)):
+        raise UsageError("-: packs, plan and report cannot go to stdout; name files")
     if plan is not None and to == "index":
-        raise UsageError("--plan: an index is no data that training reads; give --to with the trainer")
+        raise UsageError("--plan: an index is no data that training reads; give --to, or analyze the index")
     beside = None if output is None or to != "bridge" else metadata_path(output)
-    outputs = [path for path in (output, beside, plan) if path is not None]
+    outputs = [path for path in (output, beside, plan, report) if path is not None]
     check_targets(outputs, force=force)
     request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
     check_gpu(request)
     for note in request.notes:
         streams.say(note)
+    script = None if megatron_args is None else megatron_args.file
+    check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table, request.host])
     with streams.progress_bar() as progress:
         result, dataset = repack(request, max_docs=cap, window=window, target=to, impl=impl, progress=progress)
         check_not_inputs(outputs, map(Path, dataset.uris))
         if output is not None:
             write_packs(result, dataset, target=to, path=output, progress=progress)
-    if plan is not None and output is not None:
-        plan_packs(result, output, impl=impl).save(plan, force=force)
+    _print_result(result, to, output, json=json)
+    if plan is not None or report is not None:
+        _write_plan(result, None if to == "index" else output, impl, plan=plan, report=report, force=force)
+
+
+def _print_result(result: Repacking, to: Target, output: Path | None, *, json: bool) -> None:
+    from thdprof.files import json_text
+    from thdprof.pack.report import print_repacking, to_dict
+    from thdprof.pack.write import explain_reading
+
     if json:
         streams.write(json_text(to_dict(result)) + "\n")
     else:
         then = [] if output is None else explain_reading(result, to, output)
         print_repacking(result, streams.console(stderr=False), then=then)
-    for name, file in (("packs", output), ("plan", plan)):
-        if file is not None:
-            streams.say(f"{name} written to {file}")
+    if output is not None:
+        streams.say(f"packs written to {output}")
+
+
+def _write_plan(
+    result: Repacking,
+    packs: Path | None,
+    impl: GraphKind | None,
+    *,
+    plan: Path | None,
+    report: Path | None,
+    force: bool,
+) -> None:
+    """Write the plan of the packs and their report page, where they are asked for."""
+    from thdprof.files import write_text
+    from thdprof.pack.repack import plan_packs
+    from thdprof.pack.report import to_page
+
+    analysis, made = plan_packs(result, packs, impl=impl)
+    if plan is not None:
+        made.save(plan, force=force)
+        streams.say(f"plan written to {plan}")
+    if report is not None:
+        write_text(report, to_page(result, analysis, made), force=force)
+        streams.say(f"report written to {report}")
+    check_not_refused(made)
 
 
 def _read_cap(text: str | None) -> int | Literal["auto"] | None:

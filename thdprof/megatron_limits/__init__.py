@@ -7,20 +7,19 @@ Hugging Face's Trainer. `known_fields` has the fields of megatron-core's configs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import graph_kinds, models
 from thdprof.megatron_limits.limit import Limit, MustBeOff, Words
-from thdprof.megatron_limits.models import DROPLESS_EXPERTS_RUN_EAGERLY
 from thdprof.megatron_limits.run import UNMEASURED, UP_TO_ROUTER, Facts, Run, ends_at_router, moved_by_core
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
 
 __all__ = [
-    "DROPLESS_EXPERTS_RUN_EAGERLY",
     "LIMITS",
     "UNMEASURED",
     "UP_TO_ROUTER",
@@ -31,6 +30,7 @@ __all__ = [
     "Words",
     "check_options",
     "ends_at_router",
+    "explain_router",
     "limits_of",
     "moved_by_core",
 ]
@@ -53,6 +53,25 @@ LIMITS: tuple[Limit, ...] = (
 def limits_of(run: Run) -> Iterator[Limit]:
     """The limits that `run` meets, in the table's order."""
     return (limit for limit in LIMITS if limit.holds(run))
+
+
+def explain_router(impl: Impl, fields: Mapping[str, Any], **known: Any) -> str | None:
+    """Why graphs of a run with dropless experts end at the router; None where they hold whole layers.
+
+    Args:
+        impl: the kind of graphs that would hold whole layers.
+        fields: fields of TransformerConfig by name, as far as they are known.
+        known: other fields of `Run` by name.
+    """
+    config = SimpleNamespace(**{"num_moe_experts": 1, **fields})
+    usual = {"experts": "dropless", "config": config, **known}
+    whole = Run.from_options("chunk" if impl == "module" else impl, **usual, modules=())
+    ended = {*limits_of(Run.from_options("transformer_engine", **usual, modules=UP_TO_ROUTER))}
+    limit = next((limit for limit in limits_of(whole) if limit not in ended), None)
+    if limit is None:
+        return None
+    served = "" if limit.off is None else f" ({limit.name} {limit.off.value!r} would do)"
+    return f"{limit.fields.describe_case(whole)}, and {limit.reason}{served}"
 
 
 def check_options(impl: Impl | None, **known: Any) -> None:

@@ -29,13 +29,16 @@ def _flags(fields: str, **others: str) -> dict[str, str]:
 TEXTS = _flags(
     """
     fp8_recipe fp8_quantizer_factory fp4_quantizer_factory moe_token_dispatcher_type moe_flex_dispatcher_backend
-    rope_type recompute_granularity moe_router_force_biased experimental_attention_variant
+    rope_type recompute_granularity moe_router_force_biased experimental_attention_variant moe_expert_capacity_factor
     """,
     fp8="--fp8-format",
     fp4="--fp4-format",
 )
 COUNTS = _flags(
-    "mtp_num_layers pipeline_model_parallel_size expert_model_parallel_size",
+    """
+    mtp_num_layers pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    tensor_model_parallel_size moe_latent_size
+    """,
     cpu_offloading="--cpu-offloading-num-layers",
     num_moe_experts="--num-experts",
 )
@@ -43,7 +46,8 @@ SWITCHES = _flags(
     """
     distribute_saved_activations overlap_moe_expert_parallel_comm delay_wgrad_compute moe_enable_routing_replay
     moe_paged_stash qk_clip log_max_attention_logit multi_latent_attention cache_mla_latents
-    use_transformer_engine_op_fuser
+    use_transformer_engine_op_fuser moe_router_padding_for_quantization moe_single_grouped_weight
+    overlap_dispatch_backward_with_experts_wgrad
     """,
     recompute_granularity="--recompute-activations",
     fp8_param="--fp8-param-gather",
@@ -75,6 +79,7 @@ CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "a rotary type other than yarn with latent attention": ((TEXTS["rope_type"],), _OUT),
     "cached latents": ((SWITCHES["cache_mla_latents"],), _OUT),
     "unfused RoPE": (("--no-rope-fusion",), _OUT),
+    "whole layers of dropless experts in SequentialMLP": (("--moe-grouped-gemm",), "give it"),
     "variants of attention": ((TEXTS["experimental_attention_variant"],), _OUT),
     "wrappers other than DistributedDataParallel": (_FSDP, _OUT),
     "`quant_recipe` with quantizers of one's own or Kitchen's": (
@@ -85,6 +90,11 @@ CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "`quant_recipe` with overlapped expert communication": ((PRECISION_FILE,), f"leave {_OVERLAP} out"),
 }
 """Limits that no field turns on by itself: their names, the arguments that make the case, and what to change."""
+MISSING: Mapping[str, str] = {
+    "add_bias_linear": "--disable-bias-linear",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
+}
+"""Fields that must be off and are on by Megatron-LM's defaults: the argument to give."""
 _DEFAULT_DISPATCHER = "allgather"
 """Megatron-LM's dispatcher where no argument names one."""
 
@@ -184,10 +194,8 @@ def refused_allocator(environment: Mapping[str, str]) -> Iterator[str]:
         yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"
 
 
-def describe_arguments(
-    plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
-) -> tuple[Run, dict[str, str]]:
-    """The run of a script's arguments, and the arguments by the field of TransformerConfig that each sets."""
+def read_fields(given: Arguments) -> tuple[SimpleNamespace, dict[str, str]]:
+    """The fields of TransformerConfig that a script's arguments set, and the argument that sets each."""
     found: list[tuple[str, str, Any]] = [
         (field, flag, True if flag in given else None) for field, flag in SWITCHES.items()
     ]
@@ -206,11 +214,20 @@ def describe_arguments(
         moe_pad_expert_input_to_capacity="--moe-pad-expert-input-to-capacity" in given,
         hybrid_layer_pattern=given.value("--hybrid-layer-pattern"),
         apply_rope_fusion="--no-rope-fusion" not in given,
+        add_bias_linear="--disable-bias-linear" not in given,
+        sequential_experts="--moe-grouped-gemm" not in given,
         **{field: value for field, _, value in found if value is not None},
     )
-    experts = find_experts(config)
-    if experts == "padded" and given.value(_DISPATCHER) is None:
+    if find_experts(config) != "none" and given.value(_DISPATCHER) is None:
         config.moe_token_dispatcher_type = _DEFAULT_DISPATCHER
+    return config, flags
+
+
+def describe_arguments(
+    plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
+) -> tuple[Run, dict[str, str]]:
+    """The run of a script's arguments, and the arguments by the field of TransformerConfig that each sets."""
+    config, flags = read_fields(given)
     positions = given.value("--position-embedding-type")
     if positions not in ("rope", "yarn") and "--use-rotary-position-embeddings" in given:
         positions = "rope"
@@ -220,7 +237,7 @@ def describe_arguments(
         environment,
         replay=replay,
         impl=impl,
-        experts=experts,
+        experts=find_experts(config),
         pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", 1),
         context_parallel_size=given.count("--context-parallel-size") or 1,
         position_embedding=None if positions == "mrope" else positions,  # which has a line of its own
@@ -254,11 +271,15 @@ def _refuse_by_table(
         if limit.name in CASES:
             of_case, remedy = CASES[limit.name]
             shown = " with ".join(given.shown(flag) for flag in of_case if flag in given)
-            shown = shown or f"{of_case[0]} is missing, which means {_DEFAULT_DISPATCHER}"
+            shown = shown or f"{of_case[0]} is missing"
+            if shown == f"{_DISPATCHER} is missing":
+                shown += f", which means {_DEFAULT_DISPATCHER}"
         elif limit.name in flags:
             shown = given.shown(flags[limit.name])
             if limit.name in SHARDS or (limit.off is not None and remedy == f"set it to {limit.off.value!r}"):
                 remedy = _OUT
+        elif limit.name in MISSING:
+            shown, remedy = f"{MISSING[limit.name]} is missing", "give it"
         elif limit.name in RECOMPUTE_CASES:
             shown = given.shown(flags["recompute_granularity"])
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":

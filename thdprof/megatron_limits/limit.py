@@ -22,8 +22,11 @@ class Words:
 
     def describe(self, run: Run, reason: str) -> str:
         """Case, reason and remedy in one line."""
-        case = self.case.format_map(run) if isinstance(self.case, str) else self.case(run)
-        return f"{case}: {reason}; {self.remedy}"
+        return f"{self.describe_case(run)}: {reason}; {self.remedy}"
+
+    def describe_case(self, run: Run) -> str:
+        """The case alone."""
+        return self.case.format_map(run) if isinstance(self.case, str) else self.case(run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

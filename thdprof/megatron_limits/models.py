@@ -138,12 +138,6 @@ NO_PAGED_STASH = (
 )
 """Why moe_paged_stash, which would put dropless experts into a graph, is refused."""
 _COUNTS_ON_HOST = "each expert's number of tokens is read on the host"
-DROPLESS_EXPERTS_RUN_EAGERLY = (
-    "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router; dispatch and "
-    f"experts run eagerly, because {_COUNTS_ON_HOST}. megatron-core's moe_paged_stash would put them into the graph "
-    f"too, but {NO_PAGED_STASH}"
-)
-"""For readers of an analysis: what is captured of a layer with dropless experts, and why no more."""
 
 
 def _with_experts(run: Run) -> bool:
@@ -176,6 +170,88 @@ def _explain_no_preprocess(run: Run) -> str:
     return ""
 
 
+def _whole_dropless(run: Run) -> bool:
+    """Whether graphs hold whole layers of dropless experts, whose products are then grouped ones."""
+    is_dropless = run.experts == "dropless" and run.planned_experts in (None, "dropless")
+    return _captured_with_experts(run) and is_dropless and run.impl != "local"
+
+
+_grouped = partial(
+    must_be_off,
+    applies=_whole_dropless,
+    graphs="whole layers of dropless experts",
+    remedy=(
+        "turn it off, or analyse with graphs that end at the router (graphs.impl transformer_engine, graphs.modules "
+        "attn and moe_router)"
+    ),
+)
+_ONE_RANK = "numbers of rows that ranks exchange are read on the host"
+_IN_BF16 = "experts inside a graph run by torch's grouped products, in bf16 alone"
+_NO_ROOM = "experts inside a graph take top-k rows of every token, no more and no fewer"
+_OF_ENGINE = "experts inside a graph run by torch's grouped products, and not by Transformer Engine's layers"
+
+GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
+    _grouped("expert_model_parallel_size", 1, _ONE_RANK),
+    _grouped(
+        "expert_tensor_parallel_size",
+        1,
+        _ONE_RANK,
+        is_on=lambda run: (
+            (run.field("expert_tensor_parallel_size") or run.field("tensor_model_parallel_size") or 1) > 1
+        ),
+        remedy="set it to 1, or analyse with graphs that end at the router",
+    ),
+    _grouped("fp8", None, _IN_BF16),
+    _grouped("fp4", None, _IN_BF16),
+    _grouped("quant_recipe", None, _IN_BF16),
+    _grouped(
+        "add_bias_linear", False, "grouped products add no bias", is_on=lambda run: run.field("add_bias_linear") is True
+    ),
+    _grouped("moe_expert_capacity_factor", None, _NO_ROOM),
+    _grouped("moe_router_padding_for_quantization", False, _NO_ROOM),
+    _grouped("moe_latent_size", None, "experts behind latent projections were not checked in a graph"),
+    _grouped("moe_single_grouped_weight", False, "a weight of all experts was not checked in a graph"),
+    _grouped("delay_wgrad_compute", False, _OF_ENGINE),
+    _grouped("overlap_dispatch_backward_with_experts_wgrad", False, _OF_ENGINE),
+    _grouped("use_transformer_engine_op_fuser", False, _OF_ENGINE),
+    Limit(
+        name="offloading with whole layers of dropless experts",
+        holds=lambda run: _whole_dropless(run) and run.offload_modules is not None,
+        reason="activations of grouped products were not moved beside eager ones",
+        fields=Words("graphs.offload", "set it to null"),
+    ),
+)
+"""With whole layers of dropless experts; `install` also looks at the experts themselves."""
+
+ANALYSED_EXPERT_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        name="whole layers of dropless experts in SequentialMLP",
+        holds=lambda run: _whole_dropless(run) and run.field("sequential_experts"),
+        reason="experts are multiplied one by one",
+        fields=Words("moe_grouped_gemm is False", "set it to True"),
+    ),
+    Limit(
+        name="whole layers of dropless experts in fp16 or fp32",
+        holds=lambda run: _whole_dropless(run) and run.field("precision") in ("fp16", "fp32"),
+        reason=_IN_BF16,
+        fields=Words("precision is {precision}", "train in bf16"),
+    ),
+    Limit(
+        name="whole layers of dropless experts with adapters",
+        holds=lambda run: _whole_dropless(run) and run.field("adapted_experts"),
+        reason="adapters between grouped products were not checked in a graph",
+        fields=Words("lora_target_modules has linear_fc1 or linear_fc2", "adapt attention alone"),
+    ),
+    Limit(
+        name="whole layers of dropless experts on other GPUs than Hopper's",
+        holds=lambda run: _whole_dropless(run) and run.field("groups_products") is False,
+        reason="torch's grouped products were checked in a graph on Hopper GPUs alone",
+        fields=Words("the GPU is no Hopper GPU", "train on one"),
+    ),
+)
+"""What an analysis knows of whole layers of dropless experts by other names than TransformerConfig's fields."""
+
+
 EXPERT_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="whole layers of dropless experts",
@@ -183,6 +259,7 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
             run.experts == "dropless"
             and run.modules is not None
             and tuple(sorted({*run.modules} - {PREPROCESS})) != UP_TO_ROUTER
+            and (run.modules or run.impl == "local" or run.planned_experts not in (None, "dropless"))
         ),
         reason=f"with dropless experts no layer is captured whole, because {_COUNTS_ON_HOST}",
         options=Words(
@@ -251,6 +328,8 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         is_on=lambda run: float(run.field("moe_router_force_biased") or 0) < 0,
         remedy="use a number above zero, for biases that are drawn in every pass",
     ),
+    *GROUPED_EXPERT_LIMITS,
+    *ANALYSED_EXPERT_LIMITS,
 )
 
 _OVERLAP = "overlap_moe_expert_parallel_comm"

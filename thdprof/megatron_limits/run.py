@@ -19,6 +19,8 @@ FLEX = "flex"
 """Megatron's token dispatcher over DeepEP and its likes."""
 SHARDED = "FullyShardedDataParallel"
 """The wrapper of a model whose parameters are sharded (FSDP)."""
+_HOPPER, _OTHERS = frozenset(("h100", "h200", "h800", "gh200")), frozenset(("a100", "b200", "gb200", "b300"))
+"""GPUs by their names."""
 UNMEASURED = "THDPROF_UNMEASURED"
 """Environment variable; the value `allow` accepts what has graphs but was never measured, or not found equal."""
 
@@ -52,6 +54,14 @@ def ends_at_router(experts: Experts, dispatcher: str | None) -> bool:
         dispatcher: moe_token_dispatcher_type; None: Megatron's own. Inside graphs flex was not checked.
     """
     return experts == "dropless" or (experts == "padded" and dispatcher == FLEX)
+
+
+def groups_products(gpu: str | None) -> bool | None:
+    """Whether torch's grouped products were checked in a graph on the GPU of that name, which is Hopper's alone; None
+    where the name is of no GPU that is known.
+    """
+    words = {*(gpu or "").lower().replace("-", " ").split()}
+    return True if words & _HOPPER else False if words & _OTHERS else None
 
 
 def moved_by_core(impl: Impl, experts: Experts) -> bool:
@@ -117,6 +127,8 @@ class Run:
     """Context-parallel size of each bucket of the plan."""
     experts: Experts | None = None
     """Whether the model has experts, and whether these are padded to a capacity or take all tokens (dropless)."""
+    planned_experts: Experts | None = None
+    """What the plan says of that; None without a plan."""
     offload_modules: tuple[str, ...] | None = None
     """Parts of a layer whose activations go to the host; None also where all activations stay on the device."""
     core_offload: bool | None = None
@@ -181,6 +193,7 @@ class Run:
             "dynamic_cp": is_dynamic(plan),
             "packer": training.packer,
             "experts": find_experts(config),
+            "planned_experts": training.experts,
             "offload_modules": None if graphs.offload is None else tuple(graphs.offload.modules),
             "layers_per_graph": graphs.layers_per_graph,
         }

@@ -10,8 +10,14 @@ from thdprof.training.trainer_arguments import find_autocast
 if TYPE_CHECKING:
     from thdprof.plan import Plan
 
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+WITH_EXPERTS = ("mixtral", "olmoe", "qwen3_moe")
+"""Values of `model_type` in the configs of models with experts, all dropless, whose layers were checked."""
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", *WITH_EXPERTS)
 """Values of `model_type` in the configs of models whose layers were checked in graphs."""
+_REFUSED_TYPES = {"gpt_oss": "its attention has sinks, which none of the variable-length attentions here takes"}
+"""Values of `model_type` that are known and cannot be served, with the reason."""
+GROUPED, BATCHED = "grouped_mm", "batched_mm"
+"""Values of transformers' `experts_implementation` that read nothing on the host."""
 _USUAL_BATCH = 8
 """The Trainer's per_device_train_batch_size where it is not given."""
 
@@ -32,8 +38,38 @@ def refuse_plan(plan: Plan) -> Iterator[str]:
 
 def refuse_model_type(model_type: str) -> Iterator[str]:
     """A model whose layers were not checked; `model_type` is that of its config."""
-    if model_type not in FAMILIES:
+    if model_type in _REFUSED_TYPES:
+        yield f"the model's model_type {model_type!r}: {_REFUSED_TYPES[model_type]}; train without PlanCallback"
+    elif model_type not in FAMILIES:
         yield f"the model's model_type {model_type!r} was not checked in graphs: known are {', '.join(FAMILIES)}"
+
+
+def refuse_experts(
+    implementation: str | None, *, weights_dtype: str | None, groups_products: bool | None
+) -> Iterator[str]:
+    """Experts that a graph cannot hold, of a model of `WITH_EXPERTS` on a GPU.
+
+    Args:
+        implementation: transformers' `experts_implementation`; None: its default, grouped_mm.
+        weights_dtype: the dtype of the experts' weights, such as "float32"; None: not known.
+        groups_products: whether it is a Hopper GPU (compute capability 9); None: not known.
+    """
+    if implementation not in (None, GROUPED, BATCHED):
+        reads = "the host reads which experts have tokens" if implementation == "eager" else "not checked in graphs"
+        yield (
+            f"experts_implementation {implementation!r}: {reads}; load the model with "
+            f"experts_implementation={GROUPED!r}, or call model.set_experts_implementation({GROUPED!r})"
+        )
+    elif implementation != BATCHED and weights_dtype not in (None, "bfloat16"):
+        yield (
+            f"experts' weights are in {weights_dtype}: torch's grouped products read on the host in other dtypes than "
+            "bfloat16; load the model in bfloat16 (model_init_kwargs={'dtype': 'bfloat16'})"
+        )
+    elif implementation != BATCHED and groups_products is False:
+        yield (
+            "experts on this GPU: torch's grouped products were checked in graphs on Hopper GPUs alone, and read on "
+            "the host on older ones; train without PlanCallback"
+        )
 
 
 def refuse_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:

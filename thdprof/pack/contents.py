@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources import indexed
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.readers import arrow, json_lines
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches, schema_of
+from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
 
 LABELS, LOSS_MASK = "labels", "loss_mask"
@@ -94,14 +96,14 @@ def copy_contents(dataset: Dataset, reading: Reading, directory: Path) -> Conten
     if dataset.format == "trl-text":
         return _copy_text(dataset, reading, directory)
     beside = _OF_BRIDGE if dataset.format == "bridge" else _BESIDE
-    return _copy_tokens([Path(uri) for uri in dataset.uris], beside, directory)
+    return _copy_tokens([locate(uri) for uri in dataset.uris], beside, directory)
 
 
 def _copy_text(dataset: Dataset, reading: Reading, directory: Path) -> Contents:
     from thdprof.analyze.sources.readers.count_trl_tokens import LENGTHS_FILE, TOKENS_FILE, TRAINED_FILE
     from thdprof.analyze.sources.trl_text import write_tokens
 
-    write_tokens([Path(uri) for uri in dataset.uris], reading, directory)
+    write_tokens([locate(uri) for uri in dataset.uris], reading, directory)
     lengths = np.load(directory / LENGTHS_FILE, allow_pickle=False)
     trained = Column(path=directory / TRAINED_FILE, dtype=np.uint8)
     return Contents(
@@ -131,7 +133,7 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
                     row = sum(map(len, lengths)) - 1 + int((np.diff(ends) != np.diff(offsets)).argmax())
                     raise DataError(f"{path}: row {row}: {name} has not one value for each of {TOKENS}")
                 with (directory / name).open("ab") as file:
-                    values.astype(types[name]).tofile(file)
+                    file.write(values.astype(types[name]).data)  # tofile does not say why it fails
             lengths.append(np.diff(offsets))
     return Contents(
         columns={name: Column(path=directory / name, dtype=types[name]) for name in names or ()},
@@ -140,6 +142,8 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
 
 
 def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
+    if indexed.recognises(path):
+        return [TOKENS]
     held = schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or ()
     return [name for name in (TOKENS, *beside) if name in held]
 
@@ -147,6 +151,9 @@ def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
 def _read_batches(path: Path, names: Sequence[str]) -> Iterator[Batch]:
     import pyarrow as pa
 
+    if indexed.recognises(path):
+        yield from ({TOKENS: some} for some in indexed.read_tokens(path))
+        return
     if holds_columns(path):
         for _, batch in read_batches(path, names):
             columns = {name: pa.chunked_array([batch.column(name)]) for name in names}

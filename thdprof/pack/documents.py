@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,10 +15,19 @@ from thdprof.analyze.schedule.gpt_dataset import train_share
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.analyze.sources.readers import json_lines
-from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns
+from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, read_batches, schema_of
+from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError
 from thdprof.training import AXOLOTL_PACKERS, SWIFT_PACKERS, TrainingSettings
 from thdprof.words import write_count
+
+_SOURCES = ("source", "dataset")
+"""Columns that name the source of a row, tried in this order."""
+_MOST_SOURCES = 64
+"""Most names of sources; a column of more names rows."""
+
+_HELD_OUT = re.compile(r"(test|val|valid|validation|dev|eval)([-_.]|$)", re.IGNORECASE)
+"""Names of files that are usually not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +66,7 @@ def collect_documents(
     Raises:
         DataError: no document is left.
     """
-    content, notes = dataset.content, list[str]()
+    content, notes = dataset.content, _note_splits(dataset)
     stored_more = 0
     match content:
         case PackedRows():
@@ -119,6 +129,19 @@ def collect_documents(
     )
 
 
+def _note_splits(dataset: Dataset) -> list[str]:
+    """Sentences on the splits that are packed, where files or directories are named after splits."""
+    paths = [locate(uri) for uri in dataset.uris]
+    split = paths[0].parent
+    if (split.parent / "dataset_dict.json").is_file():
+        return [f"only the split {split.name} of {split.parent} is packed"]
+    held_out = [path.name for path in paths if _HELD_OUT.match(path.name)]
+    if not held_out or len(held_out) == len(paths):
+        return []
+    files = ", ".join(held_out[:3]) + (" and others" if len(held_out) > 3 else "")
+    return [f"packed with the other files: {files}; if these are for validation, name the others alone"]
+
+
 def _overlong_rule(settings: TrainingSettings) -> str:
     """What training does with a document that is longer than a pack."""
     if settings.packer.startswith("first_fit") and settings.pad_seq_to_mult == 1:
@@ -135,7 +158,7 @@ def _rows_of_files(dataset: Dataset, settings: TrainingSettings) -> Sequence[int
     named = {"length_column": settings.length_column}
     if dataset.format != "trl-text":  # is read again in a moment: no tokens are counted
         return [read_dataset([uri], format=dataset.format, settings=named).num_rows() for uri in dataset.uris]
-    return [_count_texts(Path(uri)) for uri in dataset.uris]
+    return [_count_texts(locate(uri)) for uri in dataset.uris]
 
 
 def _count_texts(path: Path) -> int:
@@ -144,3 +167,38 @@ def _count_texts(path: Path) -> int:
             return file.num_rows()
     lines = chain.from_iterable(lines for _, _, lines in json_lines.read_parts(path))
     return sum(1 for line in lines if line.strip())
+
+
+def read_sources(documents: Documents) -> tuple[list[str], NDArray[np.int64]] | None:
+    """The names of the sources that a column `source` or `dataset` has, and the index of each document's.
+
+    None where a file has no such column, or the column has one name or more than 64.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    files = [locate(uri) for uri in documents.files]
+    columns = [schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or () for path in files]
+    column = next((name for name in _SOURCES if all(name in names for names in columns)), None)
+    if column is None:
+        return None
+    names: dict[str, int] = {}
+    rows = []
+    for name in chain.from_iterable(_read_names(path, column) for path in files):
+        rows.append(names.setdefault(name, len(names)))
+        if len(names) > _MOST_SOURCES:
+            return None
+    if len(names) == 1:
+        return None
+    first = np.cumsum(documents.rows_of_file) - documents.rows_of_file
+    return list(names), np.array(rows, dtype=np.int64)[first[documents.file] + documents.row]
+
+
+def _read_names(path: Path, column: str) -> Iterator[str]:
+    """The text of a column of each row."""
+    if holds_columns(path):
+        for _, batch in read_batches(path, [column]):
+            yield from map(str, batch.column(0).to_pylist())
+        return
+    for _, value in json_lines.read_values(path, expected=f"an object with {column}"):
+        yield str(value.get(column) if isinstance(value, dict) else None)

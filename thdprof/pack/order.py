@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 _ENOUGH = 1.01
 """Slowest rank over mean from which the default window needs to be no longer."""
 _CORRELATION = 0.1
-"""Bound on the correlation of neighbouring steps' costs, by magnitude."""
+"""Bound on the correlations of neighbouring steps' costs and mean lengths, by magnitude."""
 _SHUFFLES = 64
 """Number of shuffles of the steps that are tried to keep that bound."""
 
@@ -21,9 +21,10 @@ class StepFigures(NamedTuple):
     slowest_over_mean: float
     """Cost of the dearest rank of a step over the mean of its ranks, in the mean of the full steps, 1 or more."""
     correlation: float
-    """Correlation of the costs of neighbouring full steps, -1 to 1; 0 for fewer than three or for equal costs."""
+    """Correlation of the mean lengths of neighbouring full steps' documents, of their costs where no lengths are known,
+    -1 to 1; 0 for fewer than three steps or for equal ones."""
     source_distance: float | None
-    """Share of a step's packs that other sources would have in an even mix, in the mean of the full steps, 0 to 1."""
+    """Share of a step's tokens that other sources would have in an even mix, in the mean of the full steps, 0 to 1."""
 
 
 class OrderFigures(NamedTuple):
@@ -41,6 +42,7 @@ def order_packs(
     micro_batch_size: int = 1,
     window: int | None = None,
     seed: int = 0,
+    sizes: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int64]:
     """Return the packs in an order of training in which the ranks of a step cost alike.
 
@@ -48,7 +50,7 @@ def order_packs(
     sums are alike. Steps then take sums that are still closer to each other, out of those of a window of steps. With
     one pack for a rank and step, these are packs of like cost. The n-th micro-batches of the ranks are all dear or all
     cheap. Which packs form a window is random, and so is the order of all steps. Of several random orders of them the
-    first is taken whose neighbouring steps correlate by less than 0.1.
+    first is taken whose neighbouring steps correlate by less than 0.1, in costs and in mean lengths of documents.
 
     Packs are read as sequential samplers hand out rows: step after step, in it micro-batch after micro-batch, in that
     rank after rank. Those that fill no step come last, in random order.
@@ -60,6 +62,7 @@ def order_packs(
         micro_batch_size: packs of a micro-batch.
         window: steps of a window; 0: a random order; None: as few as make the slowest rank cost 1.01 of the mean.
         seed: of the random order.
+        sizes: tokens and documents of every pack, float64, shape [2, packs]; None: not known.
 
     Returns:
         Numbers of packs, a permutation, int64, shape [packs].
@@ -84,11 +87,13 @@ def order_packs(
     ranks = random.permuted(np.tile(np.arange(num_ranks), (num_steps, 1)), axis=1)[:, None, :, None]
     microbatches = random.permuted(np.tile(np.arange(num_microbatches), (num_steps, 1)), axis=1)[:, :, None, None]
     steps = np.take_along_axis(np.take_along_axis(steps, ranks, axis=2), microbatches, axis=1)
-    step_costs = costs[steps].sum(axis=(1, 2, 3))
+    values = [costs[steps].sum(axis=(1, 2, 3))]
+    if sizes is not None:
+        values.append(_mean_lengths(sizes, steps))
     shuffles = (random.permutation(num_steps) for _ in range(_SHUFFLES))
     shuffle, least = np.arange(num_steps), np.inf
     for other in shuffles:
-        correlation = abs(_correlate_neighbours(step_costs[other]))
+        correlation = max(abs(_correlate_neighbours(each[other])) for each in values)
         if correlation < least:
             shuffle, least = other, correlation
         if least < _CORRELATION:
@@ -104,7 +109,8 @@ def measure_order(
     num_microbatches: int,
     micro_batch_size: int = 1,
     seed: int = 0,
-    sources: NDArray[np.int32] | None = None,
+    sizes: NDArray[np.float64] | None = None,
+    sources: NDArray[np.float64] | None = None,
 ) -> OrderFigures:
     """Measure the full steps of an order, and those of the random order of `order_packs` with `window=0` and the seed.
 
@@ -115,7 +121,8 @@ def measure_order(
         num_microbatches: micro-batches of a rank and step.
         micro_batch_size: packs of a micro-batch.
         seed: of the random order.
-        sources: number of the source of every pack, 0 or more, int32, shape [packs]; None: not known.
+        sizes: tokens and documents of every pack, float64, shape [2, packs]; None: not known.
+        sources: tokens of each source in every pack, float64, shape [sources, packs]; None: not known.
 
     Raises:
         ValueError: a cost is not over 0 and finite, a number is out of bounds, or the packs fill no step.
@@ -128,10 +135,9 @@ def measure_order(
     for packs in (order, np.random.default_rng(seed).permutation(len(costs))):
         steps = packs[: len(packs) // size * size].reshape(-1, *shape)
         by_step = costs[steps]
-        distance = None if sources is None else _measure_sources(sources[steps.reshape(-1, size)])
-        both.append(
-            StepFigures(_measure_slowest(by_step), _correlate_neighbours(by_step.sum(axis=(1, 2, 3))), distance)
-        )
+        values = by_step.sum(axis=(1, 2, 3)) if sizes is None else _mean_lengths(sizes, steps)
+        distance = None if sources is None else _measure_sources(sources, steps)
+        both.append(StepFigures(_measure_slowest(by_step), _correlate_neighbours(values), distance))
     return OrderFigures(*both)
 
 
@@ -205,10 +211,16 @@ def _correlate_neighbours(step_costs: NDArray[np.float64]) -> float:
     return float(np.corrcoef(step_costs[:-1], step_costs[1:])[0, 1])
 
 
-def _measure_sources(by_step: NDArray[np.int32]) -> float:
-    """Mean over steps of half the differences of shares in a step and in all; sources [steps, packs]."""
-    num_sources = int(by_step.max()) + 1
-    numbers = by_step + np.arange(len(by_step))[:, None] * num_sources
-    shares = np.bincount(numbers.ravel(), minlength=len(by_step) * num_sources).reshape(len(by_step), -1)
-    shares = shares / by_step.shape[1]
-    return float(np.abs(shares - shares.mean(axis=0)).sum(axis=1).mean() / 2)
+def _mean_lengths(sizes: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Mean length of the documents of every step; packs [steps, micro-batches, ranks, packs of one]."""
+    tokens, documents = (each[steps].sum(axis=(1, 2, 3)) for each in sizes)
+    means: NDArray[np.float64] = tokens / documents
+    return means
+
+
+def _measure_sources(sources: NDArray[np.float64], steps: NDArray[np.int64]) -> float:
+    """Mean over steps of half the differences of shares in a step and in all; arguments as for `_mean_lengths`."""
+    tokens = np.stack([each[steps].sum(axis=(1, 2, 3)) for each in sources])
+    shares = tokens / tokens.sum(axis=0)
+    even = tokens.sum(axis=1, keepdims=True) / tokens.sum()
+    return float(np.abs(shares - even).sum(axis=0).mean() / 2)

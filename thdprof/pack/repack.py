@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,16 +28,18 @@ from thdprof.analyze.sources.base import (
 )
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
-from thdprof.pack.documents import Documents, collect_documents
-from thdprof.pack.order import measure_order, order_packs
+from thdprof.pack.documents import Documents, collect_documents, read_sources
+from thdprof.pack.order import OrderFigures, measure_order, order_packs
 from thdprof.pack.packs import pack_documents
 from thdprof.plan import FallbackRate, Percentiles, Plan
 from thdprof.training import TRAINER_PACKERS, TRL_PACKERS, GraphKind, TrainingSettings
 
 _READ_SHARE = 0.4
 """Progress-bar estimate: the share of the work that ends with the analysis of the old packs."""
-_CAPS = tuple(2**power for power in range(2, 13))
-"""Caps that are compared."""
+_CAPS = tuple(quarter << power for power in range(11) for quarter in (4, 5, 6, 7))
+"""Caps that are compared: powers of two, and three numbers between each and the next."""
+_MORE_PACKS = 0.003
+"""Most packs, as a share, that a cap may add where there are no times to choose it by."""
 _OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "packing_batch", "shuffle_seed", "loader",
              "seq_length", "split", "sft_tokenizer_prompt_format", "tokenizer_model", "length_column",
              "drop_last")  # fmt: skip
@@ -124,6 +126,8 @@ class Cap:
     """Most documents of a pack, without that of a tail."""
     tokens_per_second: float | None
     """Tokens of documents that the run trains on per second, on a host in the middle of the range; None: no times."""
+    more_packs: float = 0.0
+    """Packs that the cap adds, as a share of those without a cap; 0 where no caps are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +150,12 @@ class Repacking:
     """The run with the new packs."""
     settings: TrainingSettings
     """The settings of that run, complete, for which the order holds."""
-    correlation: tuple[float, float] | None
-    """Correlation of the costs of neighbouring steps in the new order and in a random one; None: no step is full."""
+    analysis: Analysis
+    """The analysis of the run with the new packs."""
+    order: OrderFigures | None
+    """The steps of the new order and of a random one; None: no step is full."""
+    sources: tuple[str, ...]
+    """Names of the sources that rows have; empty where they have none."""
     notes: tuple[str, ...]
     """Sentences on documents that were cut, split or left out."""
 
@@ -166,7 +174,8 @@ def repack(
     Args:
         request: the dataset and the run, which is compared over one epoch.
         max_docs: most documents of a pack, with the one that training appends for an unused tail; None: any number;
-            "auto": the one of the powers of two by which the run trains on most tokens per second.
+            "auto": the one of the `_CAPS` by which the run trains on most tokens per second. Without times it is the
+            least that adds at most 0.3% of packs.
         window: steps over which packs are balanced; 0 keeps a random order, None takes the default.
         target: the trainer whose rows are made; None: the one that the run's settings name.
         impl: the kind of graphs.
@@ -174,14 +183,21 @@ def repack(
 
     Raises:
         DataError: the dataset cannot be read, or nothing is left to pack.
-        UsageError: the settings contradict each other, or blend several datasets by weights, or there are no times
-            to choose a cap by.
+        UsageError: the settings contradict each other, or blend several datasets by weights.
     """
     if request.given.get("weights") is not None:
-        raise UsageError("--weights: pack each dataset of a blend for itself, and blend the packs by the same weights")
+        raise UsageError(
+            "--weights: pack each dataset of a blend for itself, and blend the packs by the same weights; where they "
+            "count rows, as with --sft, multiply each by packs over rows"
+        )
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, show = read_showing(
-        request.locations, format=request.format, settings=request.given, cache=request.cache, progress=progress
+        request.locations,
+        format=request.format,
+        settings=request.given,
+        cache=request.cache,
+        engine=request.engine,
+        progress=progress,
     )
     stored = ("seq_length",) if isinstance(dataset.content, PackedRows) else ()
     old = replace(request, given=_without(request.given, (*_RUN_LENGTH, *stored)))
@@ -194,53 +210,80 @@ def repack(
     one_epoch = replace(new, given=_without(new.given, _RUN_LENGTH))
     make = partial(make_packs, dataset, before.settings, seq_length=seq_length, adds_tail=adds_tail, window=window)
 
-    def try_cap(cap: int | None, done: float) -> tuple[Cap, Packs, Analysis]:
-        show("packing", done, dataset.num_documents())
+    def try_cap(cap: int | None, done: float) -> _Trial:
+        show("packing", _READ_SHARE + (1 - _READ_SHARE) * done, dataset.num_documents())
         packs = make(max_docs=cap, for_bridge=target == "bridge")
         analysis = Study(one_epoch, packs.make_dataset(rule), measured, impl=impl).analyze()
         return _measure_cap(cap, packs, analysis), packs, analysis
 
-    best = try_cap(None if max_docs == "auto" else max_docs, _READ_SHARE)
-    curve: list[Cap] = []
+    curve: tuple[Cap, ...] = ()
     if max_docs == "auto":
-        if not best[2].timed:
-            raise UsageError(f"--max-docs auto: weighs times, and there are none: {best[2].verdict.reason}")
-        mean, most = best[2].n_seqs.mean, best[2].n_seqs.max
-        caps = [cap for cap in _CAPS if mean < cap < most]
-        curve.append(best[0])
-        for number, cap in enumerate(caps, start=1):
-            other = try_cap(cap, _READ_SHARE + (1 - _READ_SHARE) * number / (len(caps) + 1))
-            curve.append(other[0])
-            best = max(best, other, key=lambda each: each[0].tokens_per_second or 0.0)
+        best, curve = _choose_cap(try_cap, tail=int(adds_tail))
+    else:
+        best = try_cap(max_docs, 0.0)
     chosen, packs, after = best
     old_packs, tokens = _count_packs(dataset, before, packs)
+    sources = read_sources(packs.documents)
     result = Repacking(
         packs=packs,
         max_docs=chosen.max_docs,
-        curve=tuple(curve),
+        curve=curve,
         before=_summarize(before, old_packs, tokens),
         after=_summarize(after, chosen.packs, int(packs.tokens.sum(dtype=np.int64))),
         old=old,
         new=new,
         settings=after.settings,
-        correlation=_correlate_steps(packs, after.settings),
+        analysis=after,
+        order=_measure_order(packs, after.settings, sources),
+        sources=() if sources is None else tuple(sources[0]),
         notes=packs.documents.notes,
     )
     return result, dataset
 
 
-def _correlate_steps(packs: Packs, settings: TrainingSettings) -> tuple[float, float] | None:
-    if len(packs.costs) < settings.global_batch_size:
+_Trial = tuple[Cap, Packs, Analysis]
+
+
+def _choose_cap(try_cap: Callable[[int | None, float], _Trial], *, tail: int) -> tuple[_Trial, tuple[Cap, ...]]:
+    """The cap of the most tokens per second, and the curve; without times the least cap that adds few packs.
+
+    `try_cap` takes a cap and the share of trials that is done. `tail` is the documents that training adds to a pack.
+    """
+    best = try_cap(None, 0.0)
+    curve = [best[0]]
+    counts = np.diff(best[1].offsets) + tail
+    caps = [cap for cap in reversed(_CAPS) if counts.mean() < cap < counts.max()]
+    for number, cap in enumerate(caps, start=1):
+        chosen, packs, analysis = try_cap(cap, number / (len(caps) + 1))
+        chosen = replace(chosen, more_packs=chosen.packs / curve[0].packs - 1)
+        curve.append(chosen)
+        rate, most = chosen.tokens_per_second, best[0].tokens_per_second
+        if chosen.more_packs <= _MORE_PACKS if rate is None or most is None else rate > most:
+            best = chosen, packs, analysis
+    return best, tuple(curve)
+
+
+def _measure_order(
+    packs: Packs, settings: TrainingSettings, sources: tuple[list[str], NDArray[np.int64]] | None
+) -> OrderFigures | None:
+    count = len(packs.costs)
+    if count < settings.global_batch_size:
         return None
-    figures = measure_order(
+    of_sources = None
+    if sources is not None:
+        names, source = sources
+        place = source[packs.order] * count + np.repeat(np.arange(count), np.diff(packs.offsets))
+        of_sources = np.bincount(place, packs.tokens, minlength=len(names) * count).reshape(len(names), count)
+    return measure_order(
         packs.costs,
-        np.arange(len(packs.costs)),
+        np.arange(count),
         num_ranks=settings.data_parallel_size,
         num_microbatches=settings.num_microbatches,
         micro_batch_size=settings.micro_batch_size,
         seed=settings.seed,
+        sizes=np.stack([np.add.reduceat(packs.tokens, packs.offsets[:-1], dtype=np.float64), np.diff(packs.offsets)]),
+        sources=of_sources,
     )
-    return figures.ordered.correlation, figures.random.correlation
 
 
 def _measure_cap(max_docs: int | None, packs: Packs, analysis: Analysis) -> Cap:
@@ -255,15 +298,17 @@ def _measure_cap(max_docs: int | None, packs: Packs, analysis: Analysis) -> Cap:
     )
 
 
-def plan_packs(result: Repacking, path: Path, *, impl: GraphKind | None = None) -> Plan:
-    """The plan of a run with the new packs, which were written to `path` as rows.
+def plan_packs(result: Repacking, path: Path | None, *, impl: GraphKind | None = None) -> tuple[Analysis, Plan]:
+    """The analysis and the plan of a run with the new packs, written to `path` as rows; None: not written as rows.
 
     Raises:
         DataError: the file cannot be read.
         UsageError: as `make_plan` raises it.
     """
-    analysis = analyze(replace(result.new, locations=[str(path)], format="auto"), impl=impl)
-    return make_plan(analysis, impl=impl, usual=result.new.usual_impl, layers_per_graph=result.new.layers_per_graph)
+    new, analysis = result.new, result.analysis
+    if path is not None:
+        analysis = analyze(replace(new, locations=[str(path)], format="auto"), impl=impl)
+    return analysis, make_plan(analysis, impl=impl, usual=new.usual_impl, layers_per_graph=new.layers_per_graph)
 
 
 def make_packs(
@@ -309,6 +354,7 @@ def make_packs(
         micro_batch_size=settings.micro_batch_size,
         window=window,
         seed=settings.seed,
+        sizes=np.stack([np.bincount(pack, weights=tokens), np.bincount(pack)]),
     )
     place = np.empty_like(read)
     place[read] = np.arange(len(read))

@@ -1,8 +1,8 @@
-"""Prints what `thdprof pack` has made: the trainer's own packs and the new ones in one table, or as JSON."""
+"""Shows what `thdprof pack` has made: the trainer's own packs and the new ones in a table, as JSON, or on a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from thdprof import __version__
+from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.profile.run_profile import make_profile
+from thdprof.analyze.report import html
+from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.shared import plain_table, print_parts
 from thdprof.pack.repack import Repacking, Side
+from thdprof.plan import Plan
 from thdprof.words import memory_size, percent, ratio, write_count, write_range
 
 SCHEMA = "thdprof.packs/1"
@@ -32,21 +38,34 @@ def print_repacking(result: Repacking, console: Console, *, then: Sequence[str] 
     )
     parts: list[str | Table | Text] = [Text(f"packs of {run.seq_length:,} tokens, for steps of {' x '.join(step)}")]
     if result.curve:
-        curve = plain_table([], ["cap", "packs", "most documents", "tokens a second"])
+        curve = plain_table([], ["cap", "packs", "more", "most documents", "tokens a second"])
         for cap in result.curve:
             mark = "*" if cap.max_docs == result.max_docs else ""
             name = "none" if cap.max_docs is None else f"{cap.max_docs:,}"
-            curve.add_row(f"{mark}{name}", f"{cap.packs:,}", f"{cap.documents:,}", f"{cap.tokens_per_second or 0:,.0f}")
+            rate = "not known" if cap.tokens_per_second is None else f"{cap.tokens_per_second:,.0f}"
+            curve.add_row(f"{mark}{name}", f"{cap.packs:,}", f"{cap.more_packs:.2%}", f"{cap.documents:,}", rate)
         parts += [Text(), curve, Text()]
+        if result.curve[0].tokens_per_second is None:
+            parts.insert(-1, "No times are known, so the cap (*) is the least that adds at most 0.3% of packs.")
     table = plain_table(["one epoch"], ["before", "after"])
     for name, *cells in _rows(result):
         table.add_row(name, *cells)
     notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in result.notes]
-    if result.correlation is not None:
-        ordered, random = result.correlation
-        order = f"Costs of neighbouring steps correlate by {ordered:.2f}, and by {random:.2f} in a random order."
-        notes.append(Text(order))
+    notes += map(Text, _describe_order(result))
     print_parts([*parts, table, *notes, *map(Text, then)], console)
+
+
+def _describe_order(result: Repacking) -> Iterator[str]:
+    """How like a random order the new one is."""
+    if result.order is None:
+        return
+    ordered, random = result.order
+    each = (f"{round(figures.correlation, 2) + 0.0:.2f}" for figures in result.order)  # never -0.00
+    yield f"Mean lengths of neighbouring steps' documents correlate by {', and by '.join(each)} in a random order."
+    if ordered.source_distance is not None and random.source_distance is not None:
+        distance = f"by {percent(ordered.source_distance)} of its tokens, and by {percent(random.source_distance)}"
+        sources = f"The mix of {len(result.sources)} sources in a step"
+        yield f"{sources} differs from that of all data {distance} in a random order."
 
 
 def _rows(result: Repacking) -> list[tuple[str, str, str]]:
@@ -82,6 +101,17 @@ def _rows(result: Repacking) -> list[tuple[str, str, str]]:
     return rows
 
 
+def to_page(result: Repacking, analysis: Analysis, plan: Plan) -> str:
+    """The page that `thdprof report` makes of a plan of the new packs, with the table of before and after."""
+    report = Report(plan=plan, profile=make_profile(analysis), comparison=None)
+    rows = [("one epoch", "before", "after"), *_rows(result)]
+    sentences = [f"{note[0].upper()}{note[1:]}." for note in result.notes] + [*_describe_order(result)]
+    title = "thdprof pack: before and after"
+    return html.to_page(
+        report, report.default_cap, title=title, version=__version__, compared=rows, explained=" ".join(sentences)
+    )
+
+
 def to_dict(result: Repacking) -> dict[str, Any]:
     """The JSON object as a dict."""
     return {
@@ -92,9 +122,8 @@ def to_dict(result: Repacking) -> dict[str, Any]:
         "caps": [asdict(cap) for cap in result.curve],
         "before": _side(result.before),
         "after": _side(result.after),
-        "neighbouring_steps_correlation": (
-            None if result.correlation is None else dict(zip(("ordered", "random"), result.correlation, strict=True))
-        ),
+        "sources": list(result.sources),
+        "steps": None if result.order is None else {name: f._asdict() for name, f in result.order._asdict().items()},
         "notes": list(result.notes),
     }
 

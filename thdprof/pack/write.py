@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -17,6 +18,7 @@ from thdprof.analyze.analysis import Progress
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
 from thdprof.analyze.sources.readers.json_lines import TOKENS
+from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing, write_batches
 from thdprof.pack.contents import LABELS, LOSS_MASK, Column, Contents, copy_contents
@@ -68,8 +70,8 @@ def _check_target(target: Target, dataset: Dataset, path: Path) -> None:
         UsageError: the dataset holds other contents, or Megatron-Bridge would not read a file of that name.
     """
     formats, needs = {
-        "trl": (("trl-text", "trl", "lengths"), "text or input_ids"),
-        "bridge": (("bridge", "trl", "lengths"), "its own packed parquet or input_ids"),
+        "trl": (("trl-text", "trl", "lengths", "megatron"), "text or input_ids"),
+        "bridge": (("bridge", "trl", "lengths", "megatron"), "its own packed parquet or input_ids"),
         "megatron-sft": (("megatron-sft",), "conversations of --format megatron-sft"),
     }[target]
     if dataset.format not in formats:
@@ -90,7 +92,7 @@ def explain_reading(result: Repacking, target: Target, path: Path) -> list[str]:
     if target == "index":
         return ["Read the packs in their order: a micro-batch for each rank in turn."]
     if target == "megatron-sft":
-        return [f"train with --sft --data-path {path} --split 100,0,0 --dataloader-type single"]
+        return [f"train with --sft --data-path {shlex.quote(str(path))} --split 100,0,0 --dataloader-type single"]
     if target == "bridge":
         return [
             'train with dataloader_type="single", without max_train_samples, and',
@@ -205,7 +207,7 @@ def write_conversations(packs: Packs, dataset: Dataset, path: Path, tick: Tick =
 def _conversations(dataset: Dataset) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Every conversation of the files, with the line that it stands in."""
     for uri in dataset.uris:
-        for number, messages in lines_of(Path(uri)):
+        for number, messages in lines_of(locate(uri)):
             for conversation in conversations_of(messages):
                 yield f"{uri}: line {number}", conversation
 

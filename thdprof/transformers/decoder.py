@@ -8,7 +8,7 @@ rope tables, masks, the last norm, the loss and the model's state_dict are what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from thdprof.plan import Plan
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
 from thdprof.runtime.padding import PackedSequence, boundaries_of, pack, pad_cu_seqlens, shape_of
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
+from thdprof.transformers.router_logits import NAME, RouterLogits
 
 NOT_FOR_LAYERS = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
@@ -100,19 +101,24 @@ class LayerStack(nn.Module):
         """The stack of `layers`, each called with hidden states and keyword arguments, and returning hidden states."""
         super().__init__()
         self.layers = layers
-        self._forms: list[Arguments] = []
+        self._forms: list[tuple[Arguments, bool]] = []
 
-    def name_form(self, arguments: Arguments) -> str:
-        """A short name of a form of arguments: calls with one name can share captured graphs."""
-        if arguments not in self._forms:
-            self._forms.append(arguments)
-        return f"form {self._forms.index(arguments)}"
+    def name_form(self, arguments: Arguments, *, with_logits: bool) -> str:
+        """A short name of a form of arguments: calls with one name can share captured graphs.
+
+        Args:
+            with_logits: whether layers return the logits of their routers, too.
+        """
+        if (arguments, with_logits) not in self._forms:
+            self._forms.append((arguments, with_logits))
+        return f"form {self._forms.index((arguments, with_logits))}"
 
     def forward(
         self, hidden_states: torch.Tensor, packed: PackedSequence, form: str, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        """Hidden states after all layers, shape [1, tokens, hidden]."""
-        arguments = self._forms[int(form.removeprefix("form "))]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Hidden states after all layers, shape [1, tokens, hidden]; with router logits, each [tokens, experts]."""
+        arguments, with_logits = self._forms[int(form.removeprefix("form "))]
+        logits: list[torch.Tensor] = []
         boundaries = {
             "cu_seq_lens_q": packed.cu_seqlens,
             "cu_seq_lens_k": packed.cu_seqlens,
@@ -122,8 +128,9 @@ class LayerStack(nn.Module):
         calls = [{name: _restored(value, tensors) for name, value in one} for one in arguments.of_layers]
         for layer, number in zip(self.layers, arguments.sets, strict=True):
             result = layer(hidden_states, **calls[number], **boundaries)
-            hidden_states = result[0] if isinstance(result, tuple) else result
-        return hidden_states
+            hidden_states, *others = result if isinstance(result, tuple) else (result,)
+            logits += others if with_logits else ()
+        return (hidden_states, *logits) if with_logits else hidden_states
 
 
 def _restored(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -154,34 +161,40 @@ def without_random_states(decoder: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def compiled(layers: nn.ModuleList) -> Iterator[None]:
-    """Let `layers` run compiled in training mode inside the block; in evaluation they run as they are.
+def changed_layers(layers: nn.ModuleList, routers: RouterLogits | None, *, compile: bool) -> Iterator[None]:
+    """Let `layers` return what `routers` want of them inside the block, and run compiled in training mode, if asked.
 
     Layers of one type share what was compiled. The forward itself is compiled, inside of gradient checkpoints, so that
     a layer is recomputed by the kernels that it ran with. A layer that torch.compile cannot take whole is an error when
     it first runs.
     """
-    of_type: dict[type, Callable[..., Any]] = {}
+    of_type: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
     with ExitStack() as stack:
-        for layer in layers:
+        if routers is not None:
+            stack.enter_context(routers.kept(layers))
+        for layer in layers if compile or routers is not None else ():
             if "forward" in layer.__dict__:  # another package has replaced it, and knows of this layer alone
                 continue
             kind = type(layer)
             if kind not in of_type:
-                of_type[kind] = torch.compile(kind.forward, fullgraph=True)
-            layer.__dict__["forward"] = _forward(layer, of_type[kind])
+                plain = kind.forward if routers is None else routers.returned_by(kind.forward)
+                of_type[kind] = plain, torch.compile(plain, fullgraph=True) if compile else plain
+            layer.__dict__["forward"] = _forward(layer, *of_type[kind], routers)
             stack.callback(layer.__dict__.pop, "forward")
         yield
 
 
-def _forward(layer: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(
+    layer: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any], routers: RouterLogits | None
+) -> Callable[..., Any]:
+    """The forward of `layer`: `fast` in training, else `plain`, without the router logits that nobody wants."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not layer.training:
-            return type(layer).forward(layer, *args, **kwargs)
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k") if layer.training and fast is not plain else ():
             if isinstance(kwargs.get(name), torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)  # one compilation serves all buckets
-        return fast(layer, *args, **kwargs)
+        result = (fast if layer.training else plain)(layer, *args, **kwargs)
+        return result if routers is None or routers.wanted else result[0]
 
     return forward
 
@@ -203,6 +216,7 @@ class GraphedDecoder:
         self._model, self._compile = model, compile
         self._config: Any = model.config
         self._stack = LayerStack(model.layers)  # type: ignore[arg-type]
+        self._routers = RouterLogits.find(model)
         self.graphed: GraphedModule = graphed(self._stack, plan, token_dim=1, reduced_by_hooks=reduced_by_hooks)
         """The stack, run by the plan; its counters are those of the run."""
         self.graphed.enabled = replay
@@ -230,7 +244,7 @@ class GraphedDecoder:
 
         self._model.__dict__["forward"] = forward
         try:
-            with compiled(self._stack.layers) if self._compile else nullcontext():
+            with changed_layers(self._stack.layers, self._routers, compile=self._compile):
                 yield
         finally:
             if had:
@@ -245,6 +259,7 @@ class GraphedDecoder:
         """The model's forward with the stack in the place of its layers."""
         calls: list[dict[str, Any]] = []
         handed_on: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
         count = len(self._stack.layers)
 
         def stand_in(hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -255,12 +270,20 @@ class GraphedDecoder:
                 )
             handed_on[:] = [hidden_states]
             calls.append(arguments)
-            return self._run_stack(hidden_states, calls, boundaries) if len(calls) == count else hidden_states
+            if len(calls) < count:
+                return hidden_states
+            hidden_states, *kept = self._run_stack(hidden_states, calls, boundaries)
+            logits.extend(kept)
+            return hidden_states
 
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name):
                 raise UsageError(f"the model is called with {name}=True, which its layers in graphs do not return")
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_LAYERS}
+        if self._routers is not None:  # the stack returns them: transformers' own hooks would keep padded ones
+            asked = kwargs.get(f"output_{NAME}")
+            self._routers.wanted = bool(getattr(self._config, f"output_{NAME}", False) if asked is None else asked)
+            kwargs[f"output_{NAME}"] = False
         self._model.__dict__["layers"] = [stand_in] * count
         try:
             result = own(*args, **kwargs)
@@ -268,6 +291,8 @@ class GraphedDecoder:
             del self._model.__dict__["layers"]
         if len(calls) != count:
             raise UsageError(f"the model called {len(calls)} of its {count} decoder layers, which run as one stack")
+        if logits:
+            result[NAME] = tuple(logits)
         return result
 
     def _run_plain(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -282,6 +307,8 @@ class GraphedDecoder:
                 "cu_seq_lens_q nor one row with position_ids, or it gave token_type_ids or padding before tokens; set "
                 "padding_free=True, or per_device_train_batch_size=1"
             )
+        if self._routers is not None:
+            self._routers.wanted = False
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
         end = self.choose_attention(self._own_attention)
@@ -292,8 +319,8 @@ class GraphedDecoder:
 
     def _run_stack(
         self, hidden_states: torch.Tensor, calls: list[dict[str, Any]], boundaries: HostBoundaries
-    ) -> torch.Tensor:
-        """Hidden states after all layers, [1, tokens, hidden], replayed or eagerly.
+    ) -> tuple[torch.Tensor, ...]:
+        """Hidden states after all layers, [1, tokens, hidden], and router logits, if wanted; replayed or eagerly.
 
         Raises:
             UsageError: the boundaries end elsewhere than the hidden states.
@@ -308,7 +335,7 @@ class GraphedDecoder:
         arguments, tensors = gathered(calls)
         stack = self._stack
         stack.training = self._model.training  # the stack is no part of the model, which switches its own modules alone
-        form = stack.name_form(arguments)
+        form = stack.name_form(arguments, with_logits=self._routers is not None and self._routers.wanted)
         padding = self._most_tokens - n_tokens if self._model.training and torch.is_grad_enabled() else 0
         if padding > 0:
             hidden_states = functional.pad(hidden_states, (0, 0, 0, padding))
@@ -316,8 +343,9 @@ class GraphedDecoder:
         packed = pack(boundaries.cu_seqlens)
         if self._model.training:
             packed = self._count_decision(packed, n_tokens + max(0, padding))
-        result: torch.Tensor = self.graphed(hidden_states, packed, form, *tensors)
-        return result[:, :n_tokens] if padding > 0 else result
+        result = self.graphed(hidden_states, packed, form, *tensors)
+        hidden, *logits = result if isinstance(result, tuple | list) else (result,)
+        return hidden[:, :n_tokens], *(one[:n_tokens] for one in logits)
 
     def _count_decision(self, packed: PackedSequence, n_tokens: int) -> PackedSequence:
         """Count what the shape of a micro-batch alone decides.

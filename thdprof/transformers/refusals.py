@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from thdprof.compare.fit import describe, misfits
-from thdprof.megatron_limits.trainer import FAMILIES, refuse_model_type
+from thdprof.megatron_limits.trainer import FAMILIES, WITH_EXPERTS, refuse_experts, refuse_model_type
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.module_state import describe_hooked_modules, find_hooked_modules, find_hooked_parameters
 from thdprof.training import find_unread_fields
@@ -20,10 +21,12 @@ from thdprof.transformers.attention import SOFTCAPPED, Backend
 
 _READ = """
 architectures attention_bias attention_dropout attn_logit_softcapping base_model_tp_plan bos_token_id
-cache_implementation dtype eos_token_id final_logit_softcapping head_dim hidden_act hidden_activation hidden_size
-id2label initializer_range intermediate_size is_causal label2id layer_types max_position_embeddings max_window_layers
-mlp_bias num_attention_heads num_hidden_layers num_key_value_heads output_attentions output_hidden_states pad_token_id
-quantization_config query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window tie_word_embeddings
+cache_implementation clip_qkv decoder_sparse_step dtype eos_token_id final_logit_softcapping head_dim hidden_act
+hidden_activation hidden_size id2label initializer_range intermediate_size is_causal label2id layer_types
+max_position_embeddings max_window_layers mlp_bias mlp_only_layers moe_intermediate_size norm_topk_prob
+num_attention_heads num_experts num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts
+output_attentions output_hidden_states output_router_logits pad_token_id quantization_config query_pre_attn_scalar
+rms_norm_eps rope_parameters router_aux_loss_coef router_jitter_noise sliding_window tie_word_embeddings
 transformers_version use_bidirectional_attention use_cache use_mrope use_sliding_window vocab_size
 """
 _READ_CONFIG: frozenset[str] = frozenset(_READ.split())
@@ -72,6 +75,8 @@ def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bo
         yield "the config asks for output_hidden_states or output_attentions, which a graph does not return"
     yield from _of_layers(decoder)
     yield from _of_adapters(model)
+    if config.model_type in WITH_EXPERTS:
+        yield from _of_experts(decoder, on_gpu=on_gpu)
     dropout = _dropout(decoder)
     if dropout and any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
         yield (
@@ -125,6 +130,18 @@ def _of_layers(decoder: nn.Module) -> Iterator[str]:
         yield f"{parameter} has a gradient hook, which a replay cannot run; use register_post_accumulate_grad_hook"
 
 
+def _of_experts(decoder: nn.Module, *, on_gpu: bool) -> Iterator[str]:
+    """Experts whose products read on the host, which on a processor is no harm."""
+    dtypes = {p.dtype for name, p in decoder.named_parameters() if ".experts." in name and p.dim() == 3}  # no adapters
+    yield from refuse_experts(
+        getattr(decoder.config, "_experts_implementation", None),
+        weights_dtype=str(max(dtypes, key=lambda dtype: dtype != torch.bfloat16)).removeprefix("torch.")
+        if on_gpu and dtypes
+        else None,
+        groups_products=torch.cuda.get_device_capability()[0] == 9 if torch.cuda.is_available() else None,
+    )
+
+
 def _of_adapters(model: nn.Module) -> Iterator[str]:
     """Adapters of peft that add tokens, or whose layers read each micro-batch's text by hooks."""
     configs = [c for part in model.modules() if isinstance(c := getattr(part, "peft_config", None), Mapping)]
@@ -134,6 +151,12 @@ def _of_adapters(model: nn.Module) -> Iterator[str]:
             yield f"peft_type {kind}: virtual tokens shift the documents' boundaries; use adapters of layers, as LoRA"
         if getattr(adapter, "alora_invocation_tokens", None):
             yield f"alora_invocation_tokens of {kind}: hooks switch it on by the text; a graph cannot; set it to None"
+        if names := getattr(adapter, "target_parameters", None):
+            yield (
+                f"target_parameters of {kind} ({', '.join(sorted(names))}): adapters of experts and routers were not "
+                "checked in graphs; set target_modules to [q_proj, k_proj, v_proj, o_proj], since peft's all-linear "
+                "takes experts too"
+            )
 
 
 def unread_settings(args: Any, arguments: Mapping[str, Any], model: nn.Module) -> list[str]:
@@ -164,8 +187,8 @@ def _dropout(decoder: nn.Module) -> str:
     for name, module in layers.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name}, p {module.p}"
-    rate = _set_in(decoder, "attention_dropout")
-    return f"attention_dropout {rate}" if rate else ""
+    names = ("attention_dropout", "router_jitter_noise")
+    return next((f"{name} {rate}" for name in names if (rate := _set_in(decoder, name))), "")
 
 
 def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: int) -> tuple[list[str], list[str]]:

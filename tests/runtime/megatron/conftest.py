@@ -60,6 +60,7 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(slots, "StagingBuffer", UnpinnedStaging)
 
 

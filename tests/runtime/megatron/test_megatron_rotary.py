@@ -333,7 +333,7 @@ class TransformerBlockOfOneLayer(nn.Module):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"num_moe_experts": 4}, "moe_pad_expert_input_to_capacity is False: with dropless experts"),
+        ({"num_moe_experts": 4, "expert_model_parallel_size": 2}, "expert_model_parallel_size is 2: numbers of rows"),
         ({"multi_latent_attention": True, "apply_rope_fusion": False}, "apply_rope_fusion is False"),
         ({"qk_clip": True}, "qk_clip is True"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),

@@ -106,6 +106,8 @@ class AnalyzedRun:
     """The model that it trains; None: not known."""
     layer_graphs: bool = False
     """Whether graphs hold single layers, which keep what the model recomputes."""
+    ends_at_router: bool = False
+    """Whether graphs hold layers with experts up to their router, so that dropless experts run eagerly behind them."""
 
     @property
     def num_slots(self) -> float:
@@ -114,7 +116,12 @@ class AnalyzedRun:
 
 
 def make_run(
-    settings: TrainingSettings, table: MicrobatchTable, *, model: Model | None, layer_graphs: bool
+    settings: TrainingSettings,
+    table: MicrobatchTable,
+    *,
+    model: Model | None,
+    layer_graphs: bool,
+    ends_at_router: bool,
 ) -> AnalyzedRun:
     """The run of `settings` and `model` whose micro-batches are `table`.
 
@@ -142,6 +149,7 @@ def make_run(
         longest_possible=possible,
         model=model,
         layer_graphs=layer_graphs,
+        ends_at_router=ends_at_router,
     )
 
 

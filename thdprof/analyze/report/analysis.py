@@ -27,7 +27,7 @@ from thdprof.analyze.report.shared import (
     times_sentences,
     trainer_weights_sentence,
 )
-from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
+from thdprof.megatron_limits import UP_TO_ROUTER
 from thdprof.plan import CostsPart
 from thdprof.training import name_setting
 from thdprof.words import percent, percentile_name, write_count, write_saved_share
@@ -228,8 +228,8 @@ def reasons(analysis: Analysis) -> list[str]:
             f"with one cap only, {one.max_seqs}{best}: {time}{percent(one.fallback_rate.step)} of steps with an "
             "eager micro-batch"
         )
-    if chosen.buckets and analysis.settings.experts == "dropless":
-        sentences.append(DROPLESS_EXPERTS_RUN_EAGERLY)
+    if chosen.buckets and analysis.router_reason:
+        sentences.append(_explain_router(analysis.router_reason))
     if chosen.buckets:
         sentences.append(
             "unseen data: with 95% confidence fewer than "
@@ -316,6 +316,15 @@ def _candidate(candidate: Candidate, *, timed: bool) -> dict[str, Any]:
 
 def _captures(analysis: Analysis) -> dict[str, Any] | None:
     """The parts of the model to capture where dropless experts decide them; None where `--impl` does."""
-    if not analysis.recommendation.buckets or analysis.settings.experts != "dropless":
+    if not analysis.recommendation.buckets or not analysis.router_reason:
         return None
-    return {"impl": "transformer_engine", "modules": [*UP_TO_ROUTER], "why": DROPLESS_EXPERTS_RUN_EAGERLY}
+    why = _explain_router(analysis.router_reason)
+    return {"impl": "transformer_engine", "modules": [*UP_TO_ROUTER], "why": why}
+
+
+def _explain_router(reason: str) -> str:
+    """A sentence on what is captured of layers with dropless experts."""
+    return (
+        "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router, and experts "
+        f"run eagerly: {reason}"
+    )

@@ -7,7 +7,7 @@ page holds for every cap.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -36,7 +36,7 @@ from thdprof.analyze.report.figures.microbatches import (
     steps_over,
 )
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence, times_sentences
-from thdprof.words import percent, ratio, shorten, write_count, write_range
+from thdprof.words import html_table, percent, ratio, shorten, write_count, write_range
 
 _NUMBERS = 3
 """Numbers at the head of a report."""
@@ -226,12 +226,26 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
 
 
-def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
-    """The page of a report, which opens with a cap in documents; its foot names the version of thdprof."""
+def to_page(
+    report: Report,
+    cap: int,
+    *,
+    title: str,
+    version: str,
+    compared: Sequence[Sequence[str]] = (),
+    explained: str = "",
+    then: str = "",
+) -> str:
+    """The page of a report, which opens with a cap in documents; its foot names the version of thdprof.
+
+    `compared` is a table of the packs before and after, its head first, and `explained` stands below it. `then` is what
+    the user does next.
+    """
     answer, every = make_answer(report), _answer_every_cap(report, cap)
     body = "".join(
         (
-            _head(answer),
+            _head(answer, then),
+            _compare_packs(compared, explained),
             _caps(report, cap, every),
             _section(
                 "What will micro-batches look like?",
@@ -327,19 +341,28 @@ def _asset(name: str) -> str:
     return resources.files("thdprof.analyze.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _head(answer: Answer) -> str:
-    """The answer: the run, the verdict, three numbers and the caveat."""
+def _head(answer: Answer, then: str) -> str:
+    """The answer: the run, the verdict, three numbers, the caveat and what to do next."""
     date = f'<time datetime="{escape(answer.date)}">{escape(answer.date)}</time> · ' if answer.date else ""
     numbers = "".join(
         f"<li><b>{escape(n.value)}</b><span>{escape(n.label)}</span><small>{escape(n.note)}</small></li>"
         for n in answer.numbers
     )
     reason = f"{escape(answer.reason)} " if answer.reason else ""
+    following = f'<p id="next">Next: <code>{escape(then)}</code></p>\n' if then else ""
     return (
         f'<header>\n<p class="run"><b>{escape(answer.run)}</b> · {date}{escape(answer.size)}</p>\n'
         f'<h1 id="verdict">{escape(answer.verdict)}</h1>\n<p class="basis">{reason}{escape(answer.basis)}</p>\n'
-        f'<ul class="numbers">{numbers}</ul>\n<p class="caveat">{escape(answer.caveat)}</p>\n</header>\n'
+        f'<ul class="numbers">{numbers}</ul>\n<p class="caveat">{escape(answer.caveat)}</p>\n{following}</header>\n'
     )
+
+
+def _compare_packs(rows: Sequence[Sequence[str]], explained: str) -> str:
+    """The table of the packs before and after; empty without rows."""
+    if not rows:
+        return ""
+    table = html_table("", rows[0], rows[1:]).replace("<table", '<table style="width:100%;text-align:left"')
+    return _section("What do the new packs change?", "", f'{table}\n<p class="note">{escape(explained)}</p>')
 
 
 def _caps(report: Report, cap: int, every: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thdprof import __version__
+from thdprof.analyze.analysis import training_command
 from thdprof.analyze.report.contents import default_profile, make_report
 from thdprof.analyze.report.drawing import Figure
 from thdprof.analyze.report.figures import make_figures
@@ -114,10 +115,22 @@ def write_report(
             text = to_text(notebook)
         else:
             title = make_printable(f"thdprof report: {Path(name).name}")
-            text = to_page(report, cap, title=title, version=__version__)
+            text = to_page(
+                report, cap, title=title, version=__version__, then=_next_command(plan, make_printable(name))
+            )
         write_text(output, text, force=force)
         files = (output,)
     return Written(cap=cap, findings=findings, files=files)
+
+
+def _next_command(plan: Plan, name: str) -> str:
+    """What the user does next with a plan; empty where it captures nothing."""
+    if plan.predictions.refused:
+        return "change what is refused, and analyse again"
+    if not plan.captured:
+        return ""
+    is_of_megatron = plan.dataset.format in ("megatron", "megatron-sft")
+    return training_command(name, of_trainer=plan.training.is_of_trainer, of_script=is_of_megatron)
 
 
 def _write_all(texts: dict[Path, str], directory: Path, *, force: bool) -> None:

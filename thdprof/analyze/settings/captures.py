@@ -35,6 +35,7 @@ def resolve_captures(
     impl: Impl | None,
     *,
     experts: Experts,
+    router_reason: str | None = None,
     usual: Impl = "module",
     layers: LayersPerGraph = None,
     predicted_layers: int | None = None,
@@ -56,10 +57,14 @@ def resolve_captures(
     Raises:
         UsageError: `install` would always refuse such graphs, or they do not move these activations.
     """
-    is_dropless = experts == "dropless"
-    kind = impl or ("transformer_engine" if is_dropless else usual)
-    modules: list[Module] = [*UP_TO_ROUTER] if is_dropless and kind == "transformer_engine" else []
-    if is_dropless and kind != "none":
+    kind = impl or ("transformer_engine" if router_reason else usual)
+    if router_reason and kind not in ("none", "transformer_engine"):
+        raise UsageError(
+            f"--impl {kind} with --experts dropless: {router_reason}; use --impl transformer_engine, which captures up "
+            "to the router, or pad experts to capacity (--experts padded)"
+        )
+    modules: list[Module] = [*UP_TO_ROUTER] if router_reason and kind == "transformer_engine" else []
+    if experts == "dropless" and kind != "none":
         known["modules"] = tuple(modules)
     if choice is not None:
         known |= {"offload_modules": tuple(choice.modules), "core_offload": moved_by_core(kind, experts)}

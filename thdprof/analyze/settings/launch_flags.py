@@ -30,7 +30,8 @@ from thdprof.megatron_limits.command_line import (
     refuse_unpacked,
     refused_beforehand,
 )
-from thdprof.megatron_limits.trainer import refuse_arguments, refuse_model_type, refuse_plan
+from thdprof.megatron_limits.run import groups_products
+from thdprof.megatron_limits.trainer import refuse_arguments, refuse_experts, refuse_model_type, refuse_plan
 from thdprof.training import suggest_setting
 from thdprof.training.trainer_arguments import find_weights_dtype
 
@@ -388,6 +389,13 @@ def find_refusals(
             model_type = (inner if isinstance(inner, dict) else content).get("model_type")
             types = [*refuse_model_type(model_type)] if isinstance(model_type, str) else []
         lines += [*types, *([] if types else refuse_plan(plan)), *refuse_arguments(known, {})]
+        if plan.training.experts == "dropless" and not types and not known.get("use_cpu"):
+            of_model = known.get("model_init_kwargs")
+            lines += refuse_experts(
+                of_model.get("experts_implementation") if isinstance(of_model, Mapping) else None,
+                weights_dtype=known["weights_dtype"],
+                groups_products=groups_products(plan.costs.hardware),
+            )
     if recipe is not None:
         run = Run.from_recipe(recipe, plan, os.environ)
         lines += [limit.describe_in_fields(run) for limit in limits_of(run)]

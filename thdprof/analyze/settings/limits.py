@@ -35,9 +35,14 @@ class AnalysisOptions:
     """Name of the dataset's format, or auto."""
     cache: Annotated[
         Path | None,
-        Setting("Directory that keeps counts of text.", panel="Dataset", assumed="beside the data", swept=False),
+        Setting("Directory that keeps what was read.", panel="Dataset", assumed="beside the data", swept=False),
     ] = None
-    """Directory that keeps the counted tokens of text."""
+    """Directory that keeps what was read of text, of many files and of remote ones."""
+    engine: Annotated[
+        str,
+        Setting("Where files are read: local, ray or ray:ADDRESS.", panel="Dataset", assumed="local", swept=False),
+    ] = "local"
+    """Where files are read: in processes of this machine, or on a Ray cluster."""
     world_size: Annotated[
         int | None,
         Interval(ge=1),

@@ -7,11 +7,13 @@ import glob
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.settings.captures import LayersPerGraph, read_layers_per_graph, shared_captures
+from thdprof.analyze.settings.launch_flags import training_words
 from thdprof.analyze.settings.limits import Limits, analysis_options, number_of, read_limits
 from thdprof.analyze.settings.model_reading import ModelReading
 from thdprof.analyze.settings.resolved_model import (
@@ -24,6 +26,9 @@ from thdprof.analyze.settings.resolved_model import (
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
 from thdprof.files import parse_yaml, read_text
+from thdprof.megatron_limits import explain_router, moved_by_core
+from thdprof.megatron_limits.command_line import Arguments, read_fields
+from thdprof.megatron_limits.run import groups_products
 from thdprof.training import (
     Attention,
     Definition,
@@ -40,6 +45,9 @@ from thdprof.words import find_alike
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
+    from thdprof.offload.plan import Choice
+    from thdprof.plan import Impl
+    from thdprof.training import Experts
 
 _RANKS = "tensor_model_parallel_size"
 _WEIGHTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -59,7 +67,9 @@ class Request:
     format: str = "auto"
     """Name of the dataset's format, or "auto"."""
     cache: Path | None = None
-    """Directory that keeps counts of text; None: beside the data."""
+    """Directory that keeps what was read of files; None: beside the data, or the user's own for remote data."""
+    engine: str = "local"
+    """Where files are read: `local`, or `ray` with an address behind a colon."""
     cost_table: Path | None = None
     """Measured costs; None: costs are modelled where the model is known, else built-in ones rank the choices."""
     host: Path | None = None
@@ -90,6 +100,43 @@ class Request:
     notes: list[str] = field(default_factory=list)
     usual_impl: GraphKind = "module"
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
+
+    def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
+        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
+
+        Args:
+            experts: the run's experts.
+            impl: the kind of graphs; None: the usual one.
+            choice: activations that are moved to the host.
+        """
+        of_trainer = self.trainer_arguments is not None or self.given.get("loader") == "trainer"
+        if experts != "dropless" or impl in ("none", "local") or of_trainer:
+            return None
+        fields: dict[str, Any] = {}
+        if self.script is not None:
+            with suppress(UsageError):  # what is not settled is not known
+                fields |= vars(read_fields(Arguments(training_words(self.script)))[0])
+        if self.recipe is not None:
+            fields |= {str(name): value for name, value in self.recipe.items()}
+            fields["sequential_experts"] = fields.get("moe_grouped_gemm") is False
+        if self.model is not None:
+            fields |= _fields_of_model(self.model)
+        if fields.get("expert_tensor_parallel_size") is None:
+            fields["expert_tensor_parallel_size"] = fields.get("tensor_model_parallel_size")
+        fields["groups_products"] = groups_products(self.gpu)
+        kind, moved = impl or self.usual_impl, None if choice is None else tuple(choice.modules)
+        return explain_router(kind, fields, offload_modules=moved, core_offload=moved_by_core(kind, experts))
+
+
+def _fields_of_model(model: Model) -> dict[str, Any]:
+    """Fields of TransformerConfig, and what else limits of experts look at, as far as the model tells them."""
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    adapted = () if model.lora_dim is None else model.lora_target_modules
+    return {
+        **{name: getattr(model, name) for name in (*names, "add_bias_linear", "precision")},
+        "fp8": model.fp8_recipe,
+        "adapted_experts": not {"linear_fc1", "linear_fc2"}.isdisjoint(adapted),
+    }
 
 
 def read_request(
@@ -156,6 +203,7 @@ def read_request(
         given=given,
         format=_text("--format", command.get("format", usual_format)),
         cache=paths.get("cache"),
+        engine=_text("--engine", command.get("engine", "local")),
         cost_table=paths.get("cost_table"),
         host=paths.get("host"),
         attention=command.get("attention", "transformer_engine"),

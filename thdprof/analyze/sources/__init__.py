@@ -5,16 +5,20 @@ A new format is one module with a `FORMAT`, listed here.
 
 from __future__ import annotations
 
-import glob
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Tick
+from thdprof.analyze.sources import engines
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick
 from thdprof.analyze.sources.readers.npy import MAGIC
+from thdprof.analyze.sources.remote import find_matches, is_remote, locate, stamp
 from thdprof.errors import DataError, UsageError
 
 _PLACES = {
@@ -55,6 +59,7 @@ def read_dataset(
     settings: Mapping[str, Any] = MappingProxyType({}),
     cache: Path | None = None,
     digest: str | None = None,
+    engine: str = "local",
     tick: Tick | None = None,
 ) -> Dataset:
     """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes, which lack the `.idx`.
@@ -64,9 +69,11 @@ def read_dataset(
         format: name of the format, or "auto".
         settings: those of the run by their names in `thdprof.training.TrainingOptions`. Text is counted by some of
             them, and `length_column` names the lengths; nothing else is read from them.
-        cache: directory that keeps counts of text; None: beside the data.
-        digest: that of the files, by which counts are found again; None: their paths, sizes and times tell them.
-        tick: called while text is counted with the share that is done, and the number of documents by estimate.
+        cache: directory that keeps what was read of text, of many files and of remote ones; None: beside the data, or
+            of remote files the user's own cache. A file that did not change is not read again.
+        digest: that of the one file, by which counts are found again; None: its path, size and time tell it.
+        engine: where files are read: `local`, or `ray` with an address behind a colon.
+        tick: called while files are read.
 
     Raises:
         DataError: a location does not exist or cannot be read, the format is not recognised, or the content is not
@@ -76,7 +83,8 @@ def read_dataset(
     """
     if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix; --help tells more")
-    reading = Reading.from_settings(settings, cache=cache, digest=digest, tick=tick)
+    engines.check_engine(engine)
+    reading = Reading.from_settings(settings, cache=cache, digest=digest, engine=engine, tick=tick)
     try:
         chosen, paths = _find(locations, _candidates(format, reading))
         if format == "auto" and chosen.name == "megatron-sft" and reading.trainer is None:
@@ -84,12 +92,38 @@ def read_dataset(
                 f"{paths[0]}: conversations become other tokens in TRL than in Megatron-LM: give --training-args or "
                 "--packer bfd for TRL, --megatron-args or --format megatron-sft for Megatron-LM"
             )
-        dataset = chosen.read_by(paths, reading) if chosen.read_by else chosen.read(paths)
+        dataset = engines.scan(chosen, paths, replace(reading, first=paths[0]), scan_files)
     except OSError as error:
         raise DataError(f"{error.filename or locations[0]}: cannot be read: {error.strerror or error}") from error
     if dataset.num_tokens() == 0:
         raise DataError(f"{dataset.uris[0]}: has no tokens: every length in the dataset is 0")
     return dataset
+
+
+def scan_files(name: str, reading: Reading, items: Sequence[engines.Item]) -> list[tuple[str, Shard | None]]:
+    """The stamp and the shard of every file; None in place of a shard whose stamp is the one that is known.
+
+    Raises:
+        DataError, UsageError, OSError: as for `read_dataset`.
+    """
+    [format_] = _candidates(name, reading)
+    if len(items) > 1 and not format_.counts_text and is_remote(str(items[0][0])):
+        return _map_remote(lambda item: scan_files(name, reading, [item])[0], items)
+    stamps = [reading.digest or stamp(path) for path, _ in items]
+    changed = [now != known for now, (_, known) in zip(stamps, items, strict=True)]
+    shards = iter(format_.scan(list(compress((path for path, _ in items), changed)), reading) if any(changed) else [])
+    return [(now, next(shards) if is_new else None) for now, is_new in zip(stamps, changed, strict=True)]
+
+
+_AT_ONCE = 8
+"""Remote files that one process reads at a time: it waits for most of that time."""
+
+
+def _map_remote[Each, Result](function: Callable[[Each], Result], items: Sequence[Each]) -> list[Result]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(function, items))
 
 
 def format_of(locations: Sequence[str]) -> str | None:
@@ -128,24 +162,19 @@ def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Forma
 
 def _files(location: str, candidates: Sequence[Format]) -> tuple[Format | None, list[Path]]:
     """The data files that `location` stands for, sorted where it stands for several, and their format where known."""
-    path = Path(location)
+    path = locate(location)
     if path.is_file():
         return None, [_index_of(path)]
-    index = Path(f"{location}.idx")
+    index = path.parent / f"{path.name}.idx"
     if index.is_file():
         return None, [index]
     if path.is_dir():
         return _files_of_directory(_split_of(path), candidates)
-    matches = sorted(Path(p) for p in glob.glob(location) if Path(p).is_file())
+    matches = find_matches(location)
     if matches:
         return None, list(dict.fromkeys(map(_index_of, matches)))
     if path.exists():
         raise DataError(f"{location}: not a regular file; write what it gives to a file first")
-    scheme, is_remote, _ = location.partition("://")
-    if is_remote:
-        how = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp -r", "hf": "hf download --repo-type dataset"}
-        first = f"copy it first, such as by {how[scheme]}" if scheme in how else "copy it to a local file first"
-        raise DataError(f"{location}: data are read from files of this machine; {first}")
     raise DataError(f"{location}: no such file, directory, glob or Megatron prefix")
 
 
@@ -179,20 +208,14 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[
 
     The OSError of a file that cannot be read is passed on, because the file may belong to the dataset.
     """
-    found: list[tuple[Format, list[Path]]] = []
-    claimed: set[Path] = set()
-    for candidate in candidates:
-        files = [
-            p
-            for p in sorted(directory.iterdir())
-            if p.is_file()
-            and p not in claimed
-            and p.name.lower().endswith(candidate.suffixes)
-            and candidate.recognises(p)
-        ]
-        claimed.update(files)
-        if files:
-            found.append((candidate, files))
+    listed = sorted(path for path in directory.iterdir() if path.is_file())
+    recognise = partial(_recognise, candidates=candidates)
+    recognised = _map_remote(recognise, listed) if is_remote(str(directory)) else list(map(recognise, listed))
+    found = [
+        (candidate, files)
+        for number, candidate in enumerate(candidates)
+        if (files := [path for path, of in zip(listed, recognised, strict=True) if of == number])
+    ]
     if not found:
         from thdprof.analyze.sources import unrecognised
 
@@ -204,6 +227,13 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[
         kinds = ", ".join(f"{len(files)} of {candidate.name}" for candidate, files in found)
         raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
     return found[0]
+
+
+def _recognise(path: Path, candidates: Sequence[Format]) -> int | None:
+    """The number of the first format that recognises a file by its ending and its content."""
+    name = path.name.lower()
+    tried = (i for i, one in enumerate(candidates) if name.endswith(one.suffixes) and one.recognises(path))
+    return next(tried, None)
 
 
 def _detect(paths: Sequence[Path], candidates: Sequence[Format]) -> Format:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from thdprof.errors import DataError
 from thdprof.training import DEFAULT_PROMPT_FORMAT, TRL_PACKERS, Packer, PromptFormat, definitions
 
-Tick = Callable[[float, int], None]
-"""Called with the share of reading that is done, and the number of documents as far as it is known."""
+Tick = Callable[[str, float, int], None]
+"""Called with what is done, the share of reading that is done, and the number of all documents by estimate."""
 RowRule = Literal["bridge", "concatenate", "trl"]
 """How training turns a stored row into documents.
 
@@ -115,6 +115,10 @@ class Conversations:
         return sum(len(file.line_numbers) for file in self.files)
 
 
+def show_nothing(stage: str, done: float, documents: int) -> None:
+    """Show nothing: the default of a `Tick`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How the run that is analysed reads its files: what decides on lengths besides the files themselves."""
@@ -140,17 +144,23 @@ class Reading:
     packed: bool = True
     """Whether rows of several documents are made; otherwise TRL leaves out rows that train no token."""
     cache: Path | None = None
-    """Directory that keeps counts of text; None: beside the data."""
+    """Directory that keeps what was read of files; None: beside the data, or the user's own for remote data."""
     digest: str | None = None
-    """Digest of the files, by which counts of text are found again; None: their paths, sizes and times tell them."""
-    tick: Tick = lambda done, documents: None
-    """Called while text is counted with the share that is done, and the documents of all files by estimate."""
+    """Digest of the one file, by which counts of text are found again; None: its path, size and time tell it."""
+    first: Path | None = None
+    """The dataset's first file, whose first row decides how text is counted; None: the first that is read."""
+    engine: str = "local"
+    """Where files are read: `local`, or `ray` with an address behind a colon."""
+    workers: int | None = None
+    """Processes that count text; None: one a core."""
+    tick: Tick = show_nothing
+    """Called while files are read."""
 
     @classmethod
     def from_settings(cls, given: Mapping[str, Any], *, tick: Tick | None = None, **values: Any) -> Reading:
         """The settings among `given`, by their names in `TrainingOptions`; None counts as not given.
 
-        `values` are `cache` and `digest`.
+        `values` are `cache`, `digest` and `engine`.
 
         Raises:
             UsageError: a value that cannot be.
@@ -267,6 +277,24 @@ class Dataset:
         return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths())
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What the reader of a format takes out of one file."""
+
+    arrays: tuple[NDArray[Any], ...]
+    """Lengths of its documents, int32, first; then what else the format needs."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values."""
+
+
+Scan = Callable[[Sequence[Path], Reading], list[Shard]]
+
+
+def each(scan: Callable[[Path], Shard]) -> Scan:
+    """A scan of files that are read one by one, and alike in every run."""
+    return lambda paths, reading: [scan(path) for path in paths]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One dataset format: how to recognise its files and how to read them."""
@@ -279,11 +307,14 @@ class Format:
     """File name endings that a directory is searched for."""
     recognises: Callable[[Path], bool]
     """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
-    read: Callable[[Sequence[Path]], Dataset]
-    """Reads the files in order; raises a DataError that names file, row and value."""
-    read_by: Callable[[Sequence[Path], Reading], Dataset] | None = None
-    """Reads files that the run's settings decide on, such as text, with the errors of `read`; None where they do
-    not."""
+    scan: Scan
+    """Reads each of some files, wherever this runs; raises a DataError that names file, row and value."""
+    join: Callable[[Sequence[Path], Sequence[Shard], Reading], Dataset]
+    """The dataset of all files, in order."""
+    key: Callable[[Sequence[Path], Reading], Any] | None = lambda paths, reading: None
+    """What decides on a shard besides its file, as JSON; None: shards are not kept."""
+    counts_text: bool = False
+    """Whether `scan` uses all cores by itself, and takes so long that shards are always kept."""
     yields: Callable[[Path], bool] = lambda path: False
     """Whether a file that is recognised may be left out where a directory also holds files of another format."""
 
@@ -333,11 +364,11 @@ def check_rows(values: NDArray[np.int64], offsets: NDArray[np.int64], where: str
     return values.astype(np.int32), offsets
 
 
-def join_rows(parts: Sequence[Rows], rule: RowRule) -> PackedRows:
-    """Join the rows of several files, in the order of `parts`."""
-    counts = [np.diff(offsets) for _, offsets in parts]
+def join_rows(shards: Sequence[Shard], rule: RowRule) -> PackedRows:
+    """Join the rows of several files, in their order; each shard has the two arrays of `Rows`."""
+    counts = [np.diff(shard.arrays[1]) for shard in shards]
     return PackedRows(
-        document_tokens=np.concatenate([tokens for tokens, _ in parts]),
+        document_tokens=np.concatenate([shard.arrays[0] for shard in shards]),
         row_offsets=np.concatenate(([0], np.cumsum(np.concatenate(counts), dtype=np.int64))),
         rule=rule,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Dataset, Format, fingerprint
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each, fingerprint
 from thdprof.analyze.sources.readers import arrow, npy
 from thdprof.analyze.sources.readers.npy import read_header
 from thdprof.analyze.sources.readers.parquet import ParquetFile, open_parquet, parquet_schema
@@ -130,15 +130,18 @@ def _is_packed_parquet(path: Path) -> bool:
     return schema is not None and set(KEYS) <= set(schema.names)
 
 
-def _read_parquet(paths: Sequence[Path]) -> Dataset:
-    parts, digests = [], []
-    for path in paths:
-        with open_parquet(path) as file:
-            parts.append(_rows_of_parquet(file))
-            digests += [str(path.stat().st_size).encode(), file.footer]
-    rows = base.join_rows(parts, "bridge")
+def _scan_parquet(path: Path) -> Shard:
+    with open_parquet(path) as file:
+        digest = fingerprint([str(path.stat().st_size).encode(), file.footer])
+        return Shard(_rows_of_parquet(file), {"digest": digest})
+
+
+def _join_parquet(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    rows = base.join_rows(shards, "bridge")
     size = pack_size(paths, int(rows.num_tokens().max()))
-    return Dataset.from_content(PARQUET.name, paths, rows, digest=fingerprint(digests), pack_tokens=size)
+    digests = [shard.facts["digest"] for shard in shards]
+    digest = digests[0] if len(digests) == 1 else fingerprint(map(str.encode, digests))
+    return Dataset.from_content(PARQUET.name, paths, rows, digest=digest, pack_tokens=size)
 
 
 def _rows_of_parquet(file: ParquetFile) -> base.Rows:
@@ -160,7 +163,8 @@ PARQUET = Format(
     summary="seq_start_id and the list lengths of loss_mask; no token is read",
     suffixes=(".parquet", ".pq"),
     recognises=_is_packed_parquet,
-    read=_read_parquet,
+    scan=each(_scan_parquet),
+    join=_join_parquet,
 )
 
 
@@ -170,19 +174,19 @@ def _is_packed_npy(path: Path) -> bool:
     return header is not None and header[1].hasobject and len(header[0]) <= 1
 
 
-def _read_npy(paths: Sequence[Path]) -> Dataset:
-    rows = base.join_rows([_rows_of_npy(path) for path in paths], "bridge")
+def _join_npy(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    rows = base.join_rows(shards, "bridge")
     return Dataset.from_content(NPY.name, paths, rows, pack_tokens=pack_size(paths, int(rows.num_tokens().max())))
 
 
-def _rows_of_npy(path: Path) -> base.Rows:
+def _scan_npy(path: Path) -> Shard:
     with path.open("rb", buffering=0) as file:  # the child process reads on where this one stops
         header = read_header(file)
         if header is None or not header[1].hasobject or len(header[0]) > 1:
             raise DataError(f"{path}: not a packed .npy: it holds no one-dimensional array of objects")
         starts, num_documents, num_tokens = npy.read_rows(file, header[0], path)
     offsets = np.concatenate(([0], np.cumsum(num_documents)))
-    return document_tokens(starts, offsets, num_tokens, str(path)), offsets
+    return Shard((document_tokens(starts, offsets, num_tokens, str(path)), offsets))
 
 
 NPY = Format(
@@ -190,5 +194,6 @@ NPY = Format(
     summary="the whole pickle, as data: seq_start_id and the lengths of input_ids and loss_mask",
     suffixes=(".npy",),
     recognises=_is_packed_npy,
-    read=_read_npy,
+    scan=each(_scan_npy),
+    join=_join_npy,
 )

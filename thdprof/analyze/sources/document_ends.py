@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Dataset, Format, UnpackedDocuments, check_lengths
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, UnpackedDocuments, check_lengths, each
 from thdprof.analyze.sources.readers import json_lines
 from thdprof.errors import DataError
 
@@ -63,17 +64,21 @@ def _read_metadata(path: Path) -> NDArray[np.int64]:
     return np.concatenate(parts)
 
 
-def _read(name: str, read_file: Callable[[Path], NDArray[np.int64]], paths: Sequence[Path]) -> Dataset:
-    """The documents of `paths`, one file after the other.
+def _scan(path: Path, read_file: Callable[[Path], NDArray[np.int64]]) -> Shard:
+    """The documents of a file.
 
     Raises:
-        DataError: a file is not of the format, or holds no documents or impossible ones.
+        DataError: the file is not of the format, or holds no documents or impossible ones.
     """
-    parts = [check_lengths(read_file(path), str(path), "document") for path in paths]
-    empty = next((path for path, part in zip(paths, parts, strict=True) if len(part) == 0), None)
-    if empty is not None:
-        raise DataError(f"{empty}: holds no documents; write it again with data")
-    return Dataset.from_content(name, paths, UnpackedDocuments(document_tokens=np.concatenate(parts)))
+    lengths = check_lengths(read_file(path), str(path), "document")
+    if len(lengths) == 0:
+        raise DataError(f"{path}: holds no documents; write it again with data")
+    return Shard((lengths,))
+
+
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading, name: str) -> Dataset:
+    documents = np.concatenate([shard.arrays[0] for shard in shards])
+    return Dataset.from_content(name, paths, UnpackedDocuments(document_tokens=documents))
 
 
 DATATROVE = Format(
@@ -81,12 +86,14 @@ DATATROVE = Format(
     summary="the ends of documents in `.ds.index` (the `.ds` need not exist)",
     suffixes=(".ds.index",),
     recognises=_is_index,
-    read=lambda paths: _read("datatrove", _read_index, paths),
+    scan=each(partial(_scan, read_file=_read_index)),
+    join=partial(_join, name="datatrove"),
 )
 OLMO = Format(
     name="olmo",
     summary="the starts and ends of documents in `.csv.gz` (the `.npy` need not exist)",
     suffixes=(".csv.gz",),
     recognises=_is_metadata,
-    read=lambda paths: _read("olmo", _read_metadata, paths),
+    scan=each(partial(_scan, read_file=_read_metadata)),
+    join=partial(_join, name="olmo"),
 )

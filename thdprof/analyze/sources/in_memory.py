@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Content, Dataset, PackedRows, UnpackedDocuments
+from thdprof.analyze.sources.engines import CACHE
 from thdprof.analyze.sources.readers.arrow import is_list
 from thdprof.analyze.sources.readers.json_lines import KEYS, TOKENS, USUAL_KEYS
 from thdprof.analyze.sources.trl import COLUMN
-from thdprof.analyze.sources.trl_text import CACHE, text_columns
+from thdprof.analyze.sources.trl_text import text_columns
 from thdprof.errors import ThdprofError, UsageError
 from thdprof.words import list_some
 

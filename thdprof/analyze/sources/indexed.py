@@ -1,4 +1,4 @@
-"""Megatron's IndexedDataset: only `<prefix>.idx` is read, never the `.bin`.
+"""Megatron's IndexedDataset: only `<prefix>.idx` is read. Tokens of the `.bin` are read where packs of it are written.
 
 Layout, little-endian (megatron/core/datasets/indexed_dataset.py): magic (9 bytes), u64 version, u8 dtype code,
 u64 sequences N, u64 document indices D, then int32 length[N], int64 pointer[N], int64 document_index[D] and, for
@@ -8,17 +8,21 @@ multimodal data, int8 mode[N].
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Dataset, Format, TokenStream, check_lengths
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, TokenStream, check_lengths, each
 from thdprof.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPE_CODES = range(1, 9)
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""Types of tokens by their codes."""
+TOKENS_AT_ONCE = 1 << 22
+"""Most tokens that are read at a time, but for a longer sequence."""
 
 
 def recognises(path: Path) -> bool:
@@ -27,7 +31,7 @@ def recognises(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _read_stream(path: Path) -> TokenStream:
+def _scan(path: Path) -> Shard:
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -38,7 +42,7 @@ def _read_stream(path: Path) -> TokenStream:
         _, version, code, sequences, documents = HEADER.unpack(head)
         if version != 1:
             raise DataError(f"{path}: IndexedDataset version {version}; version 1 is the only one known")
-        if code not in DTYPE_CODES:
+        if code not in DTYPES:
             raise DataError(f"{path}: token dtype code {code}; known codes are 1 to 8")
         needed = HEADER.size + 12 * sequences + 8 * documents
         if size not in (needed, needed + sequences):
@@ -48,13 +52,36 @@ def _read_stream(path: Path) -> TokenStream:
             )
         if sequences == 0:
             raise DataError(f"{path}: holds no sequences; write it again with data")
-        lengths = np.fromfile(file, dtype="<i4", count=sequences)
-    return TokenStream(path=str(path), sequence_tokens=check_lengths(lengths, str(path), "sequence"))
+        lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
+    return Shard((check_lengths(lengths, str(path), "sequence"),))
 
 
-def read(paths: Sequence[Path]) -> Dataset:
-    """Read one token stream from each of `paths`, in their order; several streams are a blend."""
-    return Dataset.from_content(FORMAT.name, paths, [_read_stream(path) for path in paths])
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    """One token stream for each of `paths`; several streams are a blend."""
+    pairs = zip(paths, shards, strict=True)
+    streams = [TokenStream(path=str(path), sequence_tokens=shard.arrays[0]) for path, shard in pairs]
+    return Dataset.from_content(FORMAT.name, paths, streams)
+
+
+def read_tokens(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Tokens of some sequences at a time, in their order, and their offsets in these, shape [sequences + 1].
+
+    Raises:
+        DataError: the `.bin` beside the index `path` is missing, or of another size than the index tells.
+    """
+    lengths, tokens = _scan(path).arrays[0].astype(np.int64), path.with_suffix(".bin")
+    with path.open("rb") as file:
+        dtype = np.dtype(DTYPES[HEADER.unpack(file.read(HEADER.size))[2]])
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    if not tokens.is_file() or tokens.stat().st_size != ends[-1] * dtype.itemsize:
+        raise DataError(f"{tokens}: is missing, or has not the {ends[-1]:,} tokens of {path}")
+    first = 0
+    with tokens.open("rb") as file:
+        while first < len(lengths):
+            stop = max(first + 1, int(np.searchsorted(ends, ends[first] + TOKENS_AT_ONCE, side="right")) - 1)
+            values = np.frombuffer(file.read(int(ends[stop] - ends[first]) * dtype.itemsize), dtype=dtype)
+            yield values.astype(np.int64), ends[first : stop + 1] - ends[first]
+            first = stop
 
 
 FORMAT = Format(
@@ -62,5 +89,6 @@ FORMAT = Format(
     summary="int32 sequence lengths of the `.idx` (the `.bin` need not exist)",
     suffixes=(".idx",),
     recognises=recognises,
-    read=read,
+    scan=each(_scan),
+    join=_join,
 )

@@ -2,7 +2,8 @@
 
 - JSON lines, also compressed by gzip or zstd: every line an integer, a list of integers, or an object with a key of
   lengths. A list that is the only line holds documents.
-- parquet, Arrow and CSV: a column of integers or lists of integers.
+- parquet, Arrow and CSV: a column of integers or lists of integers. With the columns of the index that `thdprof pack`
+  writes, `length` holds packed rows, one after the other.
 - `.npy`: integers of one dimension.
 
 Integers are documents that a packer has yet to pack; lists are packed rows. A length may be zero. The key or column
@@ -24,7 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Content, Dataset, Format, Reading, UnpackedDocuments, check_lengths
+from thdprof.analyze.sources.base import (
+    Content,
+    Dataset,
+    Format,
+    Reading,
+    Shard,
+    UnpackedDocuments,
+    check_lengths,
+    each,
+)
 from thdprof.analyze.sources.readers import arrow, csv, json_lines, npy
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys, Lengths
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
@@ -33,6 +43,9 @@ from thdprof.training import Packer
 
 _SWIFT = "lengths"
 """Column in which ms-swift lists the length of each example."""
+
+_INDEX = ("pack", "position", "length")
+"""Columns that tell an index of packs: in the order of training, a row for each document."""
 
 
 def _recognises(path: Path, keys: Keys) -> bool:
@@ -56,28 +69,38 @@ def _holds_tokens(path: Path, keys: Keys) -> bool:
     return not csv.is_csv(path) and json_lines.begins_with_tokens(path, keys)
 
 
-def _read(paths: Sequence[Path], keys: Keys) -> Dataset:
-    """Read the lengths of `paths`, one file after the other.
+def _scan(path: Path, keys: Keys) -> Shard:
+    """Read the lengths of a file.
 
     Raises:
-        DataError: a file holds no lengths, files of integers are mixed with files of lists, or a length is impossible.
+        DataError: the file holds no lengths, or one is impossible.
     """
-    parts = [_read_file(path, keys) for path in paths]
-    rows = [part for part in parts if isinstance(part, tuple)]
-    documents = [part for part in parts if not isinstance(part, tuple)]
+    read = _read_file(path, keys)
+    facts = {"tokens": _holds_tokens(path, keys), "packer": _usual_packer(path, keys)}
+    if not isinstance(read, tuple):
+        return Shard((read,), facts)
+    return Shard(read, {**facts, "one_list": len(read[1]) == 2 and _is_list(path)})
+
+
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    """The dataset of all files.
+
+    Raises:
+        DataError: files of integers are mixed with files of lists.
+    """
     content: Content
-    if rows and documents:
-        other = next(path for path, part in zip(paths, parts, strict=True) if not isinstance(part, tuple))
-        raise DataError(f"{other}: holds single lengths where another file holds lists; analyse them apart")
-    if rows and not all(len(offsets) == 2 and _is_list(path) for path, (_, offsets) in zip(paths, rows, strict=True)):
-        content = base.join_rows(rows, "concatenate")
-    elif rows:
-        content = UnpackedDocuments(document_tokens=np.concatenate([tokens for tokens, _ in rows]))
+    sizes = [len(shard.arrays) for shard in shards]
+    if len({*sizes}) > 1:
+        raise DataError(
+            f"{paths[sizes.index(1)]}: holds single lengths where another file holds lists; analyse them apart"
+        )
+    if sizes[0] == 2 and not all(shard.facts["one_list"] for shard in shards):
+        content = base.join_rows(shards, "concatenate")
     else:
-        content = UnpackedDocuments(document_tokens=np.concatenate(documents))
+        content = UnpackedDocuments(document_tokens=np.concatenate([shard.arrays[0] for shard in shards]))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
-    tokens = any(_holds_tokens(path, keys) for path in paths)
-    packers = {_usual_packer(path, keys) for path in paths}
+    tokens = any(shard.facts["tokens"] for shard in shards)
+    packers = {shard.facts["packer"] for shard in shards}
     return Dataset.from_content(
         FORMAT.name,
         paths,
@@ -130,7 +153,12 @@ def _read_column(path: Path, keys: Keys) -> Lengths:
             if name == _SWIFT and {"messages", TOKENS} & {*file.schema.names} and bool((np.diff(offsets) == 1).all()):
                 return _documents(values, where)
             return base.check_rows(values, offsets, where)
-        return _documents(arrow.integers(column, where), where)
+        lengths = _documents(arrow.integers(column, where), where)
+        if name != _INDEX[-1] or any(_column_of(file.schema, (each,)) is None for each in _INDEX):
+            return lengths
+        pack = arrow.integers(file.read_column(_INDEX[0]), f"{path}: column {_INDEX[0]}")
+        first = np.flatnonzero(np.diff(pack, prepend=-1))
+        return base.check_rows(lengths.astype(np.int64), np.append(first, len(pack)), where)
 
 
 def _column_of(schema: Any, keys: Keys) -> str | None:
@@ -161,7 +189,7 @@ def _read_npy(path: Path) -> Lengths:
             raise DataError(
                 f"{path}: truncated or corrupt: {held} bytes of content, {count} lengths of {dtype.itemsize}"
             )
-        return _documents(np.fromfile(file, dtype=dtype, count=count), str(path))
+        return _documents(np.frombuffer(file.read(held), dtype=dtype), str(path))
 
 
 def _documents(lengths: NDArray[np.integer], where: str) -> NDArray[np.int32]:
@@ -179,7 +207,9 @@ def make_format(reading: Reading) -> Format:
         f"{TOKENS}",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet", ".pq", ".arrow", ".npy"),
         recognises=partial(_recognises, keys=keys),
-        read=partial(_read, keys=keys),
+        scan=each(partial(_scan, keys=keys)),
+        join=_join,
+        key=lambda paths, reading: reading.length_column,
         yields=partial(_holds_tokens, keys=keys),
     )
 

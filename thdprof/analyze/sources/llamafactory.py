@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Dataset, Format
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each
 from thdprof.analyze.sources.readers import arrow
 from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_schema
 from thdprof.errors import DataError
@@ -36,27 +36,25 @@ def recognises(path: Path) -> bool:
     )
 
 
-def read(paths: Sequence[Path]) -> Dataset:
-    """Read the rows of `paths`, one file after the other; the pack size is where their padding ends.
+def _scan(path: Path) -> Shard:
+    """The rows of a file without their padding, and their tokens with it, if all have as many.
 
     Raises:
         DataError: the column is missing or has another type, or a row is null or has impossible boundaries.
     """
-    parts = [_read_rows(path) for path in paths]
-    sizes = {size for _, size in parts}
-    rows = base.join_rows([rows for rows, _ in parts], "trl")
-    return Dataset.from_content(FORMAT.name, paths, rows, pack_tokens=sizes.pop() if len(sizes) == 1 else None)
-
-
-def _read_rows(path: Path) -> tuple[base.Rows, int | None]:
-    """The rows of a file without their padding, and their tokens with it, if all have as many."""
     boundaries, offsets = _read_boundaries(path)
     inside = np.ones(len(boundaries) - 1, dtype=np.bool_)
     inside[offsets[1:-1] - 1] = False  # from a row to the next
     inside[offsets[1:] - 2] = False  # the padding
     rows = base.check_rows(np.diff(boundaries)[inside], offsets - 2 * np.arange(len(offsets)), str(path))
     sizes = {*boundaries[offsets[1:] - 1].tolist()}
-    return rows, sizes.pop() if len(sizes) == 1 else None
+    return Shard(rows, {"pack_tokens": sizes.pop() if len(sizes) == 1 else None})
+
+
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    sizes = {shard.facts["pack_tokens"] for shard in shards}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return Dataset.from_content(FORMAT.name, paths, base.join_rows(shards, "trl"), pack_tokens=size)
 
 
 def _read_boundaries(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -93,5 +91,6 @@ FORMAT = Format(
     summary="the lists sequence_boundaries of column packing_params",
     suffixes=(".arrow",),
     recognises=recognises,
-    read=read,
+    scan=each(_scan),
+    join=_join,
 )

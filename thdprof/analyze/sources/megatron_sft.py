@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Reading
+from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Reading, Shard
 from thdprof.analyze.sources.readers.json_lines import first_object, read_values
 from thdprof.errors import DataError, UsageError
 from thdprof.words import install_line
@@ -85,7 +84,7 @@ def conversations_of(messages: Sequence[dict[str, Any]]) -> list[Conversation]:
     return [list(messages[begin:end]) for begin, end in pairwise([*begins, len(messages)])]
 
 
-def read_text(paths: Sequence[Path], reading: Reading) -> Dataset:
+def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
     """Count the tokens of every conversation of `paths`, one file after the other.
 
     Raises:
@@ -109,20 +108,29 @@ def read_text(paths: Sequence[Path], reading: Reading) -> Dataset:
             prompt_format=reading.prompt_format,
         )
     )
-    files = []
-    for path, stored, of_file in zip(paths, lines, split, strict=True):
+    shards = []
+    for stored, of_file in zip(lines, split, strict=True):
         offsets = np.cumsum([0, *map(len, of_file)], dtype=np.int64)
         own = list(islice(counts, int(offsets[-1])))
-        files.append(
-            ConversationFile(
-                path=str(path),
-                conversation_tokens=np.array([0 if isinstance(count, str) else count for count in own], dtype=np.int32),
-                line_offsets=offsets,
-                line_numbers=np.array([number for number, _ in stored], dtype=np.int64),
-                faults={index: count for index, count in enumerate(own) if isinstance(count, str)},
-            )
+        tokens = np.array([0 if isinstance(count, str) else count for count in own], dtype=np.int32)
+        numbers = np.array([number for number, _ in stored], dtype=np.int64)
+        faults = [(index, count) for index, count in enumerate(own) if isinstance(count, str)]
+        shards.append(Shard((tokens, offsets, numbers), {"faults": faults}))
+    return shards
+
+
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    files = tuple(
+        ConversationFile(
+            path=str(path),
+            conversation_tokens=shard.arrays[0],
+            line_offsets=shard.arrays[1],
+            line_numbers=shard.arrays[2],
+            faults=dict(shard.facts["faults"]),
         )
-    return Dataset.from_content(FORMAT.name, paths, Conversations(files=tuple(files)))
+        for path, shard in zip(paths, shards, strict=True)
+    )
+    return Dataset.from_content(FORMAT.name, paths, Conversations(files=files))
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -151,6 +159,8 @@ FORMAT = Format(
     summary="all text: the tokens of every conversation by the run's own tokenizer",
     suffixes=(".jsonl", ".jsonl.gz"),
     recognises=recognises,
-    read=partial(read_text, reading=Reading()),
-    read_by=read_text,
+    scan=_scan,
+    join=_join,
+    key=None,
+    counts_text=True,
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Dataset, Format
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each
 from thdprof.analyze.sources.readers import arrow
 from thdprof.analyze.sources.readers.parquet import open_columns, schema_of
 
@@ -21,18 +21,19 @@ def recognises(path: Path) -> bool:
     return arrow.is_list(schema.field(COLUMN).type)
 
 
-def read(paths: Sequence[Path]) -> Dataset:
-    """Read the rows of `paths`, one file after the other; no file tells the pack size.
+def _scan(path: Path) -> Shard:
+    """The rows of a file.
 
     Raises:
         DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
     """
-    parts = []
-    for path in paths:
-        where = f"{path}: column {COLUMN}"
-        with open_columns(path) as file:
-            parts.append(base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where))
-    return Dataset.from_content(FORMAT.name, paths, base.join_rows(parts, "trl"))
+    where = f"{path}: column {COLUMN}"
+    with open_columns(path) as file:
+        return Shard(base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where))
+
+
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    return Dataset.from_content(FORMAT.name, paths, base.join_rows(shards, "trl"))  # no file tells the pack size
 
 
 FORMAT = Format(
@@ -40,5 +41,6 @@ FORMAT = Format(
     summary="the lists of column seq_lengths",
     suffixes=(".parquet", ".pq", ".arrow"),
     recognises=recognises,
-    read=read,
+    scan=each(_scan),
+    join=_join,
 )

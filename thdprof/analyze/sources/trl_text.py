@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -24,14 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Dataset, Format, Reading, UnpackedDocuments
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, UnpackedDocuments
 from thdprof.analyze.sources.readers.json_lines import TOKENS, first_object
 from thdprof.analyze.sources.readers.parquet import holds_columns, schema_of
 from thdprof.errors import DataError, UsageError
-from thdprof.files import replacing
 from thdprof.words import install_line
-
-logger = logging.getLogger(__name__)
 
 NAME = "trl-text"
 _ROOT = Path(__file__).parents[3]
@@ -40,9 +36,7 @@ _PROGRAM = (
     "from thdprof.analyze.sources.readers.count_trl_tokens import main; main()"
 )
 """Not imported here: `transformers` imports PyTorch unless it is hidden in the whole process."""
-CACHE = ".thdprof"
-"""Directory beside the data that keeps counts."""
-_VERSION = 1
+_VERSION = 2
 """Of the rules by which tokens are counted; counts of another version are counted anew."""
 _OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _DOWNLOAD = "hf download {} --include '*.json' '*.jinja' '*.model' '*.txt'"
@@ -68,12 +62,33 @@ def _recognises(path: Path, reading: Reading) -> bool:
     return bool(text_columns(_column_names(path), reading.text_column))
 
 
-def _read(paths: Sequence[Path], reading: Reading) -> Dataset:
-    """Count the tokens of every row of `paths`, one file after the other.
+def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
+    """Count the tokens of every row of `paths`; the first row of the dataset decides for all of them.
 
     Raises:
-        UsageError: the run's tokenizer is not given, or the package that reads it is missing.
+        UsageError: the package that reads tokenizers is missing.
         DataError: a row is no such text, or the tokenizer cannot be loaded.
+    """
+    counts, rows = _count(_task(paths, reading), reading)
+    return [Shard(tuple(part)) for part in np.split(counts, np.cumsum(rows)[:-1], axis=1)]
+
+
+def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    tokenizer = _tokenizer_of(paths, reading)
+    notes = []
+    if any((tokenizer / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+        notes.append(f"{tokenizer}: has a processor, with which TRL reads text; its tokenizer alone counted it")
+    counts = [np.concatenate(parts) for parts in zip(*(shard.arrays for shard in shards), strict=True)]
+    content = UnpackedDocuments(document_tokens=counts[0], trained_from=counts[1] if len(counts) > 1 else None)
+    return Dataset.from_content(NAME, paths, content, notes=tuple(notes), usual_packer="best_fit_decreasing")
+
+
+def _tokenizer_of(paths: Sequence[Path], reading: Reading) -> Path:
+    """The directory of the run's tokenizer.
+
+    Raises:
+        UsageError: it is not given.
+        DataError: there is none of that name.
     """
     if reading.tokenizer_model is None:
         columns = text_columns(_column_names(paths[0]), reading.text_column)
@@ -81,18 +96,12 @@ def _read(paths: Sequence[Path], reading: Reading) -> Dataset:
             f"{paths[0]}: its text ({' and '.join(columns)}) is counted by the run's tokenizer: give --tokenizer, a "
             "directory or a name in the Hugging Face cache"
         )
-    tokenizer = _find_tokenizer("--tokenizer", reading.tokenizer_model)
-    notes = []
-    if any((tokenizer / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
-        notes.append(f"{tokenizer}: has a processor, with which TRL reads text; its tokenizer alone counted it")
-    counts, note = _counted(paths, _task(paths, reading, tokenizer), reading)
-    content = UnpackedDocuments(document_tokens=counts[0], trained_from=counts[1] if len(counts) > 1 else None)
-    notes += [] if note is None else [note]
-    return Dataset.from_content(NAME, paths, content, notes=tuple(notes), usual_packer="best_fit_decreasing")
+    return _find_tokenizer("--tokenizer", reading.tokenizer_model)
 
 
-def _task(paths: Sequence[Path], reading: Reading, tokenizer: Path) -> dict[str, Any]:
+def _task(paths: Sequence[Path], reading: Reading) -> dict[str, Any]:
     """The fields of the program's `Task`, without its output."""
+    tokenizer = _tokenizer_of(paths, reading)
     template, source = None, None
     if reading.chat_template is not None:
         file = Path(reading.chat_template)
@@ -105,6 +114,8 @@ def _task(paths: Sequence[Path], reading: Reading, tokenizer: Path) -> dict[str,
             source = str(_find_tokenizer("--chat-template", reading.chat_template))
     return {
         "files": [str(path) for path in paths],
+        "first": str(reading.first or paths[0]),
+        "workers": reading.workers,
         "tokenizer": str(tokenizer),
         "chat_template": template,
         "template_tokenizer": source,
@@ -135,42 +146,22 @@ def _find_tokenizer(option: str, name: str) -> Path:
     return found
 
 
-# --- counts, and the cache of them ------------------------------------------------------------------------------------
+# --- counts -----------------------------------------------------------------------------------------------------------
 
 
-def _counted(paths: Sequence[Path], task: dict[str, Any], reading: Reading) -> tuple[NDArray[np.int32], str | None]:
-    """The program's counts, from the cache where they are there; and a note where they could not be kept."""
-    directory = reading.cache or paths[0].parent / CACHE
-    kept = directory / f"tokens-{_key(paths, task, reading.digest)}.npy"
-    try:
-        counts: NDArray[np.int32] = np.load(kept, allow_pickle=False)
-        if counts.ndim == 2 and counts.dtype == np.int32 and 1 <= len(counts) <= 2 and counts.shape[1] > 0:
-            return counts, None
-    except Exception:  # a damaged header raises errors of many kinds; the tokens are counted anew
-        logger.debug("%s: cannot be read", kept, exc_info=True)
-    counts = _count(task, reading)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with replacing(kept) as temporary, temporary.open("wb") as file:
-            np.save(file, counts)
-    except (OSError, DataError) as error:
-        return counts, f"the counted tokens could not be kept in {directory} ({error}): give another --cache"
-    return counts, None
-
-
-def _key(paths: Sequence[Path], task: dict[str, Any], digest: str | None) -> str:
-    """A digest of all that decides on the counts."""
-    stats = [path.stat() for path in paths]
-    files = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
-    values = {
+def _key(paths: Sequence[Path], reading: Reading) -> dict[str, Any]:
+    """All that decides on the counts of a file besides itself."""
+    task = _task(paths[:1], reading)
+    first = paths[0] if reading.digest is None else None
+    del task["files"], task["workers"]
+    return {
         **task,
-        "files": digest or files,
+        "first": None if first is None else [str(first.resolve()), first.stat().st_size, first.stat().st_mtime_ns],
         "tokenizer": _digest(Path(task["tokenizer"])),
         "template_tokenizer": task["template_tokenizer"] and _digest(Path(task["template_tokenizer"])),
         "version": _VERSION,
         "packages": [_version(name) for name in ("transformers", "tokenizers", "trl")],
     }
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _digest(tokenizer: Path) -> str:
@@ -197,17 +188,16 @@ def write_tokens(paths: Sequence[Path], reading: Reading, directory: Path) -> No
     """
     from thdprof.analyze.sources.readers.count_trl_tokens import LENGTHS_FILE
 
-    assert reading.tokenizer_model is not None  # the files were counted before
-    task = _task(paths, reading, _find_tokenizer("--tokenizer", reading.tokenizer_model))
-    _run({**task, "output": str(directory), "contents": True}, reading, directory / LENGTHS_FILE)
+    _run({**_task(paths, reading), "output": str(directory), "contents": True}, reading, directory / LENGTHS_FILE)
 
 
-def _count(task: dict[str, Any], reading: Reading) -> NDArray[np.int32]:
+def _count(task: dict[str, Any], reading: Reading) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The counts, int32, shape [1 or 2, documents], and the documents of each file, int64, shape [files]."""
     with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "counts.npy"
+        output = Path(directory) / "counts.npz"
         _run({**task, "output": str(output)}, reading, output)
-        counts: NDArray[np.int32] = np.load(output, allow_pickle=False)
-        return counts
+        with np.load(output, allow_pickle=False) as saved:
+            return saved["counts"], saved["rows"]
 
 
 def _run(task: dict[str, Any], reading: Reading, output: Path) -> None:
@@ -227,7 +217,7 @@ def _run(task: dict[str, Any], reading: Reading, output: Path) -> None:
                         raise _refused(reading, **json.loads(line))
                     if line.startswith(b"["):
                         share, documents = json.loads(line)
-                        reading.tick(share, round(documents / max(share, 1e-9)))
+                        reading.tick("counting tokens", share, round(documents / max(share, 1e-9)))
             except BaseException:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)  # and its workers
@@ -256,8 +246,10 @@ def make_format(reading: Reading) -> Format:
         summary="all text: the tokens of every row as TRL makes them, by the run's own tokenizer",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".pq", ".arrow"),
         recognises=partial(_recognises, reading=reading),
-        read=partial(_read, reading=reading),
-        read_by=_read,
+        scan=_scan,
+        join=_join,
+        key=_key,
+        counts_text=True,
     )
 
 

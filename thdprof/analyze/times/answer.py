@@ -141,7 +141,7 @@ def document_tokens(replayed: Replay, *, row_tokens: float) -> float:
         "streams": False,
         "conversations": True,
         "bridge": True,
-        "trl": settings.pad_seq_to_mult > 1,
+        "trl": tail or settings.pad_seq_to_mult > 1,
         "packs": tail,
         "documents": tail or settings.packer.startswith("first_fit"),
     }[replayed.kind]

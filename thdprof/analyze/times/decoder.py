@@ -236,6 +236,8 @@ class Work:
     """Documents that attention is called for: the cap of a graph, or the micro-batch's own number."""
     cp_size: int = 1
     """Context-parallel size."""
+    grouped: bool = False
+    """Whether experts run as torch's grouped products, as in graphs that hold dropless ones."""
 
 
 @dataclass(slots=True)
@@ -271,9 +273,12 @@ class Decoder:
         """Layers of the rank."""
         return len(self._layers)
 
-    def time(self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1) -> DecoderTime:
+    def time(
+        self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1, grouped: bool = False
+    ) -> DecoderTime:
         """The time of one micro-batch. Arguments are those of `Work`, with `tokens` of all context-parallel ranks."""
-        work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
+        here = max(1, tokens // cp_size)
+        work = Work(tokens=here, squared=squared, max_seqs=max_seqs, cp_size=cp_size, grouped=grouped)
         made = {kind: self._layer(kind, work) for kind in set(self._layers)}
         us, launches, light = 0.0, 0.0, 0.0
         expert, expert_light = 0.0, 0.0
@@ -331,7 +336,7 @@ class Decoder:
     def _expert_layer(self, work: Work) -> Layer:
         """Normalization, router, experts with their exchange of tokens, shared experts, and the residual."""
         layer = self._norm(work)
-        layer.add(self._experts(work))
+        layer.add(self._grouped_experts(work) if work.grouped else self._experts(work))
         if self._model.moe_shared_expert_intermediate_size:
             layer.add(self._gather_and_reduce(work))
             layer.add(self._mlp(work.tokens, self._model.moe_shared_expert_intermediate_size))
@@ -539,10 +544,7 @@ class Decoder:
         share = model.expert_tensor_parallel_size or self._tp
         inner = max(1, model.expert_ffn_size // share)
         received = routed * (share if share > 1 else 1)
-        layer = Layer()
-        router = 90 + 0.5e-3 * tokens * experts
-        layer.forward.append(Kernels(kind="experts", us=router * 1.2 + 20 * GAP_US, launches=22))
-        layer.backward.append(Kernels(kind="experts", us=router * 0.6 + 14 * GAP_US, launches=16))
+        layer = self._router(tokens)
         layer.forward.append(device.moves(4 * routed * model.hidden_size * 2e-6, 5.0, kind="experts", launches=8))
         permuted = device.scaled(8.1e-6 * routed * model.hidden_size)
         layer.backward.append(Kernels(kind="experts", us=permuted, launches=8))
@@ -555,15 +557,83 @@ class Decoder:
             layer.forward += self._grouped(local, m, n, k, accumulates=False)
             layer.backward += self._grouped(local, m, k, n, accumulates=False)
             layer.backward += self._grouped(local, n, k, m, accumulates=model.gradient_accumulation_fusion)
-        elements = received * inner
-        layer.forward.append(device.moves(3 * elements * 2e-6, 4.4, kind="experts"))
-        layer.backward.append(device.moves(7 * elements * 2e-6, 2.2, kind="experts", launches=2))
+        layer.add(self._expert_activation(received * inner, biased=received * model.hidden_size))
         if self._fp8:
             for elements_cast in (received * model.hidden_size, received * inner):
                 layer.forward += self._quantize_experts(elements_cast, local)
             for elements_cast in (received * model.hidden_size, received * inner * gate):
                 layer.backward += self._quantize_experts(elements_cast, local)
         return layer
+
+    def _expert_activation(self, elements: int, *, biased: int) -> Layer:
+        """The activation of experts with their probabilities, and biases of `biased` elements behind it.
+
+        megatron-core fuses it for gated experts alone. For others the product with probabilities is in float32, with
+        casts around it; and so is the sum of biases, expert by expert.
+        """
+        device, model = self._device, self._model
+        bytes_forward, bytes_backward = (6.0, 14.0) if model.gated_linear_unit else (16.0, 40.0)
+        rates = (4.4, 2.2) if model.gated_linear_unit else (_UNFUSED_TBPS, _UNFUSED_TBPS)
+        layer = Layer(
+            forward=[device.moves(elements * bytes_forward * 1e-6, rates[0], kind="experts")],
+            backward=[device.moves(elements * bytes_backward * 1e-6, rates[1], kind="experts", launches=2)],
+        )
+        if model.add_bias_linear and biased:
+            layer.forward.append(device.moves(biased * 28e-6, _UNFUSED_TBPS, kind="experts", launches=0))
+            layer.backward.append(device.moves(biased * 40e-6, _UNFUSED_TBPS, kind="experts", launches=0))
+        return layer
+
+    def _router(self, tokens: int) -> Layer:
+        us = 90 + 0.5e-3 * tokens * (self._model.num_experts or 1)
+        return Layer(
+            forward=[Kernels(kind="experts", us=us * 1.2 + 20 * GAP_US, launches=22)],
+            backward=[Kernels(kind="experts", us=us * 0.6 + 14 * GAP_US, launches=16)],
+        )
+
+    def _grouped_experts(self, work: Work) -> Layer:
+        """Router, rows sorted by expert on the device, the experts of one rank as two grouped products, and the sum of
+        each token's rows. Gradients of weights are products of their own, which are then added to those in fp32.
+        """
+        model, device, tokens = self._model, self._device, work.tokens
+        experts, inner, gate = model.num_experts or 1, model.expert_ffn_size, 2 if model.gated_linear_unit else 1
+        rows = tokens * model.moe_router_topk
+        layer, moved = self._router(tokens), rows * model.hidden_size * 2e-6
+
+        def gathered(megabytes: float, launches: float) -> Kernels:
+            return device.moves(megabytes, _GATHERED_TBPS, kind="experts", launches=launches)
+
+        layer.forward += [device.tiny(_SORTING_KERNELS, _SORTING_US, kind="experts"), gathered(2 * moved, 2)]
+        layer.backward.append(gathered(2 * moved, 2))
+        for n, k in ((gate * inner, model.hidden_size), (model.hidden_size, inner)):
+            layer.forward.append(self._grouped_product(experts, rows / experts, n, k, weights=experts * n * k))
+            layer.backward += [
+                self._grouped_product(experts, rows / experts, k, n, weights=experts * n * k),
+                self._grouped_product(experts, n, k, rows / experts, weights=0),
+                device.moves(experts * n * k * _ADDED_BYTES * 1e-6, 4.0, kind="experts"),
+            ]
+        layer.add(self._expert_activation(rows * inner, biased=0))
+        summed = 3 * moved + moved / model.moe_router_topk  # gathered by token, and added up
+        layer.forward.append(gathered(summed, 3))
+        layer.backward.append(gathered(summed, 3))
+        return layer
+
+    def _grouped_product(self, experts: int, m: float, n: float, k: float, *, weights: float) -> Kernels:
+        """A product of shapes [m, k] and [k, n] for each expert, in one kernel, which reads `weights` elements.
+
+        Experts have so few rows each that nothing hides the reads of weights or the writes of their gradients: the sum
+        of both times agrees with the one layer that was measured (benchmarks/results/experts.md).
+        """
+        gpu, flops = self._device.gpu, 2.0 * experts * m * n * k
+        share = max(
+            worth * experts * m * n / (waves * gpu.multiprocessors * rows * columns)
+            for rows, columns, worth in _TILES
+            for tiles in [m / rows + 0.5 if weights else math.ceil(m / rows)]  # half of an expert's last tile is empty
+            for waves in [math.ceil(experts * tiles * math.ceil(n / columns) / gpu.multiprocessors)]
+        )
+        output, operands = experts * m * n * 2.0, (experts * (m + (0 if weights else n)) * k + weights) * 2.0
+        full = flops / (gpu.bf16_tflops * 1e6 * _AT_BEST[False]) / math.pow(min(1.0, share), _QUANTIZATION)
+        memory = (output + operands) / (gpu.memory_tbps * 0.8 * 1e6)
+        return Kernels(kind="experts", us=_PRODUCT_US + full + memory + GAP_US)
 
     def _quantize_experts(self, elements: int, experts: int) -> list[Kernels]:
         us = experts * (_QUANTIZE_EXPERT_US + 4 * GAP_US)
@@ -578,6 +648,11 @@ class Decoder:
         return [Kernels(kind="experts", us=us, launches=2, light_launches=experts)]
 
 
+_UNFUSED_TBPS = 3.2
+_GATHERED_TBPS = 3.0
+_SORTING_KERNELS, _SORTING_US = 30, 3.0
+_ADDED_BYTES = 10
+"""Bytes that adding a gradient in bf16 to one in fp32 reads and writes."""
 _SCAN_FORWARD = 13.0e-6
 _SCAN_BACKWARD = 44.7e-6
 _CONVOLUTION_FORWARD = 2.45e-6

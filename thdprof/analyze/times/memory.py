@@ -123,6 +123,8 @@ def _split_by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[ND
 
 _ADAPTER_STATE_BYTES = 16
 """Bytes of an adapter's parameter, which peft keeps in float32: weight, gradient and two moments."""
+_INDEX_BYTES = 8
+"""Bytes of an int64 index of torch."""
 _TILE = (4096, 32768)
 """Tokens and words of a tile of logits in TRL's loss."""
 
@@ -147,7 +149,7 @@ def trainer_loss_bytes(model: Model, vocab_size: int, n_tokens: int) -> int:
 
 def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
     """What one layer saves for its backward, in the order in which it does; None for layers of other kinds."""
-    if kind != "attention+mlp":
+    if kind not in ("attention+mlp", "attention+moe"):
         return None
     element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
@@ -173,17 +175,40 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
         ("self_attn", STATISTICS_BYTES * heads),
         *linear("self_attn.o_proj"),
         *norm("post_attention_layernorm", hidden, scaled=wide),
-        *linear("mlp.gate_proj", hidden),
-        *linear("mlp.up_proj", copied),
-        *[("mlp", element * ffn)] * 3,
-        *linear("mlp.down_proj", ffn),
     ]
+    if kind == "attention+moe":
+        found += _grouped_experts(model, element)
+    else:
+        found += [
+            *linear("mlp.gate_proj", hidden),
+            *linear("mlp.up_proj", copied),
+            *[("mlp", element * ffn)] * 3,
+            *linear("mlp.down_proj", ffn),
+        ]
     saved = [Saved(module=module, bytes_per_token=nbytes) for module, nbytes in found]
     if model.recompute_granularity is None:
         return saved
     return [
         Saved(module="input_layernorm", bytes_per_token=wide * hidden, is_input=True),
         *(Saved(module=one.module, bytes_per_token=one.bytes_per_token, recomputed=True) for one in saved),
+    ]
+
+
+def _grouped_experts(model: Model, element: int) -> list[tuple[str, float]]:
+    """What a router and experts by grouped products save: rows sorted by expert, `moe_router_topk` for each token, of
+    which frozen weights keep only what activation and probabilities need.
+    """
+    rows, hidden, width = model.moe_router_topk, model.hidden_size, model.expert_ffn_size
+    trained = model.lora_dim is None
+    return [
+        *[("mlp.gate", element * hidden)] * trained,
+        ("mlp.gate", STATISTICS_BYTES * (model.num_experts or 1)),
+        *[("mlp.gate", _INDEX_BYTES * rows)] * 3,  # the chosen experts, and both orders of the rows
+        *[("mlp.experts", element * rows * hidden)] * trained,
+        *[("mlp.experts", element * rows * part * width) for part in (2, 1)],
+        *[("mlp.experts", element * rows * width)] * trained,
+        ("mlp.experts", element * rows * hidden),
+        *[("mlp.experts", element * rows)] * 2,
     ]
 
 
@@ -277,7 +302,7 @@ def _sum_held(
     """What a rank of `stage` holds in each moment, by the names of `Memory`."""
     assert model.vocab_size is not None
     settings, n_tokens, of_trainer = run.settings, run.n_tokens, run.settings.is_of_trainer
-    layers = _Layers(model, settings, n_tokens, layer_graphs=run.layer_graphs)
+    layers = _Layers(model, settings, n_tokens, layer_graphs=run.layer_graphs, ends_at_router=run.ends_at_router)
     parameters = stage_parameters(model, stage, model.vocab_size)
     if of_trainer:
         state, adam = trainer_state_bytes(model, parameters)
@@ -332,7 +357,7 @@ def _sum_held(
         trained = parameters.adapters
         gradients = 4 * (parameters.dense - parameters.outside + parameters.experts if trained is None else trained)
         compared = WATCHED_COPIES * min(gradients, max(WATCHED_BYTES, 4 * parameters.largest))
-        single = run.layer_graphs or settings.experts == "dropless"
+        single = run.layer_graphs or run.ends_at_router
         eager = (layers.watched_bytes(stage) if single else one_pass) + compared
         held["verification"] = {**common, "state_bytes": state, "eager_bytes": eager, "outside_bytes": 0}
     return held
@@ -357,8 +382,11 @@ class _Layers:
     them (`depths`).
     """
 
-    def __init__(self, model: Model, settings: TrainingSettings, n_tokens: int, *, layer_graphs: bool) -> None:
-        self._model, self._settings, self._n_tokens, self._layer_graphs = model, settings, n_tokens, layer_graphs
+    def __init__(
+        self, model: Model, settings: TrainingSettings, n_tokens: int, *, layer_graphs: bool, ends_at_router: bool
+    ) -> None:
+        self._model, self._settings, self._n_tokens = model, settings, n_tokens
+        self._layer_graphs, self._ends_at_router = layer_graphs, ends_at_router
 
     def pass_bytes(self, chunks: Sequence[Sequence[Kind]], depths: int, *, recompute: bool = True) -> int:
         """Memory of one eager micro-batch: what its layers save, and gradients in its backward."""
@@ -372,10 +400,11 @@ class _Layers:
         model, n_tokens = self._model, self._n_tokens
         if self._settings.is_of_trainer:
             at_once = 1 if model.recompute_granularity is None else model.num_layers  # a graph casts anew in a backward
-            return _Replayed(in_pool=self.pass_bytes(chunks, depths) + cast_bytes(model) // at_once)
-        if self._settings.experts != "dropless":
+            in_pool = self.pass_bytes(chunks, depths) + cast_bytes(model) // at_once
+            return _Replayed(in_pool=in_pool + self._grouped_gradient())
+        if not self._ends_at_router:
             recompute = not self._layer_graphs
-            of_chunks = self.pass_bytes(chunks, 0, recompute=recompute)
+            of_chunks = self.pass_bytes(chunks, 0, recompute=recompute) + self._grouped_gradient()
             return _Replayed(in_pool=of_chunks + depths * self.pass_bytes([], 1, recompute=recompute))
         parts = [split_around_router(model, kind) for chunk in chunks for kind in chunk]
         predicted = split_mtp_around_router(model)
@@ -388,11 +417,19 @@ class _Layers:
             kept_beside=saved_bytes(behind, n_tokens),
         )
 
+    def _grouped_gradient(self) -> int:
+        """Memory of the gradient of one layer's first weights of dropless experts, before it is added to the sum."""
+        model = self._model
+        if self._settings.experts != "dropless" or model.lora_dim is not None:
+            return 0
+        gate = 2 if model.gated_linear_unit else 1
+        return _element(model) * (model.num_experts or 0) * gate * model.expert_ffn_size * model.hidden_size
+
     def watched_bytes(self, stage: Stage) -> int:
         """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""
-        model, dropless = self._model, self._settings.experts == "dropless"
+        model, part = self._model, self._ends_at_router
         plain = replace(model, recompute_granularity=None)
-        layers = [split_around_router(model, k)[0] if dropless else layer_tensors(plain, k) for k in {*stage.layers}]
+        layers = [split_around_router(model, k)[0] if part else layer_tensors(plain, k) for k in {*stage.layers}]
         most = max((pass_bytes([layer], self._n_tokens) for layer in layers), default=0)
         kept = WATCHED_HIDDEN * max(map(len, stage.chunks)) * hidden_bytes(model, self._n_tokens)
         return most + self._keys_of_others([layer_kinds(model)[:1]], 0) + kept
@@ -424,17 +461,26 @@ class _Layers:
         return [(made if number < first else kept)[kind] for number, kind in enumerate(chunk)]
 
 
-def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer_graphs: bool = False) -> int:
+def slot_bytes(
+    model: Model,
+    settings: TrainingSettings,
+    n_tokens: int,
+    *,
+    layer_graphs: bool = False,
+    ends_at_router: bool = False,
+) -> int:
     """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
 
     Args:
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
         layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
+        ends_at_router: whether dropless experts run eagerly behind the graphs.
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
     depths = 0 if settings.is_of_trainer else model.mtp_num_layers
-    pools = _Layers(model, settings, n_tokens, layer_graphs=layer_graphs).replayed(chunks, depths).in_pool
+    layers = _Layers(model, settings, n_tokens, layer_graphs=layer_graphs, ends_at_router=ends_at_router)
+    pools = layers.replayed(chunks, depths).in_pool
     return pools + (1 + depths) * _GRAPH_WORKSPACE
 
 

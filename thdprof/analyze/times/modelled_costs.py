@@ -148,6 +148,9 @@ _STEPS = (32, 64, 128, 256, 512)
 """Numbers of documents up to which Transformer Engine's fused attention rounds."""
 _OWN_LAYERS = 2.0
 """Time of a graph of transformers' own layers, beside one of fused layers, at most; 1.9 in the shape of Qwen3-0.6B."""
+_OWN_BYTES = 55e-6
+"""Megabytes that norms, rotation, activation and residuals of transformers' own layers move beyond fused ones, forward
+and backward, for a token and a channel of what they read: as much as that shape allows."""
 
 
 class ModelledTimes:
@@ -162,21 +165,36 @@ class ModelledTimes:
         """Documents of the median micro-batch."""
         self._squared = 0.0 if run.table.squared is None else float(run.table.squared.mean())
         self._mtp_layers = self.model.mtp_num_layers / self.decoder.num_layers
+        self._grouped = self.settings.experts == "dropless" and not run.ends_at_router
         self._typical_gpu_ms = self.at(self.typical).gpu_ms
 
     @property
     def slower_kernels(self) -> float:
         """Factor by which replays may take longer: under Hugging Face's Trainer the layers are fused only where
-        `PlanCallback(compile=True)` compiles them, which the settings do not tell."""
-        return _OWN_LAYERS if self.settings.is_of_trainer else 1.0
+        `PlanCallback(compile=True)` compiles them, which the settings do not tell. What is not fused moves activations
+        only: the wider the layers are, the more of their time are products."""
+        if not self.settings.is_of_trainer:
+            return 1.0
+        model = self.model
+        channels = 4 * model.hidden_size + 3 * model.ffn_size
+        channels += 2 * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
+        moved = _OWN_BYTES * channels * self._run.n_tokens * (4 / 3 if model.recompute_granularity == "full" else 1)
+        more_ms = self.decoder.num_layers * Device(self.gpu).memory_us(moved, 3.3) / 1000
+        return min(_OWN_LAYERS, 1 + more_ms / self._typical_gpu_ms)
 
-    def at(self, max_seqs: int) -> DecoderTime:
-        """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
-        return self._time(max_seqs, self._squared)
+    def at(self, max_seqs: int, *, replayed: bool = False) -> DecoderTime:
+        """A micro-batch of typical lengths whose attention is called for `max_seqs` documents; replayed or eager."""
+        return self._time(max_seqs, self._squared, replayed=replayed)
 
-    def _time(self, max_seqs: int, squared: float) -> DecoderTime:
-        cp = self.settings.context_parallel_size
-        return self.decoder.time(tokens=self._run.n_tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
+    def _time(self, max_seqs: int, squared: float, *, replayed: bool) -> DecoderTime:
+        cp, tokens = self.settings.context_parallel_size, self._run.n_tokens
+        return self.decoder.time(
+            tokens=tokens * cp,
+            squared=squared,
+            max_seqs=max_seqs,
+            cp_size=cp,
+            grouped=self._grouped and (replayed or self.settings.is_of_trainer),
+        )
 
     def outside(self) -> Range:
         """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
@@ -230,7 +248,7 @@ class ModelledTimes:
         most = self._run.profile.n_seqs.percentile(100.0)
         ends = [n for n in _STEPS if n < most]  # numbers of documents after which eager times differ
         top = max(1024, round_documents(most))
-        per_unit = (self._time(64, 2e9).gpu_ms - self._time(64, 1e9).gpu_ms) / 1e9
+        per_unit = (self._time(64, 2e9, replayed=True).gpu_ms - self._time(64, 1e9, replayed=True).gpu_ms) / 1e9
         return CostTable(
             name=f"{describe(self.model)}, {self.decoder.num_layers} layers a rank, {tokens} tokens",
             calibrated=False,
@@ -247,11 +265,17 @@ class ModelledTimes:
             outside_range_ms=outside,
             slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
-            slot_bytes=slot_bytes(self.model, self.settings, tokens, layer_graphs=self._run.layer_graphs),
+            slot_bytes=slot_bytes(
+                self.model,
+                self.settings,
+                tokens,
+                layer_graphs=self._run.layer_graphs,
+                ends_at_router=self._run.ends_at_router,
+            ),
         )
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
-        time = self.at(max_seqs)
+        time = self.at(max_seqs, replayed=True)
         if self.replay_range(time) is None:
             return ReplayPoint(max_seqs=max_seqs, ms=self._with_mtp(time.replay_ms, time.gpu_ms))
         low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
@@ -259,7 +283,7 @@ class ModelledTimes:
 
     def replay_range(self, time: DecoderTime) -> Range | None:
         """The range of a replay between whose graphs experts run eagerly; None where layers are captured whole."""
-        if self.settings.experts != "dropless" or time.expert_launches == 0:
+        if not self._run.ends_at_router or time.expert_launches == 0:
             return None
         low, _, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return low, high

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
+from thdprof.megatron_limits.run import find_experts
 from thdprof.runtime import calibrate
-from thdprof.runtime.megatron import decoder_surroundings, refusals, versions
+from thdprof.runtime.megatron import decoder_surroundings, grouped_experts, refusals, versions
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import Rope, input_given, rope_of
 from thdprof.runtime.megatron.kinds import chunk
@@ -69,8 +70,7 @@ def measure_decoder(
         progress: called with the number of rounds that are done, and of all.
 
     Raises:
-        SettingsError: the model has an installation already, or settings that chunk graphs cannot serve, such as
-            dropless experts.
+        SettingsError: the model has an installation already, or settings that chunk graphs cannot serve.
         VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
         RuntimeError: a bucket could not be captured.
     """
@@ -88,6 +88,7 @@ def measure_decoder(
     cp_size = config.context_parallel_size
     communicates = refusals.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size())
     decoder_surroundings.prepare_experts(config, next(model.parameters()).device)
+    experts = grouped_experts.find_expert_layers([model]) if find_experts(config) == "dropless" else []
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
         around = decoder_surroundings.surround_decoder(model.decoder, communicates=communicates)
@@ -99,6 +100,7 @@ def measure_decoder(
 
     with ExitStack() as stack:
         no_sync: Any = getattr(model_chunk, "no_sync", nullcontext)
+        stack.enter_context(grouped_experts.grouped(experts))
         stack.enter_context(no_sync())  # else every backward would reduce gradients as a step's last one does
         for tables in keep_tables(model.decoder, max(grid.n_tokens, *grid.max_seqlen)):
             stack.callback(tables.detach)

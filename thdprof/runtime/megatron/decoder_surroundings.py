@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
-from thdprof.runtime.megatron import recompute, rotary
+from thdprof.runtime.megatron import grouped_experts, recompute, rotary
 from thdprof.runtime.megatron.quantized import find_quantization
 from thdprof.runtime.megatron.replacing import Shared, replaced
 from thdprof.runtime.options import Surroundings
@@ -18,8 +19,9 @@ from thdprof.runtime.options import Surroundings
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _COUNTS = frozenset(("local_tokens_per_expert",))
 """Buffers in which a router counts tokens for its experts' bias. Eager training rounds their sums in another way after
-its first evaluation than before (`expert_layers.ExpertCounts`). A whole-layer graph keeps the rounding of its capture,
-but its experts are padded to capacity and all have equal counts, so that the bias stays where it is."""
+its first evaluation than before (`expert_layers.ExpertCounts`). With dropless experts no graph counts
+(`grouped_experts.ReplayedCounts`). A whole-layer graph of experts that are padded to capacity keeps the rounding of its
+capture, but all of them have equal counts, so that the bias stays where it is."""
 
 
 def generators() -> tuple[torch.Generator, ...]:
@@ -71,6 +73,7 @@ def surround_decoder(
         extra_state=expert_metrics,
         uncompared=_COUNTS,
         while_capturing=while_capturing,
+        after_forward=partial(grouped_experts.count_replayed, grouped_experts.find_counting_routers(block)),
         on_backward=lambda: record(ready, parameters),
         # an event of its own: a reduction must not wait for the pieces after it
         on_piece=lambda complete: record(torch.cuda.Event(), complete),

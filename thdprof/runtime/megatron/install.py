@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
+from thdprof.megatron_limits.run import find_experts
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings, Subject, verify
 from thdprof.runtime.megatron import (
     decoder_surroundings,
+    grouped_experts,
     layer_offload,
     rank_agreement,
     recompute,
@@ -100,6 +102,7 @@ def install(
     models = [parts.unwrap_model(model) for model in chunks]
     check_model(chunks, plan, config, replay=replay)
     verify_every = verified_every(plan, config, say) if replay else 0
+    experts = grouped_experts.find_expert_layers(models) if captures_experts(plan, config) else []
     _warn(plan, config, getattr(chunks[0], "ddp_config", None), replay=replay)
     installation = _prepare(
         chunks,
@@ -115,6 +118,9 @@ def install(
     installation.replays = replay
     try:  # changes begin only here, after all that can fail; the first failure takes them back
         installation._attach(models, plan, config)
+        installation.until_closed(grouped_experts.grouped(experts))
+        if experts and _global_rank() == 0:
+            say(f"dropless experts of {len(experts)} layers run as grouped products, in every pass of the run")
         if replay and capture_now and plan.captured:
             openings = Openings(plan, config, shards=refusals.count_token_shards(config), form=form or MetadataForm())
             installation._capture_ahead(openings, [parts.takes_gradient(model) for model in chunks], say)
@@ -137,6 +143,14 @@ def check_model(chunks: Sequence[nn.Module], plan: Plan, config: Any, *, replay:
     else:
         as_chunk = plan.graphs.model_copy(update={"impl": "chunk", "modules": []})
         refusals.check(config, plan.model_copy(update={"graphs": as_chunk}), replace(facts, replay=False))
+
+
+def captures_experts(plan: Plan, config: Any) -> bool:
+    """Whether graphs of `plan` hold dropless experts. These then run as grouped products in all passes, also padded and
+    evaluated ones: a micro-batch gives the same numbers, replayed or not.
+    """
+    are_dropless = plan.training.experts == find_experts(config) == "dropless"
+    return are_dropless and bool(plan.captured) and not plan.graphs.modules
 
 
 def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:

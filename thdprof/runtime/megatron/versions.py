@@ -153,7 +153,10 @@ transformer.module:GraphableMegatronModule | _should_call_local_cudagraph cuda_g
 ssm.mamba_mixer:MambaMixer | seq_idx cp
 transformer.transformer_layer | _te_cuda_graph_capture _te_cuda_graph_replay _get_submodules_under_cudagraphs
 transformer.transformer_layer | mlp_norm_manager recompute_pre_mlp_layernorm cudagraph_tensor_store
-transformer.moe.moe_layer:MoELayer | moe_layer_recompute cudagraph_tensor_store
+transformer.moe.moe_layer:MoELayer | moe_layer_recompute cudagraph_tensor_store token_dispatcher shared_expert_overlap
+transformer.moe.moe_layer:MoELayer | dispatch_preprocess token_dispatch dispatch_postprocess combine_preprocess
+transformer.moe.moe_layer:MoELayer | token_combine combine_postprocess get_expert_zero_copy_buffers
+transformer.moe.experts:TEGroupedMLP | linear_fc1 linear_fc2 _with_fused_impl tolist
 transformer.moe.token_dispatcher | cudagraph_attrs valid_cudagraph_attrs cuda_dtoh_point _comm_manager
 transformer.moe.router:TopKRouter | _apply_expert_bias local_tokens_per_expert
 models.gpt.gpt_model:GPTModel.build_schedule_plan | packed_seq_params
@@ -212,6 +215,7 @@ pytorch.quantization | scaling_fwd scaling_bwd
 pytorch.quantized_tensor | get_metadata get_usages update_usage
 pytorch.module.base | fp8_meta _fp8_workspaces wgrad_store wgrad_accumulation_and_reduce_hooks backward_dw
 pytorch.module.linear | main_grad grad_added_to_main_grad
+pytorch.module.grouped_linear:GroupedLinear.__init__ | num_gemms use_bias fuse_wgrad_accumulation
 """,
 )
 BRIDGE = Package(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import struct
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources.remote import is_remote
 from thdprof.errors import DataError
 
 
@@ -26,7 +29,7 @@ def arrow_errors(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError, UnicodeError) as error:
+    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError, UnicodeError, struct.error) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split()).split(" Detail:")[0][:200] or type(error).__name__
@@ -34,9 +37,11 @@ def arrow_errors(path: Path) -> Iterator[None]:
 
 
 def open_source(path: Path) -> Any:
-    """`path` as pyarrow can open it: its text, or a memory map of the file where the name is not UTF-8."""
+    """`path` as pyarrow can open it: its text; where the name is not UTF-8 a memory map; or a file in a store."""
     import pyarrow as pa
 
+    if is_remote(str(path)):
+        return pa.PythonFile(path.open("rb"), mode="r")
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -143,6 +148,11 @@ def is_arrow(path: Path) -> bool:
     return head == _FILE_MAGIC or head[:4] == _STREAM_MAGIC
 
 
+def _is_ipc_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return bool(file.read(len(_FILE_MAGIC)) == _FILE_MAGIC)
+
+
 def arrow_schema(path: Path) -> Any:
     """The `pyarrow.Schema` of an Arrow file; None if the file is broken, or is a cache that `datasets` left behind.
 
@@ -169,11 +179,12 @@ class ArrowFile:
         if not is_arrow(path):
             raise DataError(f"{path}: neither a parquet nor an Arrow file")
         self.path = path
+        self._copy = _SparseCopy(path) if is_remote(str(path)) and not _is_ipc_file(path) else None
         with _open_arrow(path) as reader:
             self.schema = reader.schema
 
-    def read_column(self, name: str) -> Any:
-        """Column `name` as a `pyarrow.ChunkedArray`.
+    def read_column(self, name: str, *, values: bool = True) -> Any:
+        """Column `name` as a `pyarrow.ChunkedArray`; without `values` the numbers in its lists may be any.
 
         Raises:
             DataError: there is no such column, or it is truncated or corrupt.
@@ -181,7 +192,7 @@ class ArrowFile:
         import pyarrow as pa
 
         field = require_column(self.schema, name, self.path)
-        with _open_arrow(self.path, [field]) as reader:
+        with _open_arrow(self._source([field], values), [field]) as reader:
             columns = [batch.column(0) for batch in _batches(reader)]
             try:
                 for column in columns:  # whose offsets were taken from the file unread
@@ -192,12 +203,13 @@ class ArrowFile:
 
     def num_rows(self) -> int:
         """Number of rows of all record batches."""
-        with _open_arrow(self.path, []) as reader:
+        with _open_arrow(self._source([]), []) as reader:
             return sum(batch.num_rows for batch in _batches(reader))
 
     def batches(self, names: Sequence[str], rows: int) -> Iterator[Any]:
         """Record batches of the columns `names`, of at most `rows` rows."""
-        with _open_arrow(self.path, [self.schema.get_field_index(name) for name in names]) as reader:
+        fields = [self.schema.get_field_index(name) for name in names]
+        with _open_arrow(self._source(fields), fields) as reader:
             for batch in _batches(reader):
                 batch.validate(full=True)  # its offsets were taken from the file unread
                 for begin in range(0, batch.num_rows, rows):
@@ -205,7 +217,68 @@ class ArrowFile:
 
     def row_lengths(self, name: str) -> NDArray[np.int64]:
         """Lengths of the lists in column `name`, shape [rows]."""
-        return row_lengths(self.read_column(name), f"{self.path}: column {name}")
+        return row_lengths(self.read_column(name, values=False), f"{self.path}: column {name}")
+
+    def _source(self, fields: list[int], values: bool = True) -> Path:
+        """The file, or a local one that holds these columns."""
+        return self.path if self._copy is None else self._copy.fill(fields, values)
+
+
+class _SparseCopy:
+    """A local file as large as an IPC stream in a store, with its messages' headers and the columns that are asked for.
+
+    pyarrow reads a stream from its beginning to its end; over a memory map it touches those columns alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size = path, path.stat().st_size
+        self._file = tempfile.NamedTemporaryFile(suffix=".arrow")  # noqa: SIM115 -- removed with this object
+        self._file.truncate(self._size)
+        position = 0
+        with arrow_errors(path), path.open("rb") as source:
+            while position + 8 <= self._size:
+                source.seek(position)
+                prefix = source.read(8)
+                length = int.from_bytes(prefix[4:], "little")
+                header = source.read(length) if length < self._size - position else b""
+                self._write(position, prefix + header)
+                if not header or prefix[:4] != _STREAM_MAGIC:  # the end, or what pyarrow refuses
+                    break
+                position += 8 + length + max(0, _body_bytes(header))
+
+    def _write(self, position: int, content: bytes) -> None:
+        self._file.seek(position)
+        self._file.write(content)
+        self._file.flush()
+
+    def fill(self, fields: list[int], values: bool) -> Path:
+        """The file with the columns `fields` of every batch; without `values` it lacks what their lists hold."""
+        import pyarrow as pa
+
+        copy, ranges = Path(self._file.name), list[tuple[int, int]]()
+        with arrow_errors(self._path), pa.memory_map(str(copy)) as source:
+            base = source.read_buffer(1).address
+            source.seek(0)
+            options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+            for column in (c for batch in pa.ipc.open_stream(source, options=options) for c in batch.columns):
+                buffers = column.buffers() if values else column.buffers()[:-1]
+                ranges += [(buffer.address - base, buffer.size) for buffer in buffers if buffer is not None]
+        with self._path.open("rb") as remote:
+            if any(not 0 <= start <= start + size <= self._size for start, size in ranges):  # compressed bodies
+                ranges = [(0, self._size)]
+            for start, size in ranges:
+                remote.seek(start)
+                self._write(start, remote.read(size))
+        return copy
+
+
+def _body_bytes(header: bytes) -> int:
+    """Bytes of the body behind a message: `bodyLength`, the fourth field of a flatbuffer Message (Message.fbs)."""
+    (table,) = struct.unpack_from("<I", header)
+    (back,) = struct.unpack_from("<i", header, table)
+    (size,) = struct.unpack_from("<H", header, table - back)
+    field = struct.unpack_from("<H", header, table - back + 10)[0] if size > 10 else 0
+    return int(struct.unpack_from("<q", header, table + field)[0]) if field else 0
 
 
 def require_column(schema: Any, name: str, path: Path) -> int:

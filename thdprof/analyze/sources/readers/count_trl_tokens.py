@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources.readers import json_lines
 from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches
 from thdprof.analyze.sources.readers.tokenize_program import Refused, load_tokenizer
+from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError
+from thdprof.words import join_words
 
 TOKENS_FILE, TRAINED_FILE, LENGTHS_FILE = "input_ids.i4", "trained.u1", "lengths.npy"
 """Tokens of all documents, int32; whether each is trained, uint8, where some are not; tokens of a document, int64."""
@@ -41,6 +43,7 @@ _AHEAD = 4
 """Parts of the data for each worker that are read before it asks for them."""
 
 Example = dict[str, Any]
+_NO_ROW = object()
 
 
 class BrokenLineError(ValueError):
@@ -56,6 +59,8 @@ class BrokenLineError(ValueError):
 class Part:
     """Some rows of a file, for one worker."""
 
+    file: int
+    """Number of the file."""
     share: float
     """Share of all bytes that lies before the end of these rows."""
     where: str
@@ -97,9 +102,13 @@ class Task:
     assistant_only_loss: bool
     masks: bool
     """Whether it matters from where on tokens are trained."""
+    first: str
+    """File whose first row decides how all rows are counted."""
+    workers: int | None
+    """Processes that count; None: one a core."""
     output: str
-    """File of the counts, int32, shape [1 or 2, documents]: tokens, and `UnpackedDocuments.trained_from`. With
-    `contents` a directory."""
+    """File of `counts`, int32, shape [1 or 2, documents]: tokens, and `UnpackedDocuments.trained_from`; and of `rows`,
+    int64, shape [files]. With `contents` a directory."""
     contents: bool = False
     """Whether the tokens themselves are written, as `TOKENS_FILE`, `TRAINED_FILE` and `LENGTHS_FILE`."""
 
@@ -118,19 +127,19 @@ def main() -> None:
 
 def count_all(task: Task, report: Callable[[float, int], None]) -> None:
     """Write the counts of all files; `report` is called with the share of bytes and the number of documents so far."""
-    found, documents = [], 0
-    for share, result in _map_files(task, _Counter):
+    found, rows = [], np.zeros(len(task.files), dtype=np.int64)
+    for file, share, result in _map_files(task, _Counter):
         found.append(result)
-        documents += result.shape[1]
-        report(share, documents)
-    np.save(task.output, np.concatenate(found, axis=1))
+        rows[file] += result.shape[1]
+        report(share, int(rows.sum()))
+    np.savez(task.output, counts=np.concatenate(found, axis=1), rows=rows)
 
 
 def write_all(task: Task, report: Callable[[float, int], None]) -> None:
     """Write the tokens of all files; `report` is called as by `count_all`."""
     directory, lengths, documents = Path(task.output), [np.empty(0, dtype=np.int64)], 0
     with (directory / TOKENS_FILE).open("wb") as tokens_file, (directory / TRAINED_FILE).open("wb") as trained_file:
-        for share, (tokens, trained, of_part) in _map_files(task, _Tokenizer):
+        for _, share, (tokens, trained, of_part) in _map_files(task, _Tokenizer):
             tokens_file.write(tokens)
             trained_file.write(trained)
             lengths.append(of_part)
@@ -139,26 +148,23 @@ def write_all(task: Task, report: Callable[[float, int], None]) -> None:
     np.save(directory / LENGTHS_FILE, np.concatenate(lengths))
 
 
-def _map_files(task: Task, kind: type[_Counter]) -> Iterator[tuple[float, Any]]:
-    """What a counter of `kind` makes of every part of the files, with the share of bytes before the part's end."""
+def _map_files(task: Task, kind: type[_Counter]) -> Iterator[tuple[int, float, Any]]:
+    """What a counter of `kind` makes of every part of the files, with the number of the part's file, and the share of
+    bytes before the part's end."""
     tokenizer = load_tokenizer(task.tokenizer)
-    parts = _read_parts([Path(file) for file in task.files], task.text_column)
-    begun: list[Part] = []
-    first = None
+    files = [locate(file) for file in task.files]
+    searched = list(dict.fromkeys([locate(task.first), *files]))  # blank files come before the first row, too
     try:
-        for part in parts:
-            begun.append(part)
-            if (first := next(part.rows(), None)) is not None:
-                break
-        if first is None:
+        first = next((row for part in _read_parts(searched, task.text_column) for _, row in part.rows()), _NO_ROW)
+        if first is _NO_ROW:
             raise DataError(f"{task.files[0]}: holds no rows; write it again with data")
-        counter = kind(task, tokenizer, first[1])
+        counter = kind(task, tokenizer, first)
     except (ValueError, IndexError, TypeError) as error:
-        raise DataError(f"{task.files[0]}: the first row is no such text: {type(error).__name__}: {error}") from error
-    for share, result in map_parts(counter, chain(begun, parts), workers=_num_workers(task)):
+        raise DataError(f"{task.first}: the first row is no such text: {type(error).__name__}: {error}") from error
+    for file, share, result in map_parts(counter, _read_parts(files, task.text_column), workers=_num_workers(task)):
         if isinstance(result, str):
             raise DataError(result)
-        yield share, result
+        yield file, share, result
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -170,18 +176,19 @@ _COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_
 def _read_parts(files: Sequence[Path], text_column: str) -> Iterator[Part]:
     sizes = [max(1, file.stat().st_size) for file in files]
     before, total = 0, sum(sizes)
-    for file, size in zip(files, sizes, strict=True):
+    for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
         if holds_columns(file):
             row = 0
             for share, batch in read_batches(file, (*_COLUMNS, text_column)):
                 stored = pa.BufferOutputStream()
                 with pa.ipc.new_stream(stored, batch.schema) as writer:
                     writer.write_batch(batch)
-                yield Part((before + share * size) / total, f"{file}: row", row, stored.getvalue().to_pybytes())
+                content = stored.getvalue().to_pybytes()
+                yield Part(number, (before + share * size) / total, f"{file}: row", row, content)
                 row += batch.num_rows
         else:
-            for share, number, lines in json_lines.read_parts(file):
-                yield Part((before + share * size) / total, f"{file}: line", number, lines)
+            for share, line, lines in json_lines.read_parts(file):
+                yield Part(number, (before + share * size) / total, f"{file}: line", line, lines)
         before += size
 
 
@@ -252,23 +259,32 @@ class _Counter:
         self._masks = task.masks and (self._masks_prompts or task.assistant_only_loss)
         self._quick: bool | None = None
 
-    def __call__(self, part: Part) -> tuple[float, Any]:
-        """What the counter makes of a part, or the text of what TRL stops on there."""
-        number = part.first
-
-        def examples() -> Iterator[Example]:
-            nonlocal number
-            for row, value in part.rows():
-                number = row
-                yield self._prepare(value)
-
+    def __call__(self, part: Part) -> tuple[int, float, Any]:
+        """The part's file and share, and what the counter makes of it, or the text of what TRL stops on there."""
         try:
-            return part.share, self._make(examples())
+            return part.file, part.share, self._make(self._prepare(value) for _, value in part.rows())
         except BrokenLineError as error:
-            return part.share, f"{part.where} {error.number}: is not JSON: {error}"
+            return part.file, part.share, f"{part.where} {error.number}: is not JSON: {error}"
         except Exception as error:  # a template may raise any
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return part.share, f"{part.where} {number}: TRL cannot make tokens of it: {reason}"
+            return part.file, part.share, self._explain(part, error)
+
+    def _explain(self, part: Part, error: Exception) -> str:
+        """Which row of a part TRL stops on, and why: the first that also raises alone."""
+        where, empty = part.first, list[str]()
+        for row, value in part.rows():
+            try:
+                self._make(iter([self._prepare(value)]))
+            except Exception as found:
+                where, error = row, found
+                if isinstance(value, dict):
+                    columns = ("messages", "prompt", "completion", self._task.text_column)
+                    empty = [f"`{name}`" for name in columns if name in value and not value[name]]
+                break
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if empty:
+            are = "is" if len(empty) == 1 else "are"
+            reason = f"{join_words(empty)} {are} null or empty ({reason}); leave such rows out"
+        return f"{part.where} {where}: TRL cannot make tokens of it: {reason}"
 
     def _make(self, examples: Iterator[Example]) -> Any:
         """The counts of examples, int32, shape [1 or 2, examples]."""
@@ -423,19 +439,21 @@ _counter: _Counter | None = None
 
 
 def _num_workers(task: Task) -> int:
-    if sum(Path(file).stat().st_size for file in task.files) < _FEW_BYTES:
+    if task.workers is not None:
+        return task.workers
+    if sum(locate(file).stat().st_size for file in task.files) < _FEW_BYTES:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def map_parts(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[tuple[float, Any]]:
+def map_parts(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iterator[tuple[int, float, Any]]:
     """The results of `counter`, in order; so many parts are read ahead that no worker waits, and no more."""
     if workers == 1:
         yield from map(counter, parts)
         return
     global _counter
     _counter = counter
-    waiting: deque[Future[tuple[float, Any]]] = deque()
+    waiting: deque[Future[tuple[int, float, Any]]] = deque()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
             for part in parts:
@@ -448,7 +466,7 @@ def map_parts(counter: _Counter, parts: Iterable[Part], *, workers: int) -> Iter
             pool.shutdown(cancel_futures=True)
 
 
-def _count_part(part: Part) -> tuple[float, Any]:
+def _count_part(part: Part) -> tuple[int, float, Any]:
     assert _counter is not None
     return _counter(part)
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, marked_as_capturing
+from thdprof.runtime.megatron.grouped_experts import count_replayed, find_counting_routers
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes
 
@@ -373,6 +374,7 @@ class WholeLayer:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self._own: Callable[..., Any] = layer.forward
+        self._counting = find_counting_routers(layer)
 
     def captured(self, hidden_states: torch.Tensor, **constants: Any) -> torch.Tensor:
         """Hidden states after the layer, which becomes the graph; a context that it may return is dropped."""
@@ -401,6 +403,7 @@ class WholeLayer:
     def replay(self, graph: Graph, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the layer, with `graph` in place of its captured part."""
         output: torch.Tensor = graph(hidden)
+        count_replayed(self._counting)
         return output
 
 
@@ -411,8 +414,9 @@ Split = WholeLayer | UpToRouter
 def find_splits(layers: Iterable[nn.Module], modules: Sequence[str]) -> tuple[Split, ...]:
     """How each of `layers` runs around its graph, by the plan's `graphs.modules`.
 
-    Dropless experts read on the host how many tokens each of them gets, which a graph cannot. A layer that has them is
-    therefore captured up to and including its router, and goes on eagerly from there (`UpToRouter`).
+    megatron-core reads on the host how many tokens each dropless expert gets, which a graph cannot. A layer that has
+    them is therefore captured up to and including its router, and goes on eagerly from there (`UpToRouter`). In a plan
+    for whole layers the experts run by other products (`grouped_experts`).
     """
     to_router = "moe_router" in modules
     return tuple(

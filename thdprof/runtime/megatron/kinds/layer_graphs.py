@@ -5,8 +5,8 @@ The graphs come from `transformer_engine.pytorch.make_graphed_callables`. megatr
 only for dense input. Here megatron-core believes that its layers run eagerly (their `cuda_graphs` stay empty); while a
 micro-batch holds a slot, the layers' `forward` is replaced, on the instances, by the slot's graphs. A layer that is
 neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so do a layer with a gated delta net, which
-reads boundaries on the host, a layer of Transformer Engine's fused operations, and the final layer norm. In a layer
-with dropless experts the graph ends at the router (`expert_layers`).
+reads boundaries on the host, a layer of Transformer Engine's fused operations, and the final layer norm. A plan says
+whether the graph of a layer with dropless experts ends at the router (`expert_layers`).
 """
 
 from __future__ import annotations

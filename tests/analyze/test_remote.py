@@ -1,0 +1,287 @@
+"""Data in object stores: the same results as from local files, few bytes, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support import conversations, sample_files
+from support.object_store import serve
+
+from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources.remote import Entry, RemotePath, find_matches, locate, stamp
+from thdprof.errors import DataError, UsageError
+
+ROWS = [[5, 6, 7], [9], [3, 3], [12, 1], [8]]
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    (tmp_path / "store/bucket").mkdir(parents=True)
+    with serve(tmp_path / "store") as running:
+        for name, value in {
+            "AWS_ENDPOINT_URL": running.endpoint,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "XDG_CACHE_HOME": str(tmp_path / "user-cache"),
+        }.items():
+            monkeypatch.setenv(name, value)
+        yield running
+
+
+def bucket(store) -> Path:
+    return store.root / "bucket"
+
+
+WRITERS = {
+    "rows.parquet": lambda path: sample_files.write_bridge(path, ROWS),
+    "rows.npy": lambda path: sample_files.write_bridge_npy(path, ROWS),
+    "trl.parquet": lambda path: sample_files.write_trl(path, ROWS),
+    "trl-file.arrow": lambda path: sample_files.write_trl(path, ROWS, kind="file"),
+    "trl-stream.arrow": lambda path: sample_files.write_trl(path, ROWS, kind="stream"),
+    "data.idx": lambda path: sample_files.write_index(path, [5, 6, 7, 9]),
+    "lengths.jsonl": lambda path: sample_files.write_lines(path, [5, 6, 7]),
+    "lengths.jsonl.gz": lambda path: write_packed(path, "gzip"),
+    "lengths.jsonl.zst": lambda path: write_packed(path, "zstd"),
+    "lengths.csv": lambda path: path.write_text("length\n5\n6\n"),
+    "lengths.npy": lambda path: np.save(path, np.array([5, 6, 7])),
+}
+
+
+def write_packed(path, codec):
+    with pa.OSFile(str(path), "wb") as sink, pa.CompressedOutputStream(sink, codec) as packed:
+        packed.write(b"5\n6\n7\n")
+
+
+def write_saved(directory):
+    import datasets
+
+    datasets.Dataset.from_dict({"seq_lengths": ROWS, "input_ids": [[1] * sum(row) for row in ROWS]}).save_to_disk(
+        directory
+    )
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_is_read_as_from_a_disk(store, name, scheme):
+    path = bucket(store) / name
+    WRITERS[name](path)
+    if scheme == "memory":
+        import fsspec
+
+        fsspec.filesystem("memory").pipe_file(f"/bucket/{name}", path.read_bytes())
+    local, remote = read_dataset([str(path)]), read_dataset([f"{scheme}://bucket/{name}"])
+    assert (remote.format, remote.fingerprint, remote.num_tokens()) == (
+        local.format,
+        local.fingerprint,
+        local.num_tokens(),
+    )
+    assert remote.uris == (f"{scheme}://bucket/{name}",)
+
+
+def test_directories_globs_and_prefixes_are_found(store):
+    for number in range(3):
+        sample_files.write_lines(bucket(store) / f"part {number}.jsonl", [5, number + 1])
+    sample_files.write_index(bucket(store) / "deep.idx", [5, 6])
+    (bucket(store) / "deep.bin").write_bytes(b"\0" * 22)
+    assert read_dataset(["s3://bucket/part*.jsonl"]).content.document_tokens.tolist() == [5, 1, 5, 2, 5, 3]
+    assert [path.name for path in find_matches("s3://buck*/part [12].jsonl")] == []  # buckets are not listed
+    assert [path.name for path in find_matches("s3://bucket/part [12].jsonl")] == ["part 1.jsonl", "part 2.jsonl"]
+    for prefix in ("s3://bucket/deep", "s3://bucket/deep.bin"):
+        assert read_dataset([prefix]).uris == ("s3://bucket/deep.idx",)
+    host = store.endpoint.removeprefix("http://")
+    asked = f"s3://bucket/part 1.jsonl?endpoint_override={host}&scheme=http"
+    assert read_dataset([asked]).uris == (asked,)
+    with pytest.raises(DataError, match="holds several formats"):
+        read_dataset(["s3://bucket"])
+
+
+def test_a_saved_dataset_is_read(store):
+    write_saved(bucket(store) / "saved")
+    assert read_dataset(["s3://bucket/saved"]).content.document_tokens.tolist() == [n for row in ROWS for n in row]
+
+
+def test_few_bytes_of_large_files_are_fetched(store):
+    sample_files.write_bridge(
+        bucket(store) / "rows.parquet",
+        [[40, 60]] * 8000,
+        row_group_size=500,
+        compression="none",
+        use_dictionary=["seq_start_id", "loss_mask"],
+    )
+    table = pa.table({"input_ids": [list(range(100))] * 20_000, "length": [100] * 20_000})
+    pq.write_table(table, bucket(store) / "lengths.parquet", compression="none", use_dictionary=False)
+    with pa.ipc.new_file(str(bucket(store) / "lengths.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=5000)
+    with pa.ipc.new_stream(str(bucket(store) / "stream.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=5000)
+    (bucket(store) / "data.bin").write_bytes(b"\0" * 2**22)
+    sample_files.write_index(bucket(store) / "data.idx", [5] * 50_000)
+    for name, most in {
+        "rows.parquet": 0.55,  # loss_mask, which real files compress, is a third of this one
+        "lengths.parquet": 0.05,
+        "lengths.arrow": 0.05,
+        "stream.arrow": 0.05,
+    }.items():
+        store.reset()
+        read_dataset([f"s3://bucket/{name}"])
+        assert store.sent_bytes < most * (bucket(store) / name).stat().st_size, (name, store.sent_bytes)
+    store.reset()
+    read_dataset(["s3://bucket/data"])
+    assert store.sent_bytes < 4 * 50_000 + 2**17  # lengths; neither pointers nor the .bin
+
+
+def test_a_store_that_fails_for_a_while_is_asked_again(store, monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01, 0.01))
+    sample_files.write_lines(bucket(store) / "lengths.jsonl", list(range(1, 40_000)))
+    expected = read_dataset([str(bucket(store) / "lengths.jsonl")])
+    store.statuses = [503, 500, 429]
+    store.delay_s = 0.02
+    assert read_dataset(["s3://bucket/lengths.jsonl"]).fingerprint == expected.fingerprint
+    assert store.statuses == []
+    os.utime(bucket(store) / "lengths.jsonl", (1, 1))
+    sample_files.write_lines(bucket(store) / "lengths.jsonl", list(range(2, 40_000)))
+    store.cuts = 2
+    assert read_dataset(["s3://bucket/lengths.jsonl"]).num_documents() == 39_998
+    assert store.cuts == 0
+
+
+class Short:
+    """A store whose first answers lack their ends."""
+
+    prefix, query = "short://", ""
+
+    def __init__(self, faults):
+        self.answers = [b"123"] * faults
+
+    def look_up(self, key):
+        return Entry(10)
+
+    def open(self, key):
+        return lambda start, size: self.answers.pop() if self.answers else b"0123456789"[start : start + size], "stamp"
+
+
+def test_an_answer_that_lacks_its_end_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01, 0.01))
+    assert RemotePath("key", store=Short(2)).read_bytes() == b"0123456789"
+    with pytest.raises(OSError, match="3 of 10 bytes came") as raised:
+        RemotePath("key", store=Short(3)).read_bytes()
+    assert raised.value.filename == "short://key"
+
+
+def test_a_store_that_goes_on_failing_is_an_error_of_one_line(store, thdprof, monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01,))
+    monkeypatch.setattr("thdprof.analyze.sources.remote._ATTEMPTS", 2)
+    sample_files.write_lines(bucket(store) / "lengths.jsonl", [5])
+
+    def told(location):
+        done = thdprof("analyze", location)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert len(done.stderr.splitlines()) <= 3
+        return " ".join(done.stderr.split())
+
+    for missing in ("s3://bucket/nothing.jsonl", "s3://elsewhere/lengths.jsonl", "memory://elsewhere/lengths.jsonl"):
+        assert told(missing) == f"thdprof: {missing}: no such file, directory, glob or Megatron prefix"
+    store.denied = True
+    assert told("s3://bucket/lengths.jsonl").startswith(
+        "thdprof: s3://bucket/lengths.jsonl: cannot be read: access denied: credentials are those"
+    )
+    store.denied, store.statuses = False, [503] * 100
+    assert "503" in told("s3://bucket/lengths.jsonl?anonymous=1")
+
+
+@pytest.mark.parametrize(
+    ("location", "told"),
+    [
+        ("s3://bucket/x?colour=red", "colour is no setting of it; known are endpoint_override"),
+        ("s3://me:secret@bucket/x", "keys in a URI would be kept in the plan"),
+        ("nowhere://x", "nowhere://: fsspec knows no such scheme"),
+        ("sftp://host/x", "sftp://: needs a package"),
+    ],
+)
+def test_uris_that_cannot_be_are_refused(location, told):
+    with pytest.raises(UsageError, match=told):
+        locate(location)
+
+
+def test_a_missing_fsspec_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(UsageError, match=r"pip install '\.\[remote\]'"):
+        locate("hf2://datasets/a/b")
+
+
+def test_a_stamp_follows_the_content(store):
+    path = bucket(store) / "lengths.jsonl"
+    sample_files.write_lines(path, [5])
+    os.utime(path, (1, 1))
+    before = stamp(locate("s3://bucket/lengths.jsonl"))
+    assert before == stamp(locate("s3://bucket/lengths.jsonl"))
+    sample_files.write_lines(path, [6])
+    os.utime(path, (1, 1))
+    assert before != stamp(locate("s3://bucket/lengths.jsonl"))
+
+
+def test_a_plan_of_a_store_is_checked_and_names_many_files_by_a_glob(store, thdprof, tmp_path):
+    for number in range(120):
+        sample_files.write_lines(bucket(store) / f"{number:03}.jsonl", [5, 6, number + 1])
+
+    def read_names():
+        return {request.rpartition("/")[2] for request in store.requests if request.startswith("GET /bucket/")}
+
+    plan = tmp_path / "plan.yaml"
+    done = thdprof("analyze", "s3://bucket", "--packer", "ffd", "--seq-length", "256", "-o", plan)
+    assert done.returncode == 0, done.stderr
+    text = plan.read_text()
+    assert "s3://bucket/*.jsonl" in text
+    assert len(text.splitlines()) < 150
+    store.reset()
+    done = thdprof("check", plan)
+    assert done.returncode == 0, done.stderr
+    assert read_names() == set()
+    sample_files.write_lines(bucket(store) / "007.jsonl", [5, 6, 200])
+    store.reset()
+    done = thdprof("check", plan, "--max-fallback-rate", "1")
+    assert done.returncode == 0, done.stderr
+    assert read_names() == {"007.jsonl"}
+
+
+def test_packs_are_written_of_remote_rows(store, thdprof, tmp_path):
+    sample_files.write_trl(bucket(store) / "trl.parquet", [[5, 6], [7], [3, 4]] * 5)
+    out = tmp_path / "packs.parquet"
+    done = thdprof("pack", "s3://bucket/trl.parquet", "--seq-length", "32", "--max-docs", "4", "--to", "trl", "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert sum(map(len, pq.read_table(out).column("input_ids").to_pylist())) == 125
+
+
+def test_local_files_import_no_file_system(tmp_path):
+    path = sample_files.write_index(tmp_path / "data.idx", [5] * 50)
+    code = (
+        "import sys; from thdprof.analyze.sources import read_dataset; read_dataset([sys.argv[1]]); "
+        "print([m for m in ('fsspec', 'pyarrow', 'ray', 'sqlite3', 'concurrent.futures') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="text needs transformers")
+def test_text_in_a_store_is_counted(store, thdprof, tmp_path, rng):
+    tokenizer = conversations.write_tokenizer(tmp_path / "tiny")
+    for part in range(3):
+        stored = [conversations.conversation(rng) for _ in range(20)]
+        conversations.write_lines(bucket(store) / f"{part}.jsonl", stored)
+    options = ("--tokenizer", tokenizer, "--packer", "bfd", "--seq-length", "256", "--json")
+    done = thdprof("analyze", bucket(store), *options)
+    assert done.returncode == 0, done.stderr
+    local, remote = (json.loads(thdprof("analyze", where, *options).stdout) for where in (bucket(store), "s3://bucket"))
+    assert remote["dataset"]["documents"] == 60
+    assert {**remote, "dataset": None} == {**local, "dataset": None}
+    store.reset()
+    assert json.loads(thdprof("analyze", "s3://bucket", *options).stdout) == remote

@@ -1,0 +1,422 @@
+"""Where files are read: in this process, in a pool of processes, or on Ray; and what was read of them, kept on disk.
+
+An engine hands out batches of files and takes the answers in whatever order they come. A batch whose process dies, or
+that fails, is tried once more, file by file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import batched
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick, show_nothing
+from thdprof.analyze.sources.remote import is_remote
+from thdprof.errors import DataError, MachineError, ThdprofError, UsageError
+from thdprof.words import install_line
+
+if TYPE_CHECKING:
+    import sqlite3
+    from concurrent.futures import Future
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[Sequence[Any]], list[Any]]
+"""Makes an answer of each item; can be pickled."""
+_ROOT = Path(__file__).parents[3]
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from thdprof.analyze.sources.engines import serve_batches; "
+    "serve_batches()"
+)
+_MOST_PROCESSES = 32
+
+
+class ProcessDiedError(Exception):
+    """A process ended before it answered."""
+
+
+class _Pool(Protocol):
+    capacity: int
+    """Batches that are handed out at a time."""
+
+    def submit(self, batch: Sequence[Any]) -> Any:
+        """Hand a batch out; returns a ticket."""
+
+    def wait(self) -> tuple[Any, Any]:
+        """The ticket of a batch that is done, and its answers, or the exception that ended it."""
+
+    def close(self) -> None:
+        """End all processes at once."""
+
+
+def check_engine(name: str) -> None:
+    """Refuse a name of no engine.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if name not in ("local", "ray") and not name.startswith("ray:"):
+        raise UsageError(f"--engine {name}: give local, ray, or ray:ADDRESS of a cluster, such as ray:auto")
+
+
+def run(work: Work, items: Sequence[Any], *, engine: str, size: int, parallel: bool) -> Iterator[list[tuple[int, Any]]]:
+    """The index and the answer of every item, a batch of at most `size` at a time, in any order.
+
+    Args:
+        parallel: whether engine `local` starts processes; otherwise all is done here, in order.
+
+    Raises:
+        ThdprofError: `work` raised it, or an item failed twice, or there is no such cluster.
+        OSError: `work` raised it twice for one item.
+    """
+    batches = deque(list(part) for part in batched(range(len(items)), size))
+    if engine == "local" and not parallel:
+        for batch in batches:
+            yield list(zip(batch, work([items[i] for i in batch]), strict=True))
+        return
+    pool: _Pool = _Processes(work, len(batches)) if engine == "local" else _Ray(engine.partition(":")[2], work)
+    failed, running = set[int](), dict[Any, list[int]]()
+    try:
+        while batches or running:
+            while batches and len(running) < pool.capacity:
+                batch = batches.popleft()
+                running[pool.submit([items[i] for i in batch])] = batch
+            ticket, answers = pool.wait()
+            batch = running.pop(ticket)
+            if isinstance(answers, list):
+                yield list(zip(batch, answers, strict=True))
+            elif isinstance(answers, ThdprofError):
+                raise answers
+            elif failed.issuperset(batch):
+                if isinstance(answers, OSError):
+                    raise answers
+                reason = " ".join(str(answers).split())[:200] or type(answers).__name__
+                raise DataError(f"{items[batch[0]][0]}: failed twice while it was read: {reason}") from answers
+            else:
+                logger.debug("%s: tried again", items[batch[0]][0], exc_info=answers)
+                failed.update(batch)
+                batches.extend([i] for i in batch)
+    finally:
+        pool.close()
+
+
+def answer(work: Work, directory: str, batch: Sequence[Any]) -> Any:
+    """What `work` makes of `batch` in `directory`, to which paths are relative; or the exception that it raises."""
+    with contextlib.suppress(OSError):
+        os.chdir(directory)
+    try:
+        return work(batch)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return RuntimeError(f"{type(error).__name__}: {error}")
+        return error
+
+
+def serve_batches() -> None:
+    """Answer batches from stdin, pickled behind the function that answers them, until it closes."""
+    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints
+    work, directory = pickle.load(source)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            batch = pickle.load(source)
+            pickle.dump(answer(work, directory, batch), target)
+            target.flush()
+
+
+class _Processes:
+    """Processes of this machine, one a core. Each is spoken to by a thread of its own."""
+
+    def __init__(self, work: Work, num_batches: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.capacity = max(1, min(cores, num_batches, _MOST_PROCESSES))
+        self._start = pickle.dumps((work, os.getcwd()))
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
+        for _ in range(self.capacity):
+            self._idle.put(None)
+        self._all: list[subprocess.Popen[bytes]] = []
+        self._lock, self._closed = threading.Lock(), False
+        self._threads = ThreadPoolExecutor(self.capacity)
+        self._running: set[Future[Any]] = set()
+
+    def submit(self, batch: Sequence[Any]) -> Any:
+        future = self._threads.submit(self._ask, batch)
+        self._running.add(future)
+        return future
+
+    def wait(self) -> tuple[Any, Any]:
+        from concurrent.futures import FIRST_COMPLETED, wait
+
+        done = next(iter(wait(self._running, return_when=FIRST_COMPLETED).done))
+        self._running.remove(done)
+        return done, done.result()
+
+    def _ask(self, batch: Sequence[Any]) -> Any:
+        process = self._idle.get() or self._begin()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump(batch, process.stdin)
+            process.stdin.flush()
+            answers = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            process.kill()
+            self._idle.put(None)
+            code = process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return ProcessDiedError(f"its process ended early ({how})")
+        self._idle.put(process)
+        return answers
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT)]
+        with self._lock:
+            if self._closed:
+                raise ProcessDiedError
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            self._all.append(process)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # who asks next finds it dead
+            process.stdin.write(self._start)
+        return process
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for process in self._all:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._all:
+            process.communicate()
+
+
+class _Ray:
+    """Tasks of a Ray cluster, which can see the files and has this package's dependencies."""
+
+    def __init__(self, address: str, work: Work) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise UsageError(f"--engine ray: the package ray is not installed: {install_line('ray')}") from error
+        self._ray, self._ends = ray, not ray.is_initialized()
+        if self._ends:
+            host, has_port, port = address.rpartition("://")[2].rpartition(":")
+            try:
+                if has_port:  # Ray itself would wait for minutes
+                    socket.create_connection((host, int(port)), timeout=10).close()
+                ray.init(
+                    address=address or None,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    include_dashboard=None if address else False,
+                    runtime_env={"py_modules": [str(_ROOT / "thdprof")]},
+                )
+            except (OSError, RuntimeError, ValueError) as error:
+                reason = " ".join(str(error).split())[:160]
+                raise MachineError(f"--engine ray:{address}: no cluster answers there: {reason}") from error
+        task = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(answer)
+        self._ask = partial(task.remote, ray.put(work), os.getcwd())
+        self.capacity = max(1, 2 * int(ray.cluster_resources().get("CPU", 1)))
+        self._running: list[Any] = []
+
+    def submit(self, batch: Sequence[Any]) -> Any:
+        reference = self._ask(batch)
+        self._running.append(reference)
+        return reference
+
+    def wait(self) -> tuple[Any, Any]:
+        [done], self._running = self._ray.wait(self._running, num_returns=1)
+        try:
+            return done, self._ray.get(done)
+        except self._ray.exceptions.RayError as error:
+            return done, ProcessDiedError(f"its process ended early ({type(error).__name__})")
+
+    def close(self) -> None:
+        for reference in self._running:
+            self._ray.cancel(reference, force=True)
+        if self._ends:
+            self._ray.shutdown()
+
+
+# --- a scan, and shards that were read before -------------------------------------------------------------------------
+
+
+CACHE = ".thdprof"
+"""Directory beside the data that keeps shards."""
+_VERSION = 1
+"""Of shards; those of another version are read anew."""
+_MANY, _MANY_REMOTE, _BATCH = 512, 16, 16
+"""Local and remote files from which on processes read them, and files of a batch."""
+_TEXT_BYTES = 2**28
+"""Bytes of text whose counts are kept together."""
+Item = tuple[Path, str | None]
+"""A file, and the stamp of its shard that is kept."""
+ScanFiles = Callable[[str, Reading, Sequence[Item]], list[tuple[str, Shard | None]]]
+"""Given a format's name: the stamp and the shard of every file; None in place of one whose stamp is known."""
+
+
+def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: ScanFiles) -> Dataset:
+    """The dataset in `paths`: the same, wherever and in which order files are read, and whatever was kept of them.
+
+    Raises:
+        ThdprofError: the files are no such dataset, one failed twice, or the engine cannot be used.
+        OSError: a file cannot be read.
+    """
+    remote, text, local = is_remote(str(paths[0])), format_.counts_text, reading.engine == "local"
+    many = local and not text and len(paths) >= (_MANY_REMOTE if remote else _MANY)
+    names = ["" if reading.digest else str(path.resolve()) for path in paths]
+    cache = None
+    if format_.key is not None and (text or remote or many or not local or reading.cache is not None):
+        own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "thdprof"
+        directory = reading.cache or (own if remote else paths[0].parent / CACHE)
+        cache = KeptShards(directory, [format_.name, _VERSION, format_.key(paths, reading)])
+    kept = {} if cache is None else cache.load()
+    items = [(path, kept[name][0] if name in kept else None) for path, name in zip(paths, names, strict=True)]
+    size, shards, new = _BATCH, dict[int, Shard](), 0
+    shown = _Shown(reading.tick, len(paths))
+    if text:
+        parts = 1 if cache is None else -(-sum(path.stat().st_size for path in paths) // _TEXT_BYTES)
+        size = -(-len(paths) // parts) if local else 1
+    inside = replace(reading, tick=partial(shown.show, size) if local and not many else show_nothing)
+    work = partial(scan_files, format_.name, inside if local else replace(inside, workers=1))
+    try:
+        for answers in run(work, items, engine=reading.engine, size=size, parallel=many):
+            fresh = [(names[at], stamp, shard) for at, (stamp, shard) in answers if shard is not None]
+            shards |= {at: kept[names[at]][1] if shard is None else shard for at, (_, shard) in answers}
+            new += len(fresh)
+            if cache is not None:
+                cache.keep(fresh)
+            shown.files = len(shards)
+            shown.documents += sum(len(shards[at].arrays[0]) for at, _ in answers)
+            if len(paths) > size:
+                shown.show(0, f"reading files, {len(shards):,} of {len(paths):,}", 0.0, 0)
+    finally:
+        if cache is not None:
+            cache.close()
+    dataset = format_.join(paths, [shards[at] for at in range(len(paths))], reading)
+    if not (text and new and cache is not None and cache.fault is not None):
+        return dataset
+    note = f"the counted tokens could not be kept in {cache.directory} ({cache.fault}): give another --cache"
+    return replace(dataset, notes=(*dataset.notes, note))
+
+
+@dataclass(slots=True)
+class _Shown:
+    """How far a scan is."""
+
+    tick: Tick
+    num_files: int
+    files: int = 0
+    """Files that were read."""
+    documents: int = 0
+    """Documents in them."""
+
+    def show(self, size: int, stage: str, done: float, documents: int) -> None:
+        """Show that the share `done` of the next `size` files is read, which have `documents` by estimate."""
+        share = (self.files + done * min(size, self.num_files - self.files)) / self.num_files
+        self.tick(stage, share, round((self.documents + done * documents) / max(share, 1e-9)))
+
+
+class KeptShards:
+    """Shards in a database of a directory, by what decides on them and by their files.
+
+    A database that cannot be read or written costs what it kept, and no more.
+    """
+
+    def __init__(self, directory: Path, key: Any) -> None:
+        import sqlite3
+
+        self.directory = directory
+        self.fault: Exception | None = None
+        self._key, self._database = json.dumps(key, sort_keys=True), None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._database = self._connect(directory / "shards.sqlite")
+        except (OSError, sqlite3.Error) as error:
+            self.fault = error
+
+    @staticmethod
+    def _connect(file: Path) -> sqlite3.Connection:
+        import sqlite3
+
+        make = "CREATE TABLE IF NOT EXISTS shards (key, file, stamp, content, PRIMARY KEY (key, file))"
+        database = sqlite3.connect(file, timeout=10)
+        try:
+            database.execute(make)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:  # something else has that name
+            database.close()
+            file.unlink()
+            database = sqlite3.connect(file, timeout=10)
+            database.execute(make)
+        return database
+
+    def load(self) -> dict[str, tuple[str, Shard]]:
+        """The stamp and the shard of every file, by its name."""
+        import sqlite3
+
+        kept = {}
+        if self._database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                for file, stamp, content in self._database.execute(
+                    "SELECT file, stamp, content FROM shards WHERE key = ?", (self._key,)
+                ):
+                    with contextlib.suppress(Exception):  # a damaged one raises errors of many kinds; it is read anew
+                        kept[file] = stamp, unpack(content)
+        return kept
+
+    def keep(self, shards: Sequence[tuple[str, str, Shard]]) -> None:
+        """Keep shards with the names and stamps of their files."""
+        import sqlite3
+
+        if self._database is None:
+            return
+        rows = [(self._key, file, stamp, pack(shard)) for file, stamp, shard in shards]
+        try:
+            with self._database:
+                self._database.executemany("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?)", rows)
+        except sqlite3.Error as error:
+            self.fault = error
+
+    def close(self) -> None:
+        """Close the database."""
+        if self._database is not None:
+            self._database.close()
+
+
+def pack(shard: Shard) -> bytes:
+    """A shard as bytes: an `.npz` of its arrays and of its facts as JSON text."""
+    buffer = io.BytesIO()
+    np.savez(buffer, *shard.arrays, facts=np.frombuffer(json.dumps(dict(shard.facts)).encode(), dtype=np.uint8))
+    return buffer.getvalue()
+
+
+def unpack(content: bytes) -> Shard:
+    """The shard in bytes of `pack`; raises errors of many kinds for others."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as saved:
+        arrays = tuple(saved[f"arr_{index}"] for index in range(len(saved.files) - 1))
+        return Shard(arrays, json.loads(saved["facts"].tobytes()))

@@ -1,0 +1,399 @@
+"""Files in object stores and behind other URIs, as paths that readers list, ask for their size and open.
+
+`s3://` and `gs://` go through pyarrow's file systems, every other scheme through fsspec. Neither is imported for local
+files. Only the ranges that a reader asks for are fetched, at least `_RANGE_BYTES` at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import io
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from datetime import timedelta
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path, PurePath
+from types import SimpleNamespace
+from typing import Any, Protocol
+from urllib.parse import parse_qsl
+
+from thdprof.errors import UsageError
+from thdprof.words import install_line
+
+_URI = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
+_QUERY = re.compile(r"(.*?)(\?[a-z_]+=[^?]*)?", re.DOTALL)
+_RANGE_BYTES = 2**16
+"""Fewest bytes of a request: the header of a file, or its footer."""
+_MOST_BYTES = 2**23
+"""Most bytes of a request that reads ahead, and of the ranges that a path keeps."""
+_PAUSES = (0.5, 2.0)
+"""Seconds before each further attempt, after the library's own."""
+_LONG_S = 10.0
+"""Seconds after which the library has tried long enough."""
+_ATTEMPTS = 5
+"""Attempts of pyarrow's S3 client, which waits longer before each."""
+_DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "403", "401", "Forbidden", "Unauthorized", "credential")
+"""What a store's answer has where the credentials do not suffice."""
+
+
+def is_remote(location: str) -> bool:
+    """Whether `location` is a URI, and no local file has its name."""
+    return "://" in location and _URI.fullmatch(location) is not None and not os.path.exists(location)
+
+
+def locate(location: str) -> Path:
+    """The path of a local file, or of a URI.
+
+    Raises:
+        UsageError: the package for the URI's scheme is missing, or its query has other settings than known ones.
+    """
+    if not is_remote(location):
+        return Path(location)
+    scheme, key = _URI.fullmatch(location).groups()  # type: ignore[union-attr]
+    query = bucket = endpoint = ""
+    if scheme in _OPENERS:
+        key, query = (part or "" for part in _QUERY.fullmatch(key).groups())  # type: ignore[union-attr]
+    if scheme == "s3":
+        bucket = key.partition("/")[0]
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return RemotePath(key, store=_open_store(scheme, query, bucket, endpoint))
+
+
+def stamp(path: Path) -> str:
+    """A text that changes when the file does: its size, with its ETag or checksum, or the time of its last change."""
+    if isinstance(path, RemotePath):
+        return path.stamp()
+    told = path.stat()
+    return f"{told.st_size} {told.st_mtime_ns}"
+
+
+def find_matches(location: str) -> list[Path]:
+    """The files that the glob `location` stands for, sorted; names of directories may have wildcards, too."""
+    if not is_remote(location):
+        return sorted(path for match in glob.glob(location) if (path := Path(match)).is_file())
+    pattern = locate(location)
+    parts = PurePath(*pattern.parts).parts
+    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    found = [pattern.with_segments(*parts[:fixed])] if fixed else []
+    for part in parts[fixed:]:
+        found = [child for path in found if path.is_dir() for child in path.iterdir() if fnmatch(child.name, part)]
+    return sorted(path for path in found if path.is_file())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a store says of a name without opening it."""
+
+    size: int | None
+    """Size in bytes; None for a directory."""
+    modified_ns: int = 0
+    """Time of the last change since 1970, in ns; 0 where the store does not say."""
+
+
+class Store(Protocol):
+    """The files of one URI scheme, by their keys: what stands behind `://`."""
+
+    prefix: str
+    """The scheme with `://`."""
+    query: str
+    """Settings behind `?`, kept so that a path's text leads to the same store."""
+
+    def look_up(self, key: str) -> Entry | None:
+        """What is at `key`; None where nothing is."""
+
+    def list_names(self, key: str) -> dict[str, Entry]:
+        """The names in the directory `key`."""
+
+    def open(self, key: str) -> tuple[Callable[[int, int], bytes], str]:
+        """A function of start and size that reads a range of a file; and a text that changes with its content."""
+
+
+class RemotePath(Path):
+    """A file or directory of a store. Errors of the store are OSErrors with a number and the path's text."""
+
+    def __init__(self, *segments: Any, store: Store, entry: Entry | None = None) -> None:
+        super().__init__(*segments)
+        self.store, self._entry = store, entry
+        self._opened: tuple[Callable[[int, int], bytes], str] | None = None
+        self._kept: list[tuple[int, bytes]] = []
+
+    @property
+    def key(self) -> str:
+        """The path in its store."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.store.prefix}{self.key}{self.store.query}"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return locate, (str(self),)
+
+    def with_segments(self, *segments: Any) -> RemotePath:
+        """A path of the same store."""
+        return RemotePath(*segments, store=self.store)
+
+    def resolve(self, strict: bool = False) -> RemotePath:
+        """The path itself: stores have no links."""
+        return self
+
+    def _look_up(self) -> Entry | None:
+        if self._entry is None:
+            self._entry = self._attempt(lambda: self.store.look_up(self.key))
+        return self._entry
+
+    def exists(self, **_: Any) -> bool:
+        """Whether there is a file or directory."""
+        return self._look_up() is not None
+
+    def is_file(self, **_: Any) -> bool:
+        """Whether there is a file."""
+        entry = self._look_up()
+        return entry is not None and entry.size is not None
+
+    def is_dir(self, **_: Any) -> bool:
+        """Whether there is a directory."""
+        entry = self._look_up()
+        return entry is not None and entry.size is None
+
+    def stat(self, **_: Any) -> Any:
+        """The fields `st_mode`, `st_size` and `st_mtime_ns`."""
+        entry = self._look_up()
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(self))
+        mode = stat.S_IFDIR if entry.size is None else stat.S_IFREG
+        return SimpleNamespace(st_mode=mode, st_size=entry.size or 0, st_mtime_ns=entry.modified_ns)
+
+    def iterdir(self) -> Generator[RemotePath]:
+        """The files and directories in this one."""
+        for name, entry in self._attempt(lambda: self.store.list_names(self.key)).items():
+            yield RemotePath(self, name, store=self.store, entry=entry)
+
+    def stamp(self) -> str:
+        """A text that changes when the file does: its size, and its ETag or checksum."""
+        return f"{self.stat().st_size} {self._open()[1]}"
+
+    def _open(self) -> tuple[Callable[[int, int], bytes], str]:
+        if self._opened is None:
+            self._opened = self._attempt(lambda: self.store.open(self.key))
+        return self._opened
+
+    def open(self, mode: str = "r", buffering: int = -1, **_: Any) -> Any:  # type: ignore[override]
+        """The file, to be read as bytes. Without buffering it is a local copy, which another process can read on."""
+        if mode != "rb":
+            raise OSError(errno.EROFS, "files of a URI are read only", str(self))
+        file = io.BufferedReader(_RemoteFile(self), _RANGE_BYTES)
+        if buffering:
+            return file
+        copy = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 -- the caller closes it
+        while part := file.read(_MOST_BYTES):
+            copy.write(part)
+        copy.seek(0)
+        return copy
+
+    def read_bytes(self) -> bytes:
+        """The whole content."""
+        with self.open("rb") as file:
+            content: bytes = file.read()
+        return content
+
+    def fetch(self, start: int, size: int) -> bytes:
+        """Bytes `start` to `start + size`, or what is kept of an earlier request around them."""
+        for at, content in self._kept:
+            if at <= start and start + size <= at + len(content):
+                return content[start - at : start - at + size]
+        read, _ = self._open()
+
+        def fetch() -> bytes:
+            content = read(start, size)
+            if len(content) != size:
+                raise OSError(f"{len(content)} of {size} bytes came")
+            return content
+
+        content = self._attempt(fetch)
+        self._kept.insert(0, (start, content))
+        while sum(len(kept) for _, kept in self._kept) > _MOST_BYTES:
+            self._kept.pop()
+        return content
+
+    def _attempt[Result](self, call: Callable[[], Result]) -> Result:
+        for pause in (*_PAUSES, None):
+            began = time.monotonic()
+            try:
+                return call()
+            except Exception as error:  # each library has its own
+                explained = _explain(error, str(self))
+                if pause is None or explained.errno != errno.EIO or time.monotonic() - began > _LONG_S:
+                    raise explained from error
+                time.sleep(pause)
+        raise AssertionError
+
+
+def _explain(error: Exception, path: str) -> OSError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, "no such file", path)
+    if isinstance(error, PermissionError) or any(word in reason for word in _DENIED):
+        denied = f"access denied: credentials are those that its library finds ({reason[:160]})"
+        return PermissionError(errno.EACCES, denied, path)
+    return OSError(errno.EIO, reason[:200], path)
+
+
+class _RemoteFile(io.RawIOBase):
+    """Reads a remote file in ranges, larger ones where it is read from its beginning to its end."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+        self._size: int = path.stat().st_size
+        self._at = self._start = self._in_a_row = 0
+        self._block = b""
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a byte."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """The next byte."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` as far as the file goes; returns the number of bytes."""
+        wanted = min(len(buffer), max(0, self._size - self._at))
+        if not wanted:
+            return 0
+        if not self._start <= self._at <= self._at + wanted <= self._start + len(self._block):
+            self._in_a_row = self._in_a_row + 1 if self._at == self._start + len(self._block) else 0
+            ahead = min(_RANGE_BYTES << max(0, min(self._in_a_row, 10) - 2), _MOST_BYTES)
+            size = min(max(wanted, ahead), self._size - self._at)
+            self._start = max(0, min(self._at, self._size - _RANGE_BYTES))  # the footer in one request
+            self._block = self._path.fetch(self._start, self._at + size - self._start)
+        begin = self._at - self._start
+        buffer[:wanted] = self._block[begin : begin + wanted]
+        self._at += wanted
+        return wanted
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+class _ArrowStore:
+    """A file system of pyarrow."""
+
+    def __init__(self, scheme: str, query: str, filesystem: Any) -> None:
+        self.prefix, self.query, self._filesystem = f"{scheme}://", query, filesystem
+
+    def look_up(self, key: str) -> Entry | None:
+        [info] = self._filesystem.get_file_info([key])
+        return _entry(info) if info.type else None
+
+    def list_names(self, key: str) -> dict[str, Entry]:
+        from pyarrow.fs import FileSelector
+
+        return {info.base_name: _entry(info) for info in self._filesystem.get_file_info(FileSelector(key))}
+
+    def open(self, key: str) -> tuple[Callable[[int, int], bytes], str]:
+        file = self._filesystem.open_input_file(key)
+        told = file.metadata() or {}
+        stamp = next((told[name] for name in ("ETag", "etag", "Last-Modified") if told.get(name)), b"")
+        return lambda start, size: file.read_at(size, start), stamp.decode()
+
+
+def _entry(info: Any) -> Entry:
+    return Entry(info.size if info.is_file else None, info.mtime_ns or 0)
+
+
+class _FsspecStore:
+    """A file system of fsspec."""
+
+    def __init__(self, scheme: str, filesystem: Any) -> None:
+        self.prefix, self.query, self._filesystem = f"{scheme}://", "", filesystem
+
+    def look_up(self, key: str) -> Entry | None:
+        try:
+            return self._entry(self._filesystem.info(self.prefix + key))
+        except FileNotFoundError:
+            return None
+
+    def list_names(self, key: str) -> dict[str, Entry]:
+        listed = self._filesystem.ls(self.prefix + key, detail=True)
+        return {told["name"].rstrip("/").rpartition("/")[2]: self._entry(told) for told in listed}
+
+    def open(self, key: str) -> tuple[Callable[[int, int], bytes], str]:
+        url = self.prefix + key
+        told = self._filesystem.info(url)
+        names = ("ETag", "etag", "md5", "sha256", "crc32c", "blob_id", "checksum", "mtime", "LastModified", "created")
+        stamp = next((told[name] for name in names if told.get(name)), None) or self._filesystem.ukey(url)
+        return lambda start, size: self._filesystem.cat_file(url, start=start, end=start + size), str(stamp)
+
+    @staticmethod
+    def _entry(told: dict[str, Any]) -> Entry:
+        return Entry(told["size"] if told["type"] == "file" else None)
+
+
+@lru_cache(maxsize=64)
+def _open_store(scheme: str, query: str, bucket: str, endpoint: str) -> Store:
+    settings: dict[str, Any] = dict(parse_qsl(query.removeprefix("?")))
+    if scheme in _OPENERS:
+        known = ("endpoint_override", "scheme", "anonymous", *(("region",) if scheme == "s3" else ()))
+        unknown = next((name for name in settings if name not in known), None)
+        if unknown is not None:
+            raise UsageError(f"{scheme}://{bucket}{query}: {unknown} is no setting of it; known are {', '.join(known)}")
+        if "@" in bucket:
+            raise UsageError(
+                f"{scheme}://: keys in a URI would be kept in the plan; give them by AWS_ACCESS_KEY_ID or ~/.aws"
+            )
+        settings["anonymous"] = settings.get("anonymous", "").lower() in ("1", "true")
+        if endpoint:
+            settings.setdefault("endpoint_override", endpoint)
+        return _ArrowStore(scheme, query, _OPENERS[scheme](settings, bucket))
+    try:
+        from fsspec.core import url_to_fs
+
+        filesystem, _ = url_to_fs(f"{scheme}://")
+    except ImportError as error:
+        raise UsageError(f"{scheme}://: needs a package: {error}; {install_line('remote')}") from error
+    except ValueError as error:
+        raise UsageError(f"{scheme}://: fsspec knows no such scheme ({' '.join(str(error).split())[:200]})") from error
+    return _FsspecStore(scheme, filesystem)
+
+
+def _open_s3(settings: dict[str, Any], bucket: str) -> Any:
+    from pyarrow import fs
+
+    scheme, is_url, host = settings.get("endpoint_override", "").partition("://")
+    if is_url:
+        settings |= {"scheme": scheme, "endpoint_override": host.rstrip("/")}
+    if "endpoint_override" not in settings and "region" not in settings:
+        with contextlib.suppress(OSError, ValueError):  # the first request tells what is wrong
+            settings["region"] = fs.resolve_s3_region(bucket)
+    retries = fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS)
+    return fs.S3FileSystem(**settings, retry_strategy=retries, connect_timeout=10)
+
+
+def _open_gs(settings: dict[str, Any], bucket: str) -> Any:
+    from pyarrow import fs
+
+    return fs.GcsFileSystem(**settings, retry_time_limit=timedelta(seconds=_LONG_S * 2))
+
+
+_OPENERS = {"s3": _open_s3, "gs": _open_gs}
