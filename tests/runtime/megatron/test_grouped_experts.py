@@ -331,12 +331,12 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_layers_of_dropless_experts_are_replayed_as_they_run_eagerly(name, monkeypatch, caplog):
     """Every micro-batch, also one that fits no bucket, runs by the same products."""
-    own = grouped_experts._accumulate
+    own = grouped_experts.accumulate
 
     def accumulate(weights, found):
         return own(weights, torch.zeros_like(found) if FusedScale.capturing else found)  # a capture runs no kernel
 
-    monkeypatch.setattr(grouped_experts, "_accumulate", accumulate)
+    monkeypatch.setattr(grouped_experts, "accumulate", accumulate)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: FakeGraph.replaying)
     batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

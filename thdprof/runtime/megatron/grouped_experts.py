@@ -151,7 +151,7 @@ class _GroupedLinear(torch.autograd.Function):
             hidden_grad = torch.nn.functional.grouped_mm(grad, _stacked(weights), offs=rows.ends)
         if any(ctx.needs_input_grad[2:]):
             found = torch.nn.functional.grouped_mm(grad.t(), hidden.contiguous(), offs=rows.ends)
-            weight_grads = _accumulate(weights, found) if _are_fused(weights) else [*found.unbind()]
+            weight_grads = accumulate(weights, found) if _are_fused(weights) else [*found.unbind()]
         return hidden_grad, None, *rows.order(weight_grads)
 
 
@@ -170,7 +170,7 @@ def _are_fused(weights: Sequence[Any]) -> bool:
     )
 
 
-def _accumulate(weights: Sequence[Any], found: torch.Tensor) -> list[torch.Tensor]:
+def accumulate(weights: Sequence[Any], found: torch.Tensor) -> list[torch.Tensor]:
     """Add gradients, of shape [experts, *the weights'], to `main_grad`; returns what autograd gets in their place."""
     sums = [weight.main_grad for weight in weights]
     together = side_by_side(sums)
