@@ -316,7 +316,7 @@ def test_python_and_command_give_the_same(thdprof, packs):
 
 
 PANELS = {
-    "Dataset": "DATASET --format --cache --split --weights --tokenizer --chat-template --length-column",
+    "Dataset": "DATASET --format --cache --engine --split --weights --tokenizer --chat-template --length-column",
     "Batch and parallelism": """
         --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size
         --pipeline-parallel-size --virtual-pipeline-size --train-samples --train-iters --gradient-accumulation""",

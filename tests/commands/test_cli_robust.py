@@ -297,7 +297,7 @@ WORD = "x" * 100
         (["sweep", "rows.jsonl", "--tp", 2], "put `tensor_model_parallel_size: VALUE` into a file"),
         (["sweep", "rows.jsonl", "mbs=1,2"], "did you mean micro-batch-size?"),
         (["analyze", "rows.jsonl"], f"the keys {WORD}0, {WORD}1"),
-        (["analyze", "memory://bucket/rows.parquet"], "memory://bucket/rows.parquet: no such file"),
+        (["analyze", "memory://nowhere/rows.parquet"], "memory://nowhere/rows.parquet: no such file"),
         (["analyze", "texts"], "holds no file of a known format, but the files rows.txt"),
         (["analyze", "table.csv"], "it is CSV with the columns width, height; give --length-column"),
     ],

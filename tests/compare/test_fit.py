@@ -76,7 +76,13 @@ def test_every_setting_that_a_plan_holds_is_compared():
     numbers |= {"chat_template": "a.jinja", "text_column": "body", "eos_token": "</s>", "length_column": "mine"}
     numbers |= {"completion_only_loss": False, "assistant_only_loss": True, "sampling": "sequential"}
     pipeline = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatch_group_size": 2}
-    numbers |= {"shuffle_seed": 7, "train_epochs": 2, "packing_processes": 2, "min_dynamic_context_parallel_size": 2}
+    numbers |= {
+        "shuffle_seed": 7,
+        "train_epochs": 2,
+        "packing_processes": 2,
+        "packing_batch": 9,
+        "min_dynamic_context_parallel_size": 2,
+    }
     for name in definitions():
         if name == "gradient_accumulation":
             continue  # no plan holds it: it is another word for global_batch_size

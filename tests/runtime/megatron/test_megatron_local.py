@@ -442,7 +442,7 @@ def test_install_chooses_it():
     plan = SimpleNamespace(
         graphs=SimpleNamespace(impl="local", capture="startup"),
         captured=[WIDE],
-        training=SimpleNamespace(data_parallel_size=1),
+        training=SimpleNamespace(data_parallel_size=1, experts="none"),
     )
     config = model_config()
     run = runner_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
@@ -492,6 +492,7 @@ def a_plan(**changes):
                 "data_parallel_size": 1,
                 "max_seqlen_per_dp_cp_rank": None,
                 "packer": "first_fit_decreasing",
+                "experts": "none",
                 **changes,
             }
         ),
