@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import sys
 import tempfile
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +74,32 @@ def test_a_cache_that_is_no_database_is_made_anew(tmp_path, shards, several):
     (shards / ".thdprof" / "shards.sqlite").write_bytes(b"no database" * 1000)
     assert read_dataset([str(shards)]).fingerprint == expected.fingerprint
     assert len(change_kept(shards / ".thdprof" / "shards.sqlite")) == expected.num_documents()
+
+
+def test_a_name_that_is_no_utf8_is_kept(shards, several):
+    os.rename(shards / "000.parquet", os.fsencode(shards) + b"/\xff.parquet")
+    documents = read_dataset([str(shards)]).num_documents()
+    assert len(change_kept(shards / ".thdprof" / "shards.sqlite")) == documents
+
+
+def test_of_kept_shards_those_of_the_dataset_are_unpacked(tmp_path, shards, several, monkeypatch):
+    read_dataset([str(shards)], cache=tmp_path / "kept")
+    unpacked, unpack = [], engines.unpack
+    monkeypatch.setattr(engines, "unpack", lambda content: unpacked.append(content) or unpack(content))
+    read_dataset([str(shards / "00*.parquet")], cache=tmp_path / "kept")
+    assert len(unpacked) == 10
+
+
+def test_a_locked_cache_is_waited_for_once(tmp_path, monkeypatch):
+    kept = engines.KeptShards(tmp_path, "key")
+    with closing(sqlite3.connect(tmp_path / "shards.sqlite")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        kept._database.execute("PRAGMA busy_timeout = 1")
+        kept.keep([("a", "1", Shard((np.arange(3),)))])
+    assert "locked" in str(kept.fault)
+    kept.keep([("a", "1", Shard((np.arange(3),)))])
+    assert kept.load(["a"]) == {}
+    kept.close()
 
 
 def test_a_broken_file_is_named_and_nothing_is_written(thdprof, tmp_path, shards, several):

@@ -177,6 +177,30 @@ def test_an_answer_that_lacks_its_end_is_asked_for_again(monkeypatch):
     assert raised.value.filename == "short://key"
 
 
+@pytest.mark.parametrize(
+    ("reason", "denied"),
+    [
+        ("When reading key 'a/shard-00403.parquet' in bucket 'b': AWS Error SLOW_DOWN", False),
+        ("When reading key '401/403.parquet' in bucket 'b': AWS Error NETWORK_CONNECTION", False),
+        ("AWS Error UNKNOWN (HTTP status 403) during HeadObject", True),
+        ("403, message='', url='https://host/x'", True),
+    ],
+)
+def test_a_status_in_a_name_is_no_denial(reason, denied, monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", ())
+    failing = Short(0)
+    failing.look_up = lambda key: (_ for _ in ()).throw(OSError(reason))
+    with pytest.raises(OSError) as raised:
+        RemotePath("key", store=failing).exists()
+    assert isinstance(raised.value, PermissionError) == denied
+
+
+def test_few_of_many_files_keep_what_was_fetched():
+    paths = [RemotePath(f"{number}", store=Short(0)) for number in range(200)]
+    assert all(path.read_bytes() == b"0123456789" for path in paths)
+    assert 0 < sum(bool(path._kept) for path in paths) <= 64
+
+
 def test_a_store_that_goes_on_failing_is_an_error_of_one_line(store, thdprof, monkeypatch):
     monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01,))
     monkeypatch.setattr("thdprof.analyze.sources.remote._ATTEMPTS", 2)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import batched
@@ -287,13 +287,13 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
     """
     remote, text, local = is_remote(str(paths[0])), format_.counts_text, reading.engine == "local"
     many = local and not text and len(paths) >= (_MANY_REMOTE if remote else _MANY)
-    names = ["" if reading.digest else str(path.resolve()) for path in paths]
+    names = ["" if reading.digest else _name_kept(path) for path in paths]
     cache = None
     if format_.key is not None and (text or remote or many or not local or reading.cache is not None):
         own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "thdprof"
         directory = reading.cache or (own if remote else paths[0].parent / CACHE)
         cache = KeptShards(directory, [format_.name, _VERSION, format_.key(paths, reading)])
-    kept = {} if cache is None else cache.load()
+    kept = {} if cache is None else cache.load(names)
     items = [(path, kept[name][0] if name in kept else None) for path, name in zip(paths, names, strict=True)]
     size, shards, new = _BATCH, dict[int, Shard](), 0
     shown = _Shown(reading.tick, len(paths))
@@ -323,6 +323,11 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
     return replace(dataset, notes=(*dataset.notes, note))
 
 
+def _name_kept(path: Path) -> str:
+    """The path as text that a database takes; names of files need not be UTF-8."""
+    return str(path.resolve()).encode(errors="backslashreplace").decode()
+
+
 @dataclass(slots=True)
 class _Shown:
     """How far a scan is."""
@@ -343,7 +348,7 @@ class _Shown:
 class KeptShards:
     """Shards in a database of a directory, by what decides on them and by their files.
 
-    A database that cannot be read or written costs what it kept, and no more.
+    A database that cannot be read or written costs what it kept, and no more: after a fault nothing is written.
     """
 
     def __init__(self, directory: Path, key: Any) -> None:
@@ -375,25 +380,25 @@ class KeptShards:
             database.execute(make)
         return database
 
-    def load(self) -> dict[str, tuple[str, Shard]]:
-        """The stamp and the shard of every file, by its name."""
+    def load(self, names: Iterable[str]) -> dict[str, tuple[str, Shard]]:
+        """The stamp and the shard of each file that is kept among `names`, by its name."""
         import sqlite3
 
         kept = {}
         if self._database is not None:
+            query = "SELECT stamp, content FROM shards WHERE key = ? AND file = ?"
             with contextlib.suppress(sqlite3.Error):
-                for file, stamp, content in self._database.execute(
-                    "SELECT file, stamp, content FROM shards WHERE key = ?", (self._key,)
-                ):
-                    with contextlib.suppress(Exception):  # a damaged one raises errors of many kinds; it is read anew
-                        kept[file] = stamp, unpack(content)
+                for name in set(names):
+                    for stamp, content in self._database.execute(query, (self._key, name)):
+                        with contextlib.suppress(Exception):  # a damaged one raises many kinds; it is read anew
+                            kept[name] = stamp, unpack(content)
         return kept
 
     def keep(self, shards: Sequence[tuple[str, str, Shard]]) -> None:
         """Keep shards with the names and stamps of their files."""
         import sqlite3
 
-        if self._database is None:
+        if self._database is None or self.fault is not None:  # each further one could wait for a lock, too
             return
         rows = [(self._key, file, stamp, pack(shard)) for file, stamp, shard in shards]
         try:

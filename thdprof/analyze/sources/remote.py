@@ -15,6 +15,7 @@ import re
 import stat
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import parse_qsl
 
 from thdprof.errors import UsageError
@@ -34,14 +35,18 @@ _RANGE_BYTES = 2**16
 """Fewest bytes of a request: the header of a file, or its footer."""
 _MOST_BYTES = 2**23
 """Most bytes of a request that reads ahead, and of the ranges that a path keeps."""
+_MOST_KEEPING = 64
+"""Most paths that keep ranges at a time: a dataset may have 100,000."""
 _PAUSES = (0.5, 2.0)
 """Seconds before each further attempt, after the library's own."""
 _LONG_S = 10.0
 """Seconds after which the library has tried long enough."""
 _ATTEMPTS = 5
 """Attempts of pyarrow's S3 client, which waits longer before each."""
-_DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "403", "401", "Forbidden", "Unauthorized", "credential")
-"""What a store's answer has where the credentials do not suffice."""
+_DENIED = re.compile(
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|Forbidden|Unauthorized|credential|(?<![\w./-])40[13](?![\w/-]|\.\w)"
+)
+"""What a store's answer has where the credentials do not suffice; 403 in the name of a file is no such answer."""
 
 
 def is_remote(location: str) -> bool:
@@ -118,6 +123,8 @@ class Store(Protocol):
 
 class RemotePath(Path):
     """A file or directory of a store. Errors of the store are OSErrors with a number and the path's text."""
+
+    _keeping: ClassVar[deque[RemotePath]] = deque()
 
     def __init__(self, *segments: Any, store: Store, entry: Entry | None = None) -> None:
         super().__init__(*segments)
@@ -221,6 +228,10 @@ class RemotePath(Path):
             return content
 
         content = self._attempt(fetch)
+        if not self._kept:
+            self._keeping.append(self)
+            if len(self._keeping) > _MOST_KEEPING:
+                self._keeping.popleft()._kept = []
         self._kept.insert(0, (start, content))
         while sum(len(kept) for _, kept in self._kept) > _MOST_BYTES:
             self._kept.pop()
@@ -243,7 +254,7 @@ def _explain(error: Exception, path: str) -> OSError:
     reason = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "no such file", path)
-    if isinstance(error, PermissionError) or any(word in reason for word in _DENIED):
+    if isinstance(error, PermissionError) or _DENIED.search(reason):
         denied = f"access denied: credentials are those that its library finds ({reason[:160]})"
         return PermissionError(errno.EACCES, denied, path)
     return OSError(errno.EIO, reason[:200], path)
