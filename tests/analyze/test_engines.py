@@ -74,6 +74,7 @@ def test_a_cache_that_is_no_database_is_made_anew(tmp_path, shards, several):
     (shards / ".thdprof" / "shards.sqlite").write_bytes(b"no database" * 1000)
     assert read_dataset([str(shards)]).fingerprint == expected.fingerprint
     assert len(change_kept(shards / ".thdprof" / "shards.sqlite")) == expected.num_documents()
+    assert (shards / ".thdprof" / "shards.broken").read_bytes() == b"no database" * 1000
 
 
 def test_a_name_that_is_no_utf8_is_kept(shards, several):

@@ -309,3 +309,10 @@ def test_text_in_a_store_is_counted(store, thdprof, tmp_path, rng):
     assert {**remote, "dataset": None} == {**local, "dataset": None}
     store.reset()
     assert json.loads(thdprof("analyze", "s3://bucket", *options).stdout) == remote
+
+
+@pytest.mark.parametrize("query", ["X-Amz-Signature=abc", "x=1&sig=abc", "access_token=abc"])
+def test_no_signature_gets_into_a_plan(query):
+    with pytest.raises(UsageError, match=r"^https://host/rows.parquet: the URI holds a signature or a token") as error:
+        locate(f"https://host/rows.parquet?{query}")
+    assert "abc" not in str(error.value)

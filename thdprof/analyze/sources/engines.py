@@ -375,7 +375,7 @@ class KeptShards:
             raise
         except sqlite3.DatabaseError:  # something else has that name
             database.close()
-            file.unlink()
+            file.replace(file.with_suffix(".broken"))
             database = sqlite3.connect(file, timeout=10)
             database.execute(make)
         return database

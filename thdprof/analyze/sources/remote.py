@@ -31,6 +31,7 @@ from thdprof.words import install_line
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
 _QUERY = re.compile(r"(.*?)(\?[a-z_]+=[^?]*)?", re.DOTALL)
+_SIGNED = re.compile(r"[?&][\w-]*(signature|sig|token|secret|password)=", re.IGNORECASE)
 _RANGE_BYTES = 2**16
 """Fewest bytes of a request: the header of a file, or its footer."""
 _MOST_BYTES = 2**23
@@ -58,10 +59,16 @@ def locate(location: str) -> Path:
     """The path of a local file, or of a URI.
 
     Raises:
-        UsageError: the package for the URI's scheme is missing, or its query has other settings than known ones.
+        UsageError: the package for the URI's scheme is missing, its query has other settings than known ones, or it
+            holds a signature or a token.
     """
     if not is_remote(location):
         return Path(location)
+    if _SIGNED.search(location):
+        raise UsageError(
+            f"{location.partition('?')[0]}: the URI holds a signature or a token, and a plan keeps its URIs: leave it "
+            "out, and give credentials as the store's library finds them"
+        )
     scheme, key = _URI.fullmatch(location).groups()  # type: ignore[union-attr]
     query = bucket = endpoint = ""
     if scheme in _OPENERS:
