@@ -502,3 +502,18 @@ def test_megatrons_own_buffers_hold_weights_and_sums_in_reverse_order(distribute
     assert ready[0] == ready[1]
     assert sum(ready[0]) == len(found[0])
     assert len(ready[0]) == (1 if bucket is None else 3)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("moe_expert_capacity_factor", 1.0), ("expert_tensor_parallel_size", 2), ("fp8", "hybrid")],
+)
+@pytest.mark.usefixtures("_as_chunks")
+def test_what_grouped_products_cannot_serve_is_refused_without_replays_too(name, value, replay, monkeypatch):
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(parts, "has_graph_safe_rng", lambda: True)
+    model, plan = model_of(predictions=None, **GPT), plan_of_chunks(verify="1/1")
+    monkeypatch.setattr(model.config, name, value)
+    with pytest.raises(SettingsError, match=name):
+        install(model, plan, model.config, replay=replay, say=lambda line: None)
