@@ -78,7 +78,13 @@ def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bo
     if config.model_type in WITH_EXPERTS:
         yield from _of_experts(decoder, on_gpu=on_gpu)
     dropout = _dropout(decoder)
-    if dropout and any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
+    checkpointed = [module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False)]
+    if config.model_type in WITH_EXPERTS and any(checkpoints_itself(module) for module in checkpointed):
+        yield (
+            "gradient checkpointing of layers with experts in this transformers, which loses their router logits: "
+            "install transformers 5.17, or set gradient_checkpointing to False"
+        )
+    if dropout and checkpointed:
         yield (
             f"gradient checkpointing together with dropout ({dropout}): a graph cannot recompute with the same random "
             "numbers; set the dropout to 0, or gradient_checkpointing to False"
@@ -178,6 +184,11 @@ def refuse_compiling(*, backend: Backend | None, own_attention: bool) -> Iterato
     if own_attention or backend not in ("torch", None):
         whose = "the model" if own_attention else backend
         yield f"compile=True with the attention of {whose}: layers compile with torch's alone; give attention='torch'"
+
+
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether the class's own forward makes the checkpoint, as in transformers 5.24, and not its call."""
+    return type(module).forward.__code__.co_name == "forward_with_checkpointing"
 
 
 def _dropout(decoder: nn.Module) -> str:
