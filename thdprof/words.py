@@ -37,10 +37,10 @@ def wrap_text(text: str, indent: str | None = None) -> list[str]:
 _MOST_CHOICES = 12
 """Names of choices that a message lists."""
 _ALIKE = 0.7
-"""How alike names are at least, 0 to 1, that are taken for one another."""
+"""Least similarity of names, 0 to 1, that are taken for one another."""
 
 
-def find_alike(name: str, known: Iterable[str]) -> str | None:
+def find_similar(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like `name`; None where none is."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=_ALIKE)), None)
 
@@ -107,12 +107,12 @@ def list_some(names: Iterable[str], most: int) -> str:
 
 def list_choices(value: object, names: Sequence[str]) -> str:
     """Names of which `value` is none: the one that is most like it first, and not so many that they fill a message."""
-    alike = find_alike(str(value), names)
-    return list_some(sorted(names, key=lambda name: name != alike), _MOST_CHOICES)
+    similar = find_similar(str(value), names)
+    return list_some(sorted(names, key=lambda name: name != similar), _MOST_CHOICES)
 
 
 def ratio(values: tuple[float, float]) -> str:
-    """A range of relative times: "0.252" where both ends are alike, else "0.26 to 0.41"."""
+    """A range of relative times: "0.252" where both ends are equal, else "0.26 to 0.41"."""
     low, high = values
     if f"{low:.3f}" == f"{high:.3f}":
         return f"{low:.3f}"
@@ -120,7 +120,7 @@ def ratio(values: tuple[float, float]) -> str:
 
 
 def write_range(values: tuple[float, float], unit: str = "") -> str:
-    """A range of amounts in three significant digits: "312 to 340 ms"; one number where both ends are alike."""
+    """A range of amounts in three significant digits: "312 to 340 ms"; one number where both ends are equal."""
     low, high = (amount(value) for value in values)
     tail = f" {unit}" if unit else ""
     return f"{low}{tail}" if low == high else f"{low} to {high}{tail}"

@@ -67,6 +67,7 @@ def test_whole_layers_are_captured_by_every_kind_that_can(impl, expected):
         ({"add_bias_linear": True}, {}, "add_bias_linear is True, and grouped products add no bias"),
         ({"lora_dim": 8}, {}, "lora_target_modules has linear_fc1 or linear_fc2, and adapters"),
         ({"lora_dim": 8, "lora_target_modules": ("linear_qkv",)}, {}, None),
+        ({"moe_ffn_hidden_size": 20}, {}, "hidden_size is 2048 and moe_ffn_hidden_size 20, and torch's grouped"),
         ({}, {"gpu": "a100"}, "the GPU is no Hopper GPU, and torch's grouped products were checked"),
     ],
 )
@@ -100,6 +101,7 @@ FLAGS = (
         ("--disable-bias-linear", "", "add_bias_linear is True"),
         ("--moe-token-dispatcher-type alltoall", "", "moe_token_dispatcher_type is 'allgather'"),
         ("", "--moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor is '1.5'"),
+        ("", "--moe-shared-expert-overlap", None),
         ("", "--moe-latent-size 64", "moe_latent_size is 64"),
         ("", "--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm is True"),
         ("", "--overlap-moe-expert-parallel-comm --delay-wgrad-compute", "overlap_moe_expert_parallel_comm is True"),

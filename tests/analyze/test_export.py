@@ -505,16 +505,17 @@ def test_verl_pads_to_the_tokens_of_the_plan():
         export_plan(make_plan(), "verl", 5)
 
 
-def test_torch_compile_captures_the_padded_lengths_alone(monkeypatch):
-    import torch._inductor.config
+def test_torch_compile_captures_the_padded_lengths_alone():
+    import torch
+    import torch._inductor.config as inductor
     from torch._inductor.cudagraph_trees import is_cudagraph_capture_sizes
 
     buckets = [{"max_seqs": n, "max_seqlen": 1500, "cp_size": 1, "share": 0.5} for n in (16, 64)]
-    triton = torch._inductor.config.triton
-    for max_seqs, lengths in ((None, {17, 65}), (16, {17}), (64, {17, 65})):
-        monkeypatch.setattr(triton, "cudagraph_capture_sizes", None)
-        exec(export_plan(make_plan(graphs__buckets=buckets), "torch", max_seqs).text, {"torch": torch})
-        assert {length for length in range(2, 100) if is_cudagraph_capture_sizes(length)} == lengths
-    monkeypatch.setattr(triton, "cudagraphs", True)
-    exec(export_plan(make_plan(graphs__one_cap=None), "torch").text, {"torch": torch})
-    assert not triton.cudagraphs
+    with inductor.patch({"triton.cudagraph_capture_sizes": None, "triton.cudagraphs": True}):
+        for max_seqs, lengths in ((None, {17, 65}), (16, {17}), (64, {17, 65})):
+            inductor.triton.cudagraph_capture_sizes = None
+            exec(export_plan(make_plan(graphs__buckets=buckets), "torch", max_seqs).text, {"torch": torch})
+            assert {length for length in range(2, 100) if is_cudagraph_capture_sizes(length)} == lengths
+        assert inductor.triton.cudagraphs
+        exec(export_plan(make_plan(graphs__one_cap=None), "torch").text, {"torch": torch})
+        assert not inductor.triton.cudagraphs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from support.grouped_layers import group_experts
-from support.layer_graphs import HIDDEN, LARGE, LAYERS, OVER, SMALL, TOKENS, Attention
+from support.layer_graphs import HIDDEN, LARGE, LAYERS, OVER, SMALL, TOKENS, Attention, Reduction
 from thdprof.runtime.megatron import packed_seq_params
 
 BOUNDS = [SMALL, LARGE, OVER, SMALL, SMALL, OVER, LARGE]
@@ -73,3 +73,18 @@ def micro_batches(masked=False):
         params = packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu")
         mask = {"padding_mask": torch.rand(1, TOKENS, generator=random) < 0.3} if masked else {}
         yield (tokens, torch.arange(TOKENS)[None], None), {"labels": labels, "packed_seq_params": params, **mask}
+
+
+def train_two_at_a_time(model):
+    """Losses and gradients of micro-batches of which two at a time are between forward and backward, and the order in
+    which gradients were ready."""
+    reduction = Reduction(model)
+    reduction.zero(resets_flags=True)
+    seen, held = [], []
+    for args, kwargs in micro_batches():
+        held.append(model(*args, **kwargs))
+        seen.append(held[-1].detach().clone())
+        if len(held) == 2:
+            held.pop(0).sum().backward()
+    held.pop().sum().backward()
+    return [*seen, *(p.main_grad.clone() for p in model.parameters())], reduction.ready

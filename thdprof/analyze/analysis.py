@@ -271,14 +271,7 @@ def analyze(
         UsageError: the settings or limits contradict each other or the dataset.
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
-    dataset, progress = read_showing(
-        request.locations,
-        format=request.format,
-        settings=request.given,
-        cache=request.cache,
-        engine=request.engine,
-        progress=progress,
-    )
+    dataset, progress = read_requested(request, progress)
     return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
 
 
@@ -306,6 +299,18 @@ def read_showing(
 
     dataset = read_dataset(locations, format=format, settings=settings, cache=cache, engine=engine, tick=tick)
     return dataset, lambda stage, done, documents: progress(stage, counted + (1 - counted) * done, documents)
+
+
+def read_requested(request: Request, progress: Progress) -> tuple[Dataset, Progress]:
+    """The dataset of a request, as `read_showing` reads it."""
+    return read_showing(
+        request.locations,
+        format=request.format,
+        settings=request.given,
+        cache=request.cache,
+        engine=request.engine,
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset, 
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
 from thdprof.training import Attention, Model, TrainingOptions
-from thdprof.words import find_alike
+from thdprof.words import find_similar
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,8 +159,8 @@ def profile_dataset(*locations: Location, part: str | None = None, **options: Un
 def _check_names(settings: Mapping[str, Any], tokenizer: Any) -> None:
     """Refuse keywords that are no settings, and a tokenizer that is given twice."""
     if unknown := [name for name in settings if name not in TrainingOptions.__annotations__]:
-        alike = find_alike(unknown[0], TrainingOptions.__annotations__)
-        raise UsageError(f"{unknown[0]}: no such setting" + (f"; did you mean {alike}?" if alike else ""))
+        similar = find_similar(unknown[0], TrainingOptions.__annotations__)
+        raise UsageError(f"{unknown[0]}: no such setting" + (f"; did you mean {similar}?" if similar else ""))
     if tokenizer is not None and settings.get("tokenizer_model") is not None:
         raise UsageError("tokenizer and tokenizer_model are one setting; give one")
 

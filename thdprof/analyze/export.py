@@ -356,7 +356,7 @@ def _most_documents(plan: Plan) -> int:
     return plan.microbatches.n_seqs.max
 
 
-def _of_packer(plan: Plan, name: str, cap: int | None) -> list[str]:
+def _describe_limit(plan: Plan, name: str, cap: int | None) -> list[str]:
     """Comments of an export whose cap limits a packer at run time."""
     comments, most = _header(plan, name), plan.microbatches.n_seqs.max
     if cap is not None and cap < most:
@@ -377,7 +377,7 @@ def _render_rl(plan: Plan, cap: int | None) -> Exported:
         ("--rl-use-sequence-packing",),
         ("--rl-sequence-packing-max-sequences-per-bin", str(cap)),
     ]
-    return _shell_export(flags, _of_packer(plan, "Megatron-LM's flags for reinforcement learning", cap), _RL_FILE)
+    return _shell_export(flags, _describe_limit(plan, "Megatron-LM's flags for reinforcement learning", cap), _RL_FILE)
 
 
 def _render_axolotl(plan: Plan, cap: int | None) -> Exported:
@@ -389,12 +389,12 @@ def _render_axolotl(plan: Plan, cap: int | None) -> Exported:
         "sequence_len": plan.training.seq_length,
         "micro_batch_size": plan.training.micro_batch_size,
     }
-    return _yaml_export(_of_packer(plan, "Axolotl's configuration", cap), keys)
+    return _yaml_export(_describe_limit(plan, "Axolotl's configuration", cap), keys)
 
 
 def _render_maxtext(plan: Plan, cap: int | None) -> Exported:
     """Keys of MaxText's configuration for rows of at most `cap` segments."""
-    comments = _of_packer(plan, "MaxText's configuration", cap)
+    comments = _describe_limit(plan, "MaxText's configuration", cap)
     comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
     keys = {"packing": True, "max_segments_per_seq": cap or 1}
     return _yaml_export(comments, keys | {"max_target_length": plan.training.seq_length})

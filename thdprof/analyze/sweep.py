@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from thdprof.analyze.analysis import Progress, Study, check_gpu, read_showing
+from thdprof.analyze.analysis import Progress, Study, check_gpu, read_requested
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
@@ -267,14 +267,7 @@ def sweep(
     first = next(
         (r for r in good if r.given.get("packer") == "none"), good[0]
     )  # it alone needs to know what is trained
-    dataset, progress = read_showing(
-        first.locations,
-        format=first.format,
-        settings=first.given,
-        cache=first.cache,
-        engine=first.engine,
-        progress=progress,
-    )
+    dataset, progress = read_requested(first, progress)
     varied = [axis.name for axis in axes if len(axis.values) > 1]
     memo, done, share = Memo(), dict[int, Combination](), (1 - _READ_SHARE) / len(value_sets)
     for count, index in enumerate(analysis_order(axes)):

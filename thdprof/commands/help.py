@@ -15,7 +15,7 @@ from thdprof.analyze.settings.shell import Launch
 from thdprof.commands.options import list_removed_options
 from thdprof.errors import UsageError
 from thdprof.training.settings import SHORT_NAMES
-from thdprof.words import find_alike, list_choices, make_printable
+from thdprof.words import find_similar, list_choices, make_printable
 
 _NARROWEST, _WIDEST = 60, 120
 """Columns of a help page, whatever the terminal has."""
@@ -240,7 +240,7 @@ def _no_such_option(error: Any, command: str) -> str:
 
 def _advice(name: str, known: Sequence[str], command: str) -> str:
     """The known name that is most like `name`; where none is, the command whose help has them."""
-    near = find_alike(name, known)
+    near = find_similar(name, known)
     return f"did you mean {near}?" if near else f"see {command} --help"
 
 

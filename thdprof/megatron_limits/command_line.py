@@ -47,7 +47,7 @@ SWITCHES = _flags(
     distribute_saved_activations overlap_moe_expert_parallel_comm delay_wgrad_compute moe_enable_routing_replay
     moe_paged_stash qk_clip log_max_attention_logit multi_latent_attention cache_mla_latents
     use_transformer_engine_op_fuser moe_router_padding_for_quantization moe_single_grouped_weight
-    overlap_dispatch_backward_with_experts_wgrad
+    overlap_dispatch_backward_with_experts_wgrad moe_shared_expert_overlap
     """,
     recompute_granularity="--recompute-activations",
     fp8_param="--fp8-param-gather",

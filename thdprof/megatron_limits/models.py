@@ -176,6 +176,12 @@ def _whole_dropless(run: Run) -> bool:
     return _captured_with_experts(run) and is_dropless and run.impl != "local"
 
 
+def _expert_sizes(run: Run) -> list[int]:
+    """The sizes of an expert's weights, as far as they are known."""
+    sizes = run.field("hidden_size"), run.field("moe_ffn_hidden_size") or run.field("ffn_hidden_size")
+    return [size for size in sizes if isinstance(size, int)]
+
+
 _grouped = partial(
     must_be_off,
     applies=_whole_dropless,
@@ -211,6 +217,12 @@ GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
     _grouped("moe_router_padding_for_quantization", False, _NO_ROOM),
     _grouped("moe_latent_size", None, "experts behind latent projections were not checked in a graph"),
     _grouped("moe_single_grouped_weight", False, "a weight of all experts was not checked in a graph"),
+    _grouped(
+        "moe_shared_expert_overlap",
+        False,
+        "under tensor parallelism the dispatcher communicates for shared experts",
+        is_on=lambda run: run.field("moe_shared_expert_overlap") and (run.field("tensor_model_parallel_size") or 1) > 1,
+    ),
     _grouped("delay_wgrad_compute", False, _OF_ENGINE),
     _grouped("overlap_dispatch_backward_with_experts_wgrad", False, _OF_ENGINE),
     _grouped("use_transformer_engine_op_fuser", False, _OF_ENGINE),
@@ -219,6 +231,15 @@ GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _whole_dropless(run) and run.offload_modules is not None,
         reason="activations of grouped products were not moved beside eager ones",
         fields=Words("graphs.offload", "set it to null"),
+    ),
+    Limit(
+        name="whole layers of dropless experts whose sizes are no multiples of 8",
+        holds=lambda run: _whole_dropless(run) and any(size % 8 for size in _expert_sizes(run)),
+        reason="torch's grouped products take sizes of 16 bytes and multiples of them, which are 8 values in bf16",
+        fields=Words(
+            "hidden_size is {hidden_size} and moe_ffn_hidden_size {moe_ffn_hidden_size}",
+            "use multiples of 8, or analyse with graphs that end at the router",
+        ),
     ),
 )
 """With whole layers of dropless experts; `install` also looks at the experts themselves."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.analysis import Analysis, Progress, Study, analyze, read_showing
+from thdprof.analyze.analysis import Analysis, Progress, Study, analyze, read_requested
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Range
@@ -191,14 +191,7 @@ def repack(
             "count rows, as with --sft, multiply each by packs over rows"
         )
     measured = None if request.cost_table is None else load_costs(request.cost_table)
-    dataset, show = read_showing(
-        request.locations,
-        format=request.format,
-        settings=request.given,
-        cache=request.cache,
-        engine=request.engine,
-        progress=progress,
-    )
+    dataset, show = read_requested(request, progress)
     stored = ("seq_length",) if isinstance(dataset.content, PackedRows) else ()
     old = replace(request, given=_without(request.given, (*_RUN_LENGTH, *stored)))
     before = Study(old, dataset, measured, impl=impl).analyze()

@@ -73,10 +73,10 @@ def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bo
         yield "the model is quantized: its layers were not checked in graphs; load it in bfloat16"
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         yield "the config asks for output_hidden_states or output_attentions, which a graph does not return"
-    yield from _of_layers(decoder)
-    yield from _of_adapters(model)
+    yield from _refuse_layers(decoder)
+    yield from _refuse_adapters(model)
     if config.model_type in WITH_EXPERTS:
-        yield from _of_experts(decoder, on_gpu=on_gpu)
+        yield from _refuse_experts(decoder, on_gpu=on_gpu)
     dropout = _dropout(decoder)
     checkpointed = [module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False)]
     if config.model_type in WITH_EXPERTS and any(checkpoints_itself(module) for module in checkpointed):
@@ -113,7 +113,7 @@ def _set_in(decoder: nn.Module, name: str) -> float | None:
     return next((value for value in values if isinstance(value, int | float) and value), None)
 
 
-def _of_layers(decoder: nn.Module) -> Iterator[str]:
+def _refuse_layers(decoder: nn.Module) -> Iterator[str]:
     """Attention to later tokens, as the config or a layer requires it, and hooks on the layers and their parameters."""
     config: Any = decoder.config
     asking = [f"{name}.is_causal" for name, part in decoder.named_modules() if not getattr(part, "is_causal", True)]
@@ -136,7 +136,7 @@ def _of_layers(decoder: nn.Module) -> Iterator[str]:
         yield f"{parameter} has a gradient hook, which a replay cannot run; use register_post_accumulate_grad_hook"
 
 
-def _of_experts(decoder: nn.Module, *, on_gpu: bool) -> Iterator[str]:
+def _refuse_experts(decoder: nn.Module, *, on_gpu: bool) -> Iterator[str]:
     """Experts whose products read on the host, which on a processor is no harm."""
     dtypes = {p.dtype for name, p in decoder.named_parameters() if ".experts." in name and p.dim() == 3}  # no adapters
     yield from refuse_experts(
@@ -148,7 +148,7 @@ def _of_experts(decoder: nn.Module, *, on_gpu: bool) -> Iterator[str]:
     )
 
 
-def _of_adapters(model: nn.Module) -> Iterator[str]:
+def _refuse_adapters(model: nn.Module) -> Iterator[str]:
     """Adapters of peft that add tokens, or whose layers read each micro-batch's text by hooks."""
     configs = [c for part in model.modules() if isinstance(c := getattr(part, "peft_config", None), Mapping)]
     for adapter in {id(one): one for config in configs for one in config.values()}.values():

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 import torch
 from support import cpu_graphs
-from support.gpt_of_experts import BOUNDS, micro_batches, model_of
+from support.gpt_of_experts import BOUNDS, model_of, train_two_at_a_time
 from support.grouped_layers import expert_layer, lay, with_main_grads
 from support.layer_graphs import (
     BUCKETS,
@@ -290,9 +290,8 @@ def test_tensors_that_lie_otherwise_are_no_view():
         assert side_by_side(others) is None
 
 
-def refused(layer, change, of_layer=lambda layer: None):
+def refused(layer, change):
     change(layer.experts)
-    of_layer(layer)
     with pytest.raises(SettingsError, match=r"graphs.modules is \[\]") as caught:
         find_expert_layers([layer])
     return str(caught.value)
@@ -310,11 +309,6 @@ def test_experts_that_grouped_products_cannot_serve_are_refused():
     assert "target_modules" in refused(expert_layer(), renamed)
     assert "target_modules" in refused(expert_layer(), replaced)
     assert "target_modules" in refused(expert_layer(), lambda e: setattr(e.linear_fc1, "use_bias", True))
-    overlapped = expert_layer(moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
-    find_expert_layers([overlapped])
-    two = SimpleNamespace(size=lambda: 2)
-    assert "set it to False" in refused(overlapped, lambda e: None, lambda layer: setattr(layer, "attn_tp_group", two))
-    assert "multiples of 8" in refused(expert_layer(moe_ffn_hidden_size=20), lambda e: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(torch.nn.functional, "grouped_mm")
         assert "torch 2.10 or newer" in refused(expert_layer(), lambda e: None)
@@ -404,17 +398,8 @@ def plan_of_chunks(experts="dropless", **changes):
 
 def losses_and_gradients(model):
     """Those of micro-batches of which two at a time are between forward and backward, and how often each came."""
-    reduction = Reduction(model)
-    reduction.zero(resets_flags=True)
-    seen, held = [], []
-    for args, kwargs in micro_batches():
-        held.append(model(*args, **kwargs))
-        seen.append(held[-1].detach().clone())
-        if len(held) == 2:
-            held.pop(0).sum().backward()
-    held.pop().sum().backward()
-    counts = [r.local_tokens_per_expert for r in grouped_experts.find_counting_routers(model)]
-    return [*seen, *(p.main_grad.clone() for p in model.parameters()), *counts], reduction.ready
+    seen, ready = train_two_at_a_time(model)
+    return [*seen, *(r.local_tokens_per_expert for r in grouped_experts.find_counting_routers(model))], ready
 
 
 def find_layers(model):
@@ -507,7 +492,13 @@ def test_megatrons_own_buffers_hold_weights_and_sums_in_reverse_order(distribute
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("moe_expert_capacity_factor", 1.0), ("expert_tensor_parallel_size", 2), ("fp8", "hybrid")],
+    [
+        ("moe_expert_capacity_factor", 1.0),
+        ("expert_tensor_parallel_size", 2),
+        ("fp8", "hybrid"),
+        ("moe_ffn_hidden_size", 20),
+        ("moe_shared_expert_overlap", True),
+    ],
 )
 @pytest.mark.usefixtures("_as_chunks")
 def test_what_grouped_products_cannot_serve_is_refused_without_replays_too(name, value, replay, monkeypatch):
@@ -515,5 +506,8 @@ def test_what_grouped_products_cannot_serve_is_refused_without_replays_too(name,
     monkeypatch.setattr(parts, "has_graph_safe_rng", lambda: True)
     model, plan = model_of(predictions=None, **GPT), plan_of_chunks(verify="1/1")
     monkeypatch.setattr(model.config, name, value)
+    if name == "moe_shared_expert_overlap":  # alone it is served
+        find_expert_layers([model])
+        monkeypatch.setattr(model.config, "tensor_model_parallel_size", 2)
     with pytest.raises(SettingsError, match=name):
         install(model, plan, model.config, replay=replay, say=lambda line: None)

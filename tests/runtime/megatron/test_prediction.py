@@ -19,8 +19,8 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.transformer import multi_token_prediction
 from support import cpu_graphs
-from support.gpt_of_experts import BOUNDS, micro_batches, model_of
-from support.layer_graphs import BUCKETS, TOKENS, FakeEngine, Reduction
+from support.gpt_of_experts import BOUNDS, micro_batches, model_of, train_two_at_a_time
+from support.layer_graphs import BUCKETS, TOKENS, FakeEngine
 from support.plans import plan_of_shares
 from torch._dynamo import config as dynamo
 
@@ -89,27 +89,13 @@ def as_layers(one, modules=(), num_slots=2):
     return LayerGraphs(one, BUCKETS, num_slots=num_slots, make=engine, sample_every=0, modules=modules)
 
 
-def trained(model):
-    """Losses and gradients of micro-batches of which two at a time are between forward and backward."""
-    reduction = Reduction(model)
-    reduction.zero(resets_flags=True)
-    seen, held = [], []
-    for args, kwargs in micro_batches():
-        held.append(model(*args, **kwargs))
-        seen.append(held[-1].detach().clone())
-        if len(held) == 2:
-            held.pop(0).sum().backward()
-    held.pop().sum().backward()
-    return [*seen, *(p.main_grad.clone() for p in model.parameters())], reduction.ready
-
-
 def assert_trains_alike(make, **changes):
     """Train with and without graphs; returns the runs."""
     found, runs = [], []
     for with_graphs in (False, True):
         model = model_of(**{"predictions": 2, **changes})
         runs = attached(model, make) if with_graphs else []
-        found.append(trained(model))
+        found.append(train_two_at_a_time(model))
     (eager, ready), (ours, ours_ready) = found
     names = [name for name, _ in model.named_parameters()]
     assert len(ours) == len(BOUNDS) + len(names)
@@ -238,7 +224,7 @@ def test_an_installation_pads_predictions_too_and_gives_them_back(monkeypatch):
     with install(model, of_plan(), model.config, replay=False) as installation:
         assert dynamo.recompile_limit == 2 * limit
         assert all(entry in vars(layer) for layer in model.mtp.layers)
-        trained(model)
+        train_two_at_a_time(model)
         for stats in (installation.stats(), *installation.prediction_stats()):
             assert (stats.replays, stats.fallbacks) == (REPLAYS, FALLBACKS)
         assert len(installation.prediction_stats()) == 2

@@ -41,7 +41,7 @@ from thdprof.training import (
 from thdprof.training.model import read_field
 from thdprof.training.settings import SHORT_NAMES
 from thdprof.training.trainer_arguments import are_trainer_arguments, trainer_model, trainer_settings
-from thdprof.words import find_alike
+from thdprof.words import find_similar
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
@@ -135,6 +135,8 @@ def _fields_of_model(model: Model) -> dict[str, Any]:
     return {
         **{name: getattr(model, name) for name in (*names, "add_bias_linear", "precision")},
         "fp8": model.fp8_recipe,
+        "hidden_size": model.hidden_size,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
         "adapted_experts": not {"linear_fc1", "linear_fc2"}.isdisjoint(adapted),
     }
 
@@ -411,7 +413,7 @@ def load_settings_file(path: Path, names: Collection[str]) -> dict[str, Any]:
 
 def advise_name(name: str, known: Iterable[str], otherwise: str) -> str:
     """The known name that the user may have meant, as a question; `otherwise` where none is alike."""
-    near = SHORT_NAMES.get(name) or find_alike(name, known)
+    near = SHORT_NAMES.get(name) or find_similar(name, known)
     return otherwise if near is None else f"did you mean {near}?"
 
 

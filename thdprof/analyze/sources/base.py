@@ -291,7 +291,7 @@ Scan = Callable[[Sequence[Path], Reading], list[Shard]]
 
 
 def each(scan: Callable[[Path], Shard]) -> Scan:
-    """A scan of files that are read one by one, and alike in every run."""
+    """A scan of files that are read one by one. What a shard holds depends on its file alone, in every run."""
     return lambda paths, reading: [scan(path) for path in paths]
 
 

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 _HOPPER = 9
 """Compute capability of the GPUs whose grouped products were checked. Older ones make torch read the counts on the
 host; on newer ones an expert without tokens gets a gradient that is not zero (pytorch/pytorch#172439)."""
-_ALIGNED = 8
-"""Grouped products take rows and weights whose sizes are multiples of 16 bytes: so many values in bf16."""
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -289,7 +287,7 @@ def find_expert_layers(models: Iterable[nn.Module]) -> list[Any]:
 
     layers = [part for model in models for part in model.modules() if isinstance(part, MoELayer)]
     for layer in layers:
-        if why := _why_not_grouped(layer):
+        if why := _why_not_grouped(layer.experts):
             raise SettingsError(
                 f"thdprof cannot install graphs:\n- graphs.modules is [], and {why}, or analyse with graphs that end "
                 "at the router (graphs.impl transformer_engine, graphs.modules attn and moe_router)"
@@ -297,16 +295,12 @@ def find_expert_layers(models: Iterable[nn.Module]) -> list[Any]:
     return layers
 
 
-def _why_not_grouped(layer: Any) -> str:
-    """What keeps a MoELayer from grouped products, and what to do about it, in one clause; "" if nothing does."""
+def _why_not_grouped(experts: Any) -> str:
+    """What keeps `experts` from grouped products beyond the table of limits, and what to do about it, in one clause; ""
+    if nothing does.
+    """
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-    experts = layer.experts
-    if layer.use_shared_expert and layer.shared_expert_overlap and layer.attn_tp_group.size() > 1:
-        return (
-            "moe_shared_expert_overlap is True under tensor parallelism, where the dispatcher communicates for shared "
-            "experts: set it to False"
-        )
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped_mm: install torch 2.10 or newer"
     if type(experts) is not TEGroupedMLP or experts._with_fused_impl:
@@ -327,8 +321,6 @@ def _why_not_grouped(layer: Any) -> str:
             )
         if weight.device.type == "cuda" and weight.dtype is not torch.bfloat16:
             return f"experts' weights are {weight.dtype}: torch takes grouped products in bf16 alone; set bf16 to True"
-        if any(size % _ALIGNED for size in weight.shape):
-            return f"an expert's weight has the shape {tuple(weight.shape)}: use sizes that are multiples of {_ALIGNED}"
     return ""
 
 

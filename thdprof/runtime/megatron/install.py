@@ -138,7 +138,7 @@ def check_model(chunks: Sequence[nn.Module], plan: Plan, config: Any, *, replay:
         SettingsError: settings that graphs cannot serve, each with the value to use.
     """
     facts = parts.facts_of(chunks, [parts.unwrap_model(model) for model in chunks])
-    if replay or captures_experts(plan, config):  # whose experts run alike without replays
+    if replay or captures_experts(plan, config):  # whose experts run by the same products without replays
         refusals.check(config, plan, facts)
     else:
         as_chunk = plan.graphs.model_copy(update={"impl": "chunk", "modules": []})
