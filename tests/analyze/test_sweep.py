@@ -215,7 +215,7 @@ def test_the_source_is_read_once_and_sequences_are_shuffled_once(tmp_path, rng, 
 
         monkeypatch.setattr(module, name, call)
 
-    counted(sweeping, "read_showing", "read")
+    counted(sweeping, "read_requested", "read")
     counted(gpt_dataset, "_shuffle_ends", "shuffle")
     counted(gpt_dataset, "_count", "samples")
     counted(packers, "pack_rows", "pack")
