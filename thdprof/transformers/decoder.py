@@ -172,6 +172,8 @@ def changed_layers(layers: nn.ModuleList, routers: RouterLogits | None, *, compi
     with ExitStack() as stack:
         if routers is not None:
             stack.enter_context(routers.kept(layers))
+        if compile and torch.cuda.is_available():
+            stack.enter_context(constant_compute_capability())
         for layer in layers if compile or routers is not None else ():
             if "forward" in layer.__dict__:  # another package has replaced it, and knows of this layer alone
                 continue
@@ -182,6 +184,22 @@ def changed_layers(layers: nn.ModuleList, routers: RouterLogits | None, *, compi
             layer.__dict__["forward"] = _forward(layer, *of_type[kind], routers)
             stack.callback(layer.__dict__.pop, "forward")
         yield
+
+
+@contextmanager
+def constant_compute_capability() -> Iterator[None]:
+    """Let torch.compile find the present GPU's compute capability as a constant inside the block.
+
+    transformers looks it up before each grouped product of experts (`integrations/moe.py`), by a function of torch that
+    torch itself refuses to trace.
+    """
+    own = torch.cuda.get_device_capability
+    found = own()
+    torch.cuda.get_device_capability = lambda device=None: found
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = own
 
 
 def _forward(
