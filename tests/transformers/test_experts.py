@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import numpy as np
@@ -242,9 +242,11 @@ def test_compiled_layers_may_look_up_the_gpus_capability(monkeypatch, without_in
         def forward(self, hidden):
             return hidden + 1 if torch.cuda.get_device_capability(hidden.device) >= (8, 0) else hidden
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
     layers = torch.nn.ModuleList([Layer()])
-    with changed_layers(layers, None, compile=True):
+    with ExitStack() as stack:
+        with monkeypatch.context() as with_gpu:
+            with_gpu.setattr(torch.cuda, "is_available", lambda: True)
+            stack.enter_context(changed_layers(layers, None, compile=True))
         assert layers[0](torch.zeros(2)).tolist() == [1, 1]
     assert torch.cuda.get_device_capability is get_device_capability
