@@ -195,7 +195,6 @@ def read_sources(documents: Documents) -> tuple[list[str], NDArray[np.int64]] | 
 
 
 def _read_names(path: Path, column: str) -> Iterator[str]:
-    """The text of a column of each row."""
     if holds_columns(path):
         for _, batch in read_batches(path, [column]):
             yield from map(str, batch.column(0).to_pylist())

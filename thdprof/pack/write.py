@@ -64,11 +64,7 @@ def write_packs(
 
 
 def _check_target(target: Target, dataset: Dataset, path: Path) -> None:
-    """Refuse a target that cannot be written of `dataset`, or not to `path`.
-
-    Raises:
-        UsageError: the dataset holds other contents, or Megatron-Bridge would not read a file of that name.
-    """
+    """Refuse a target that cannot be written of `dataset`, or not to `path`."""
     formats, needs = {
         "trl": (("trl-text", "trl", "lengths", "megatron"), "text or input_ids"),
         "bridge": (("bridge", "trl", "lengths", "megatron"), "its own packed parquet or input_ids"),
@@ -233,11 +229,7 @@ def _copied(
 
 
 def _find_documents(documents: Documents, contents: Contents) -> NDArray[np.int64]:
-    """The first token of every document in `contents`, shape [documents].
-
-    Raises:
-        DataError: the files have other rows than were counted.
-    """
+    """The first token of every document in `contents`, shape [documents]."""
     row = (np.cumsum(documents.rows_of_file) - documents.rows_of_file)[documents.file] + documents.row
     if len(contents.row_starts) - 1 == documents.rows_of_file.sum():
         starts: NDArray[np.int64] = contents.row_starts[row] + documents.start

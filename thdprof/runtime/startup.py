@@ -162,11 +162,7 @@ class Start:
         self.say(f"training goes on without graphs: {reason}")
 
     def _settle(self, ranks: Ranks, device: Device | None) -> Plan:
-        """The plan that every rank agrees to.
-
-        Raises:
-            NoPlanError: there is none, or one of the ranks has an objection.
-        """
+        """The plan that every rank agrees to."""
         late = _as_reason(self._late())
         made = ranks.share("plan", self._make if ranks.rank == 0 else None, self.deadline_s + _GRACE_S, late)
         plan = parse_plan(yaml.safe_load(_read(made)), where=str(self.path))
@@ -310,11 +306,7 @@ def _as_reason(text: str) -> str:
 
 
 def _read(value: str) -> str:
-    """The value, which is no reason.
-
-    Raises:
-        NoPlanError: it is one.
-    """
+    """The value; NoPlanError with the reason where it is one."""
     if value.startswith(_REASON):
         raise NoPlanError(value.removeprefix(_REASON))
     return value

@@ -99,11 +99,7 @@ def _write_rows(dataset: Any, path: Path, check_time: Callable[[], None]) -> str
 
 
 def _row_lengths(dataset: Any) -> Iterator[Any]:
-    """Lists of document lengths of the rows, as Arrow columns.
-
-    Raises:
-        NoPlanError: they are not known before training.
-    """
+    """Lists of document lengths of the rows, as Arrow columns; NoPlanError where they are not known."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -80,11 +80,7 @@ class Occurrence:
 
 
 def _training_commands(script: Script) -> list[list[Word]]:
-    """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun.
-
-    Raises:
-        BlockError: a block decides whether one of them runs, or which flags it has.
-    """
+    """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun."""
     found: list[list[Word]] = []
     doubt: BlockError | None = None
     for command in script.commands:
@@ -264,12 +260,7 @@ class LaunchFlags:
 
 
 def _refuse_open(word: Word, flag: str, remedy: str) -> None:
-    """Refuse a word of `flag` that the script does not settle.
-
-    Raises:
-        BlockError: a block decides the word.
-        UsageError: the text does not hold it.
-    """
+    """Refuse a word of `flag` that the script does not settle."""
     for part in word.open_parts[:1]:
         text = f"{word.place}: {flag}: {part.source} {part.reason}; {remedy}"
         raise BlockError(f"{text}, or {_OTHER_FORM}") if part.in_block else UsageError(text)
@@ -332,11 +323,7 @@ def _program_of(words: Sequence[Word]) -> str:
 
 
 def _settle_words(words: Sequence[Word]) -> tuple[str, ...]:
-    """The text of the words that a limit depends on.
-
-    Raises:
-        UsageError: one of them is not known.
-    """
+    """The text of the words that a limit depends on."""
     taken: list[Word] = []
     is_needed, flag = True, ""
     for word in words:

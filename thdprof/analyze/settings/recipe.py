@@ -275,7 +275,6 @@ class _Recipe:
         }
 
     def _precision(self) -> None:
-        """The fields precision and fp8_recipe."""
         mixed = self.content.get("mixed_precision")
         if isinstance(mixed, str):
             self._read_precision_name("mixed_precision", mixed)

@@ -247,12 +247,7 @@ def _read_trainer(
 
 
 def _read_named_model(named: Any) -> tuple[Path | None, ModelReading | None]:
-    """The file that names the run's model, and what is read from it; None for what there is none of.
-
-    Raises:
-        DataError: the file cannot be read.
-        UsageError: `named` is neither a path nor a model that can be.
-    """
+    """The file that names the run's model, and what is read from it; None for what there is none of."""
     if named is None:
         return None, None
     if isinstance(named, Model):
@@ -349,11 +344,7 @@ def _list_values(settings: Mapping[str, Any]) -> str:
 
 
 def _read_json(where: str, path: Path) -> dict[str, Any]:
-    """The object in a JSON file; messages begin with `where`.
-
-    Raises:
-        DataError: the file cannot be read, or holds no JSON object.
-    """
+    """The object in a JSON file; messages begin with `where`."""
     try:
         found = json.loads(read_text(path, where=where, kind="JSON"))
     except (ValueError, RecursionError) as error:

@@ -70,11 +70,6 @@ def _holds_tokens(path: Path, keys: Keys) -> bool:
 
 
 def _scan(path: Path, keys: Keys) -> Shard:
-    """Read the lengths of a file.
-
-    Raises:
-        DataError: the file holds no lengths, or one is impossible.
-    """
     read = _read_file(path, keys)
     facts = {"tokens": _holds_tokens(path, keys), "packer": _usual_packer(path, keys)}
     if not isinstance(read, tuple):
@@ -83,11 +78,6 @@ def _scan(path: Path, keys: Keys) -> Shard:
 
 
 def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
-    """The dataset of all files.
-
-    Raises:
-        DataError: files of integers are mixed with files of lists.
-    """
     content: Content
     sizes = [len(shard.arrays) for shard in shards]
     if len({*sizes}) > 1:

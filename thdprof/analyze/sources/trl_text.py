@@ -63,12 +63,7 @@ def _recognises(path: Path, reading: Reading) -> bool:
 
 
 def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
-    """Count the tokens of every row of `paths`; the first row of the dataset decides for all of them.
-
-    Raises:
-        UsageError: the package that reads tokenizers is missing.
-        DataError: a row is no such text, or the tokenizer cannot be loaded.
-    """
+    """Count the tokens of every row of `paths`; the first row of the dataset decides for all of them."""
     counts, rows = _count(_task(paths, reading), reading)
     return [Shard(tuple(part)) for part in np.split(counts, np.cumsum(rows)[:-1], axis=1)]
 
@@ -84,12 +79,7 @@ def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> D
 
 
 def _tokenizer_of(paths: Sequence[Path], reading: Reading) -> Path:
-    """The directory of the run's tokenizer.
-
-    Raises:
-        UsageError: it is not given.
-        DataError: there is none of that name.
-    """
+    """The directory of the run's tokenizer."""
     if reading.tokenizer_model is None:
         columns = text_columns(_column_names(paths[0]), reading.text_column)
         raise UsageError(

@@ -705,13 +705,7 @@ class Search:
         return self._perturb(leak.sources)[0] or leak
 
     def _run_perturbed(self, regions: Sequence[Region]) -> list[Watched]:
-        """The compared tensors of a pass in which inputs and output gradients of `regions` have other values.
-
-        Raises:
-            ValueError: no output runs over tokens, or one has another shape than in an earlier pass.
-            TypeError: the module returns no tensor.
-            NotReplayed: the pass was to be replayed, and ran eagerly.
-        """
+        """The compared tensors of a pass in which inputs and output gradients of `regions` have other values."""
         self._count += 1
         self._put_back()
         replays, tensors = self._way.mode == "replayed", list[torch.Tensor]()
