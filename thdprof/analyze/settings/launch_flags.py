@@ -317,11 +317,6 @@ def _behind_program(words: Sequence[Word]) -> Sequence[Word]:
     return words[start:]
 
 
-def _program_of(words: Sequence[Word]) -> str:
-    """The Python file that a command runs; empty where none is named."""
-    return next((word.text for word in words if word.text.endswith(".py")), "")
-
-
 def _settle_words(words: Sequence[Word]) -> tuple[str, ...]:
     """The text of the words that a limit depends on."""
     taken: list[Word] = []
@@ -364,7 +359,10 @@ def find_refusals(
         try:
             lines += refused_beforehand(plan, training_words(script))
             for words in _training_commands(script):
-                lines += refuse_unpacked(_program_of(words), frozenset(word.flag for word in words))
+                lines += refuse_unpacked(
+                    next((word.text for word in words if word.text.endswith(".py")), ""),
+                    frozenset(word.flag for word in words),
+                )
         except UsageError as error:
             unknown = str(error)
     if trainer_arguments is not None:

@@ -20,7 +20,6 @@ from thdprof.analyze.settings.resolved_model import (
     experts_of,
     model_file,
     read_model_file,
-    read_settings,
     resolve_model,
 )
 from thdprof.analyze.settings.shell import Launch, Script
@@ -162,7 +161,7 @@ def read_request(
     stronger = _read_options(flags, settings)
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     analysis_options()["attention"].check(command.get("attention", "transformer_engine"))
-    own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
+    own = {name: read_field(name, stronger.pop(name)) for name in model_definitions() if name in stronger}
     path, file = _read_named_model(command.get("model"))
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     run: MegatronArgs | None = None
@@ -237,7 +236,17 @@ def _read_trainer(
 ) -> tuple[Mapping[str, Any], dict[str, Any], dict[str, Any]]:
     """Fields of a Trainer's arguments, settings by them, and the model's fields by them, over which `own` win."""
     where = f"--training-args {source}" if isinstance(source, Path) else "training_args"
-    fields = _read_trainer_arguments(source, where)
+    fields = _read_json(where, source) if isinstance(source, Path) else source
+    if not are_trainer_arguments(fields):
+        raise DataError(
+            f"{where}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
+            "give what SFTConfig's to_json_string() writes; a model's config goes to --model"
+        )
+    if fields.get("truncation_mode") == "keep_end" and fields.get("packing") is False:
+        raise UsageError(
+            f"{where}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
+            "then leaves out; TRL 2 has only keep_start"
+        )
     given = trainer_settings(fields, where=where)
     notes.append(f"{where}: {_list_values(given)} taken from it")
     if (precision := own.get("precision")) is not None and not own.get("autocast"):
@@ -255,27 +264,6 @@ def _read_named_model(named: Any) -> tuple[Path | None, ModelReading | None]:
         return None, ModelReading(source="the Model given", values=asdict(named))
     path = Path(_text("--model", named))
     return path, read_model_file(path)
-
-
-def _read_trainer_arguments(source: Path | Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Fields of a Trainer's arguments; messages begin with `where`.
-
-    Raises:
-        DataError: the file cannot be read, or holds something else.
-        UsageError: a field has a value that thdprof does not follow.
-    """
-    fields = _read_json(where, source) if isinstance(source, Path) else source
-    if not are_trainer_arguments(fields):
-        raise DataError(
-            f"{where}: holds no arguments of a Trainer, but {', '.join([*fields][:4])}: "
-            "give what SFTConfig's to_json_string() writes; a model's config goes to --model"
-        )
-    if fields.get("truncation_mode") == "keep_end" and fields.get("packing") is False:
-        raise UsageError(
-            f"{where}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
-            "then leaves out; TRL 2 has only keep_start"
-        )
-    return fields
 
 
 def _read_launch(
@@ -310,24 +298,6 @@ def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, 
                 raise UsageError(f"--settings {settings}: {error}") from error
         stronger[name] = definitions()[name].canonical(stronger[name])
     return stronger
-
-
-def check_option(name: str, value: Any) -> None:
-    """Refuse a value of option `name` (with underscores) that can be in no request, whatever the other options.
-
-    Raises:
-        UsageError: naming the option and the value.
-    """
-    if name in definitions():
-        definitions()[name].check(value)
-    elif name in model_definitions():
-        read_field(name, value)
-    elif name == "model":
-        _text("--model", value)
-    elif name == "world_size":
-        number_of(name, {name: value})
-    else:
-        read_request([], {name: value}, settings=None, launch=None)
 
 
 def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:
@@ -499,7 +469,16 @@ def _axis(text: str) -> Axis:
     for part in match[2].split(","):
         value = _value(name, part)
         try:
-            check_option(name, value)
+            if name in definitions():
+                definitions()[name].check(value)
+            elif name in model_definitions():
+                read_field(name, value)
+            elif name == "model":
+                _text("--model", value)
+            elif name == "world_size":
+                number_of(name, {name: value})
+            else:
+                read_request([], {name: value}, settings=None, launch=None)
         except UsageError as error:
             raise UsageError(f"{text}: {error}") from error
         if value in values:

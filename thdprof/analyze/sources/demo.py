@@ -66,7 +66,9 @@ def write_demo(directory: Path, *, force: bool = False) -> DemoFiles:
         _write_megatron(files.megatron)
         _write_bridge(files.bridge, files.bridge_metadata)
         _write_trl(files.trl)
-        _write_lengths(files.lengths)
+        lengths = _heavy_tailed(_random(3), 20_000, longest=4096)
+        lines = "".join(f'{{"length": {length}}}\n' for length in lengths.tolist())
+        files.lengths.write_text(lines, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{error.filename or directory}: cannot be written: {error.strerror}") from error
     return files
@@ -200,9 +202,3 @@ def _write_parquet(table: object, path: Path) -> None:
 
     with path.open("wb") as file:  # pyarrow can open only paths that are UTF-8
         pq.write_table(table, file, row_group_size=ROWS_A_GROUP)
-
-
-def _write_lengths(jsonl: Path) -> None:
-    lengths = _heavy_tailed(_random(3), 20_000, longest=4096)
-    lines = "".join(f'{{"length": {length}}}\n' for length in lengths.tolist())
-    jsonl.write_text(lines, encoding="utf-8")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,20 +53,6 @@ class ProcessDiedError(Exception):
     """A process ended before it answered."""
 
 
-class _Pool(Protocol):
-    capacity: int
-    """Batches that are handed out at a time."""
-
-    def submit(self, batch: Sequence[Any]) -> Any:
-        """Hand a batch out; returns a ticket."""
-
-    def wait(self) -> tuple[Any, Any]:
-        """The ticket of a batch that is done, and its answers, or the exception that ended it."""
-
-    def close(self) -> None:
-        """End all processes at once."""
-
-
 def check_engine(name: str) -> None:
     """Refuse a name of no engine.
 
@@ -92,7 +78,9 @@ def run(work: Work, items: Sequence[Any], *, engine: str, size: int, parallel: b
         for batch in batches:
             yield list(zip(batch, work([items[i] for i in batch]), strict=True))
         return
-    pool: _Pool = _Processes(work, len(batches)) if engine == "local" else _Ray(engine.partition(":")[2], work)
+    pool: _Processes | _Ray = (
+        _Processes(work, len(batches)) if engine == "local" else _Ray(engine.partition(":")[2], work)
+    )
     failed, running = set[int](), dict[Any, list[int]]()
     try:
         while batches or running:
@@ -145,7 +133,11 @@ def serve_batches() -> None:
 
 
 class _Processes:
-    """Processes of this machine, one a core. Each is spoken to by a thread of its own."""
+    """Processes of this machine, one a core. Each is spoken to by a thread of its own.
+
+    As `_Ray`, it takes `capacity` batches at a time: `submit` returns a ticket, and `wait` the ticket of a batch that
+    is done, and its answers, or the exception that ended it. `close` ends all at once.
+    """
 
     def __init__(self, work: Work, num_batches: int) -> None:
         from concurrent.futures import ThreadPoolExecutor
