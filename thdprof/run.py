@@ -203,7 +203,7 @@ def _plan_at_start(options: argparse.Namespace) -> tuple[Plan | None, IsRefused]
         return refused or differing or _find_unserved_packages(options)
 
     start = startup.Start(
-        path=_find_value(options.arguments, "--save") / startup.PLAN_NAME,
+        path=_find_save(options.arguments) / startup.PLAN_NAME,
         gather=gather,
         objections=objections,
         say=lambda line: print(f"thdprof.run: {line}", file=sys.stderr, flush=True) if ranks.rank == 0 else None,
@@ -227,11 +227,11 @@ def _find_unserved_packages(options: argparse.Namespace) -> list[str]:
     return []
 
 
-def _find_value(arguments: Sequence[str], flag: str) -> Path:
-    """The folder that `flag` names; this one without it."""
+def _find_save(arguments: Sequence[str]) -> Path:
+    """The folder that --save names; this one without it."""
     for at, word in enumerate(arguments):
         name, equals, value = word.partition("=")
-        if name == flag and (equals or at + 1 < len(arguments)):
+        if name == "--save" and (equals or at + 1 < len(arguments)):
             return Path(value if equals else arguments[at + 1])
     return Path()
 

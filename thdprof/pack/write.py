@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.analysis import Progress
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
+from thdprof.analyze.sources.readers.arrow import make_lists
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
@@ -255,10 +256,7 @@ def _groups(packs: Packs, tick: Tick) -> Iterator[tuple[slice, NDArray[np.int64]
 
 def _lists(values: NDArray[Any], lengths: NDArray[np.integer]) -> Any:
     """An Arrow array of lists, whose `lengths` are given."""
-    import pyarrow as pa
-
-    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return make_lists(values, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
 
 def _trl_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick: Tick) -> Iterator[Any]:

@@ -252,7 +252,6 @@ class Ranks:
         """The one value of `name` for all ranks.
 
         Args:
-            name: what is settled.
             make: makes the value, on the rank that does; None on the others, which wait for it.
             seconds: how long they wait.
             late: the value, where they have waited so long.
@@ -316,7 +315,6 @@ def run_analysis(words: Sequence[str], output: Path, seconds: float) -> str | No
     """The text of the plan that `thdprof analyze` makes in a process of its own; None where the time is up.
 
     Args:
-        words: its arguments.
         output: where that process writes the plan.
         seconds: how long it may take; then it is ended, with all that it has started.
 

@@ -345,8 +345,6 @@ def find_refusals(
     The settings of a script are not known where a word is not settled that the analysis itself did not need.
 
     Args:
-        plan: the plan of the analysis.
-        script: the launch; None without one.
         recipe: fields of TransformerConfig, where --model names a recipe.
         trainer_arguments: fields of the Trainer's arguments; None where another trainer trains.
         model_file: the config.json of the Trainer's model; None where it is not known.

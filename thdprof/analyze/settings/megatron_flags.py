@@ -143,7 +143,7 @@ _EVENLY = (
     "depend on layers"
 )
 _FLAGS = (
-    *(Flag(name=definitions()[setting].option, value="count", setting=setting) for setting in _COUNTED),
+    *(Flag(name=f"--{setting.replace('_', '-')}", value="count", setting=setting) for setting in _COUNTED),
     Flag(name="--pipeline-model-parallel-size", value="count", setting="pipeline_parallel_size"),
     Flag(name=SPLIT, value="text", setting="split"),
     *(Flag(name=name, value="text") for name in (LOADER, EXPERTS, DISPATCHER, BATCH_SCHEDULE)),

@@ -101,13 +101,7 @@ class Request:
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
 
     def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
-        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
-
-        Args:
-            experts: the run's experts.
-            impl: the kind of graphs; None: the usual one.
-            choice: activations that are moved to the host.
-        """
+        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts."""
         of_trainer = self.trainer_arguments is not None or self.given.get("loader") == "trainer"
         if experts != "dropless" or impl in ("none", "local") or of_trainer:
             return None
