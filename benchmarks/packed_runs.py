@@ -136,7 +136,7 @@ def run_megatron(options: argparse.Namespace) -> None:
         filled += tokens
     before, after = conversations.write_lines(directory / "before.jsonl", lines), directory / "after.jsonl"
     common = without(shlex.split(COMMON), "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
-    flags = [*common, *shlex.split(f"{shape} {NO_DROPOUT} --split 100,0,0 --eval-interval 10000 --log-interval 1")]
+    flags = [*common, *shlex.split(f"{shape} {NO_DROPOUT} --eval-iters 0 --log-interval 1")]
     flags = [*without(flags, "--split"), "--split", "100,0,0", "--dataloader-type", "single", "--sft"]
     flags += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(tokenizer)]
     script = directory / "before.sh"

@@ -178,6 +178,7 @@ def _plan_at_start(options: argparse.Namespace) -> tuple[Plan | None, IsRefused]
     from thdprof.runtime import startup
 
     _check_files(options)
+    options.plan = _find_save(options.arguments) / startup.PLAN_NAME
     command = [str(options.script), *options.arguments]
     ranks, device = startup.Ranks.find(), startup.find_device_apart(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -203,7 +204,7 @@ def _plan_at_start(options: argparse.Namespace) -> tuple[Plan | None, IsRefused]
         return refused or differing or _find_unserved_packages(options)
 
     start = startup.Start(
-        path=_find_save(options.arguments) / startup.PLAN_NAME,
+        path=options.plan,
         gather=gather,
         objections=objections,
         say=lambda line: print(f"thdprof.run: {line}", file=sys.stderr, flush=True) if ranks.rank == 0 else None,
@@ -306,8 +307,8 @@ def _train(options: argparse.Namespace, plan: Plan, is_refused: IsRefused | None
     except ModuleNotFoundError as error:  # of packages, which each node has its own of
         return exit_with(error, report_on="LOCAL_RANK")
     try:
-        stats = options.stats and options.stats.absolute()
-        with following(plan, replay=options.replay == "on", stats=stats, is_refused=is_refused):
+        stats, path = options.stats and options.stats.absolute(), options.plan.absolute()
+        with following(plan, replay=options.replay == "on", stats=stats, is_refused=is_refused, path=path):
             runpy.run_path(str(options.script), run_name="__main__")
     except VersionError as error:  # of packages, which each node has its own of
         return exit_with(error, report_on="LOCAL_RANK")

@@ -183,10 +183,10 @@ def test_times_of_a_trainer_also_say_what_was_never_compared(tmp_path):
 def test_times_of_a_trainer_reach_to_those_of_layers_that_are_not_fused(tmp_path):
     of_loader = functools.partial(warned, tmp_path, seq_length=4096, global_batch_size=1)
     fused, unknown = of_loader(loader="single"), of_loader(loader="trainer")
-    assert unknown.times.decoder_replay_ms == fused.times.decoder_replay_ms
-    assert unknown.times.step_ms[0] == fused.times.step_ms[0]
+    assert 1 < unknown.times.decoder_replay_ms / fused.times.decoder_replay_ms < 1.1  # attention's kernels are others
+    assert 1 < unknown.times.step_ms[0] / fused.times.step_ms[0] < 1.1
     assert unknown.times.step_ms[1] > 1.5 * fused.times.step_ms[1]
-    assert unknown.times.relative_step_time[0] == pytest.approx(fused.times.relative_step_time[0], rel=0.01)
+    assert unknown.times.relative_step_time[0] == pytest.approx(fused.times.relative_step_time[0], rel=0.03)
     assert fused.times.relative_step_time[1] < 0.7 < unknown.times.relative_step_time[1] <= 1.05
     assert unknown.worth.gpu_hours_saved[0] < fused.worth.gpu_hours_saved[0]
     assert unknown.worth.gpu_hours_saved[1] >= fused.worth.gpu_hours_saved[1]

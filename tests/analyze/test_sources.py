@@ -669,6 +669,24 @@ class TestWhatPeopleHave:
         path.write_text('{"lengths": [3, 4]}\n')
         assert_rows(self.read(path), [[3, 4]], "concatenate")
 
+    @pytest.mark.parametrize("name", ["train_data_step{}.jsonl", "{}.jsonl", "step-{}.jsonl.gz"])
+    def test_files_of_steps_are_read_in_the_order_of_their_steps(self, tmp_path, name):
+        steps = (10, 2, 1, 100)
+        for step in steps:
+            opened = gzip.open if name.endswith(".gz") else open
+            with opened(tmp_path / name.format(step), "wt") as file:
+                file.write(json.dumps({"input_lengths": step}) + "\n")
+        for locations in ([str(tmp_path)], [str(tmp_path / name.format("*"))], sorted(map(str, tmp_path.iterdir()))):
+            dataset = read_dataset(locations)
+            assert dataset.content.document_tokens.tolist() == sorted(steps)
+            assert [Path(uri).name for uri in dataset.uris] == [name.format(step) for step in sorted(steps)]
+
+    @pytest.mark.parametrize("names", [("part-10.jsonl", "part-9.jsonl"), ("a_step10.jsonl", "b_step9.jsonl")])
+    def test_other_files_are_read_in_the_order_of_their_names(self, tmp_path, names):
+        for number, name in enumerate(names):
+            files.write_lines(tmp_path / name, [number + 1])
+        assert self.read(tmp_path).content.document_tokens.tolist() == [1, 2]
+
     def test_tokens_of_hugging_face_files_are_packed_by_trl(self, tmp_path):
         pq.write_table(pa.table({"input_ids": DOCUMENTS}), tmp_path / "a.parquet")
         assert self.read(tmp_path / "a.parquet").usual_packer == "best_fit_decreasing"

@@ -1,4 +1,4 @@
-"""Packers of reinforcement learning: equal to NeMo-RL and verl on the same documents, by recorded digests."""
+"""Packers of reinforcement learning: equal to NeMo-RL, verl and Megatron-LM, by recorded digests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from thdprof.analyze.schedule.replay import replay
 from thdprof.analyze.schedule.step_packers import pack_steps
 from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
 from thdprof.errors import DataError, UsageError
-from thdprof.training import RL_PACKERS, TrainingSettings
+from thdprof.training import MEGATRON_RL_PACKERS, RL_PACKERS, TrainingSettings
 
 RECORDED = {
     "concatenative": "2ea776ce742b5a45",  # NeMo-RL 7ea279ab
     "nemo_first_fit_decreasing": "940a75ad7e8b036a",  # NeMo-RL 7ea279ab
     "modified_first_fit_decreasing": "b745beacd810575a",  # NeMo-RL 7ea279ab
     "karmarkar_karp": "5904bd12e02057d2",  # verl 0.9.1
+    "megatron_rl_fifo": "4d0ee7fd26551514",  # Megatron-LM d98e8a64
+    "megatron_rl_round_robin": "2a1e0f0a55af6bb1",  # Megatron-LM d98e8a64
 }
 """Packer -> the digest of the packs that its source made in 60 steps."""
 
@@ -33,13 +35,14 @@ def draw(rng: np.random.Generator, ranks: int) -> tuple[list[int], int]:
 def by_rank(documents: list[int], **values) -> list[list[list[list[int]]]]:
     """The packs of every step and rank."""
     settings = TrainingSettings(loader="single", **values)
-    rows, counts, _ = pack_steps(np.array(documents, dtype=np.int32), settings)
+    packing, counts = pack_steps(np.array(documents, dtype=np.int32), settings)
+    rows = packing.rows
     packs = iter([part.tolist() for part in np.split(rows.document_tokens, rows.row_offsets[1:-1])])
     ranks = range(settings.data_parallel_size)
     return [[[next(packs) for _ in range(count)] for _ in ranks] for count in counts.tolist()]
 
 
-@pytest.mark.parametrize("packer", RL_PACKERS)
+@pytest.mark.parametrize("packer", set(RL_PACKERS) - set(MEGATRON_RL_PACKERS))
 def test_packs_equal_those_of_the_source(packer):
     rng, steps = np.random.default_rng(7), []
     for case in range(60):
@@ -52,6 +55,24 @@ def test_packs_equal_those_of_the_source(packer):
         packs = [pack for rank in made[0] for pack in rank]
         assert all(0 < sum(pack) <= capacity for pack in packs)
         assert sorted(length for pack in packs for length in pack) == sorted(documents)
+    assert len(steps) == 60
+    assert hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16] == RECORDED[packer]
+
+
+def draw_limits(case: int) -> tuple[int, int]:
+    """The cap on documents of a bin, and the multiple that they are padded to."""
+    return (2, 5, 50)[case % 3], (1, 4)[case % 2]
+
+
+@pytest.mark.parametrize("packer", MEGATRON_RL_PACKERS)
+def test_bins_equal_megatrons(packer):
+    rng, steps = np.random.default_rng(7), []
+    for case in range(60):
+        ranks, (cap, multiple) = 1 + case % 4, draw_limits(case)
+        documents, capacity = draw(rng, ranks)
+        steps += by_rank(documents, packer=packer, seq_length=capacity, data_parallel_size=ranks,
+                         global_batch_size=len(documents), max_docs_per_pack=cap, pad_seq_to_mult=multiple)  # fmt: skip
+        assert all(0 < len(bin_) <= cap for rank in steps[-1] for bin_ in rank)
     assert len(steps) == 60
     assert hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16] == RECORDED[packer]
 
@@ -73,6 +94,20 @@ class TestRuns:
     def test_the_fullest_pack_gives_documents_until_the_ranks_are_even(self):
         run = self.replay([1, 1, 1, 12], packer="concatenative", global_batch_size=4, data_parallel_size=4)
         assert run.schedule.table.max_seqlen.tolist() == [1, 12, 1, 1]
+
+    def test_megatrons_bins_end_in_padding_and_some_are_empty(self):
+        given = {"packer": "megatron_rl_fifo", "global_batch_size": 6, "data_parallel_size": 2}
+        run = self.replay([0, 5, 6, 12, 4, 3], **given)
+        table = run.schedule.table
+        assert (run.settings.max_docs_per_pack, run.settings.tail_policy) == (50, "append_dummy_seq")
+        assert table.exact
+        assert table.n_tokens.tolist() == [12] * 4
+        assert table.n_seqs.tolist() == [1, 3, 4, 1]
+        assert table.max_seqlen.tolist() == [12, 6, 5, 12]
+        assert run.schedule.packing_efficiency == 30 / 48
+        assert run.schedule.notes == ("1 micro-batches are empty bins, which are one document of 12 tokens",)
+        capped = self.replay([0, 5, 6, 12, 4, 3], **given, max_docs_per_pack=1).schedule.table
+        assert capped.num_microbatches.tolist() == [3]
 
     def test_refusals(self):
         with pytest.raises(DataError, match=r"step 0: its 2 documents do not fill .* 2 ranks.*--global-batch-size"):

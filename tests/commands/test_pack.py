@@ -299,3 +299,16 @@ def test_documents_that_training_cuts_or_leaves_out_are_counted(thdprof, tmp_pat
     ):
         notes = compared(thdprof, data, "--seq-length", 64, "--packer", packer, "--dry-run")["notes"]
         assert notes == ["1 document without a token to train on left out", said]
+
+
+def test_eager_ranks_wait_for_the_longest_document_where_the_gpu_is_busy(demo, thdprof, tmp_path):
+    is_long = np.random.default_rng(0).random(64) < 0.5
+    rows = [[32_768] if long else [128] * 256 for long in is_long]
+    table = pa.table({"input_ids": [np.ones(32_768, dtype=np.int32)] * 64, "seq_lengths": rows})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    run = ("--loader", "trainer", "--seq-length", 32_768, "--data-parallel-size", 2)
+    found = compared(
+        thdprof, tmp_path / "rows.parquet", *run, "--model", demo / "config.json", "--gpu", "h200", "--dry-run"
+    )
+    assert found["before"]["buckets"] == []
+    assert found["before"]["slowest_over_mean"] > 1.1

@@ -92,7 +92,7 @@ def test_the_script_runs_with_its_own_arguments(plan, script, followed, tmp_path
     own = [*FITTING, "--title", "a $b 'c' d"]
     assert main(["--plan", str(plan), "--replay=off", "--stats", str(stats), str(script), *own]) == 0
     assert ran(script) == [str(script), *own]
-    assert followed == [{"replay": False, "stats": stats}]
+    assert followed == [{"replay": False, "stats": stats, "path": plan}]
     assert capsys.readouterr().err == ""
 
 
@@ -110,7 +110,7 @@ def test_options_behind_the_script_are_its_own(plan, script, followed):
     own = [*FITTING, "--replay", "off", "--plan", "other.yaml", "-h"]
     assert main(["--plan", str(plan), "--", str(script), *own]) == 0
     assert ran(script) == [str(script), *own]
-    assert followed == [{"replay": True, "stats": None}]
+    assert followed == [{"replay": True, "stats": None, "path": plan}]
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, script, capsys):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from support.plans import plan_of_shares
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from thdprof.dispatch import Shape  # noqa: E402
 from thdprof.runtime import FallbackReason, Stats  # noqa: E402
-from thdprof.runtime.megatron.trainers.observer import RankTotals  # noqa: E402
+from thdprof.runtime.drift_watch import DriftWatch  # noqa: E402
+from thdprof.runtime.rank_totals import RankTotals  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +31,7 @@ def nccl(tmp_path):
 
 
 @pytest.mark.usefixtures("nccl")
-def test_totals_are_sent_without_a_wait_for_the_gpu():
+def test_totals_are_sent_and_a_plan_is_revised_without_a_wait_for_the_gpu(tmp_path):
     plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000)
     small, large = sorted(plan.shares)
     own, totals = Stats(captures=2), RankTotals(plan)
@@ -35,15 +39,21 @@ def test_totals_are_sent_without_a_wait_for_the_gpu():
     own.fallbacks.update({FallbackReason.too_many_seqs: 10})
     totals.begin([own])
     totals.end()  # pinned memory is there from here on
+    own.shapes.extend([Shape(20, 200, 256)] * 100)
+    watch = DriftWatch(plan, path=tmp_path / "plan.yaml", say=print)
     torch.cuda._sleep(2_000_000_000)  # about a second, in which a wait would be seen by the event
     busy = torch.cuda.Event()
     busy.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
         totals.begin([own], peak=5)
+        assert watch.end_step(100)
+        watch.take(own)
+        watch.look(Stats(fallbacks=Counter({FallbackReason.too_many_seqs: 100})), captured_bytes={})
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not busy.query()
+    assert (tmp_path / "plan-revised.yaml").exists()
     (total,), peak = totals.end()
     assert (total.replays, total.fallbacks, total.captures) == (own.replays, own.fallbacks, 2)
     assert peak == 5

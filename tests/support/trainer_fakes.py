@@ -19,7 +19,7 @@ class FakeInstallation:
 class FakeObserver:
     """Stands for the observer: says when it was asked."""
 
-    def __init__(self, installation, plan, *, stats, say) -> None:
+    def __init__(self, installation, plan, *, stats, say, path) -> None:
         self.seen = installation.seen
 
     def log_text(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import numpy as np
@@ -23,7 +23,7 @@ from thdprof.errors import UsageError
 from thdprof.megatron_limits.trainer import WITH_EXPERTS, refuse_experts, refuse_model_type
 from thdprof.transformers import PlanCallback, attention, refusals
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
-from thdprof.transformers.decoder import GraphedDecoder
+from thdprof.transformers.decoder import GraphedDecoder, changed_layers
 
 TOKENS = 48
 PLAN = plan_for(tokens=TOKENS, caps=[3, 6], rows=8)
@@ -231,3 +231,22 @@ def test_adapters_of_experts_and_noise_under_checkpoints_are_refused():
 
 def test_sinks_are_the_reason_against_gpt_oss():
     assert "'gpt_oss': its attention has sinks" in " ".join(refuse_model_type("gpt_oss"))
+
+
+def test_compiled_layers_may_look_up_the_gpus_capability(monkeypatch, without_inductor):
+    @torch._dynamo.disable  # as torch treats its own function
+    def get_device_capability(device=None):
+        return 9, 0
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden + 1 if torch.cuda.get_device_capability(hidden.device) >= (8, 0) else hidden
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
+    layers = torch.nn.ModuleList([Layer()])
+    with ExitStack() as stack:
+        with monkeypatch.context() as with_gpu:
+            with_gpu.setattr(torch.cuda, "is_available", lambda: True)
+            stack.enter_context(changed_layers(layers, None, compile=True))
+        assert layers[0](torch.zeros(2)).tolist() == [1, 1]
+    assert torch.cuda.get_device_capability is get_device_capability

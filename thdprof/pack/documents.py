@@ -148,7 +148,7 @@ def _overlong_rule(settings: TrainingSettings) -> str:
         return "leave out"
     if settings.packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS):
         return "leave out"
-    return "split" if settings.packer in ("best_fit_split", "wrapped") else "cut"
+    return "split" if settings.packer in ("best_fit_split", "wrapped", "torchtitan_first_fit") else "cut"
 
 
 def _rows_of_files(dataset: Dataset, settings: TrainingSettings) -> Sequence[int]:

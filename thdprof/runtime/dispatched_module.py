@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.dispatch import BY_SHAPE, WRONG_GRAPHS, Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, WRONG_GRAPHS, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime import teardown
 from thdprof.runtime.agreement import Agreed, Proposal, agree
 from thdprof.runtime.options import GraphOptions, Surroundings
@@ -202,6 +202,8 @@ class DispatchedModule(nn.Module):
         if self._presumed:
             self._confirm(call)
         choice, taken = self._decide(call)
+        if choice not in SHAPE_NOT_ASKED:
+            self._stats.shapes.append(taken.shape)
         if isinstance(choice, Bucket):
             result = self._replay(choice, taken)
             if not isinstance(result, FallbackReason):
@@ -525,6 +527,7 @@ class DispatchedModule(nn.Module):
             number = next(numbers)
             self._stats.captures += 1
             self._stats.capture_s += captured.seconds
+            self._stats.captured_bytes[captured.bucket] += captured.pool_bytes
             which = f" {number} of {together}" if number <= together else ""
             self._options.say(f"captured{which}: {captured}")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Protocol
 
-from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
+from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason, Shape
 from thdprof.files import json_text
 
 if TYPE_CHECKING:
@@ -119,6 +119,10 @@ class Stats:
     """Number of forward/backward pairs that were captured."""
     capture_s: float = 0.0
     """Seconds that the captures of this rank took, the warm-up passes before them included."""
+    captured_bytes: Counter[Bucket] = field(default_factory=Counter)
+    """Bytes by which the captures of each bucket made the pools of this rank larger."""
+    shapes: deque[Shape] = field(default_factory=lambda: deque(maxlen=20_000))
+    """Shapes of the latest micro-batches that were decided by shape, the oldest first."""
     verified: Counter[Bucket] = field(default_factory=Counter)
     """Number of replayed micro-batches that were compared with an eager run, by bucket."""
     mismatches: Counter[Bucket] = field(default_factory=Counter)
@@ -172,6 +176,7 @@ class Stats:
             fallback_sizes=slowest.fallback_sizes,
             captures=sum(stage.captures for stage in stages),
             capture_s=sum(stage.capture_s for stage in stages),
+            captured_bytes=sum((stage.captured_bytes for stage in stages), Counter()),
             verified=reduce(or_, (stage.verified for stage in stages)),
             mismatches=sum((stage.mismatches for stage in stages), Counter()),
             suspicions=sum((stage.suspicions for stage in stages), Counter()),

@@ -255,14 +255,24 @@ Packer = Literal[
     "nemo_first_fit_decreasing",
     "modified_first_fit_decreasing",
     "karmarkar_karp",
+    "megatron_rl_fifo",
+    "megatron_rl_round_robin",
+    "torchtitan_first_fit",
+    "maxtext_first_fit",
+    "maxtext_best_fit",
     "dp_balanced",
     "balanced_cp",
     "dynamic_cp",
 ]
 DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 """Packers that give every micro-batch a context-parallel size of its own."""
-RL_PACKERS = ("concatenative", "nemo_first_fit_decreasing", "modified_first_fit_decreasing", "karmarkar_karp")
-"""Packers of reinforcement learning: NeMo-RL's, and verl's balanced partitions."""
+MEGATRON_RL_PACKERS = ("megatron_rl_fifo", "megatron_rl_round_robin")
+"""Packers of Megatron-LM's reinforcement learning, by its --rl-sequence-packing-algo."""
+RL_PACKERS = ("concatenative", "nemo_first_fit_decreasing", "modified_first_fit_decreasing", "karmarkar_karp",
+              *MEGATRON_RL_PACKERS)  # fmt: skip
+"""Packers of reinforcement learning: NeMo-RL's, verl's balanced partitions, and Megatron-LM's bins."""
+GRAIN_PACKERS = ("torchtitan_first_fit", "maxtext_first_fit", "maxtext_best_fit")
+"""Packers of trainers that pack with Grain, which read the documents in Grain's order."""
 STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP, *RL_PACKERS)
 """Packers that pack each global batch for itself while training."""
 TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped", "none")
@@ -384,8 +394,8 @@ class TrainingSettings:
     shuffle_seed: Annotated[int | None, Interval(ge=0, le=2**32 - 1), _LOADER(kinds=_OF_TRAINER, **_RARE)] = None
     """Seed with which TRL shuffles the dataset before the Trainer reads it, and before it packs; null: it does not."""
     sampling: Annotated[Sampling, _LOADER(kinds=_OF_TRAINER, **_RARE)] = "random"
-    """The order in which the Trainer reads rows, its train_sampling_strategy: a permutation of every epoch that `seed`
-    draws, or the order of the file."""
+    """The order in which the Trainer reads rows, its train_sampling_strategy, or Grain documents: a permutation of
+    every epoch that `seed` draws, or the order of the file."""
     split: Annotated[
         str, _DATASET("Megatron's split of the data.", kinds=("streams", "conversations"), swept=False, as_text=True)
     ] = "969,30,1"
@@ -440,9 +450,13 @@ class TrainingSettings:
     packing_batch: Annotated[int | None, _ANY, _PACKING(kinds=("documents",), **_RARE)] = None
     """Documents that are packed together: LLaMA-Factory's preprocessing_batch_size, Axolotl's
     sample_packing_group_size; null: the packer's own number."""
+    packing_bins: Annotated[int | None, Interval(ge=1, le=2**20), _PACKING(kinds=("documents",), **_RARE)] = None
+    """Rows that Grain keeps open: torchtitan's num_packing_bins (8), for MaxText the rows that a host reads in a step;
+    null: torchtitan's default, or the rows of one rank and step."""
     max_docs_per_pack: Annotated[int | None, _ANY, _PACKING(everyday=False, kinds=("documents",))] = None
     """The packer's own cap on documents of a row, a dummy tail included; for `multipack` Axolotl's
-    sample_packing_bin_size, without the tail; null: no cap."""
+    sample_packing_bin_size, for `megatron_rl_*` its --rl-sequence-packing-max-sequences-per-bin, for
+    `torchtitan_first_fit` its max_num_documents, without the tail; null: no cap."""
     max_seqlen_per_dp_cp_rank: Annotated[
         int | None,
         _TOKENS,
@@ -573,6 +587,7 @@ class TrainingOptions(TypedDict, total=False):
     packer: Packer | PackerAlias
     packing_processes: int
     packing_batch: int | None
+    packing_bins: int | None
     max_docs_per_pack: int | None
     max_seqlen_per_dp_cp_rank: int | None
     min_dynamic_context_parallel_size: int

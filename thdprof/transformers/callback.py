@@ -23,6 +23,8 @@ from thdprof.errors import UsageError
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_plan
 from thdprof.plan import Plan, load_plan
 from thdprof.runtime import startup
+from thdprof.runtime.drift_watch import DriftWatch
+from thdprof.runtime.rank_totals import RankTotals
 from thdprof.runtime.stats import Stats
 from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import follow_collator
@@ -83,6 +85,9 @@ class PlanCallback(TrainerCallback):
     the plan's buckets. Embeddings, loss, evaluation, checkpoints and the model's state_dict are what they are without
     the callback. The counters go into the Trainer's log under `thdprof/`. One callback serves one run at a time.
 
+    After every 100 steps the micro-batches of all ranks are compared with the plan. When the data has moved on, the log
+    names the bucket that the plan lacks, and a revised plan for the next start is written beside the plan.
+
     The model has its own forward back when the first `train` of a Trainer that was made with the callback ends, by an
     error too. A later `train` of the same Trainer that ends by an error leaves the model as it is, until the next one
     begins.
@@ -118,10 +123,13 @@ class PlanCallback(TrainerCallback):
             DataError: the file is no plan.
         """
         self._plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+        self._path = Path(plan) if isinstance(plan, str | Path) else None
         self._plans_at_start, self._require, self._deadline_s = plan is None, require, deadline_s
         self._replay, self._stats_file = replay, None if stats is None else Path(stats)
         self._wanted, self._compile = attention, compile
         self._decoder: GraphedDecoder | None = None
+        self._drift: tuple[DriftWatch, RankTotals] | None = None
+        self._awaited = False
         self.last: Stats | None = None
         """The counters of all ranks together in the run that has ended last; None before."""
 
@@ -196,6 +204,8 @@ class PlanCallback(TrainerCallback):
                 following.callback(decoder.choose_attention(attention.IMPLEMENTATION))
             decoder.changes = following.pop_all()
         self._decoder = decoder
+        watch = DriftWatch(self._plan, path=self._path or _find_plan_path(args), say=logger.warning)
+        self._drift = watch, RankTotals(self._plan)
         _FOLLOWED[decoder_module] = weakref.ref(decoder)
 
     def _plan_at_start(
@@ -213,7 +223,7 @@ class PlanCallback(TrainerCallback):
             return gather_inputs(args, model, config, dataset, device.name, folder=folder, check_time=check_time)
 
         start = startup.Start(
-            path=Path(args.output_dir) / startup.PLAN_NAME,
+            path=_find_plan_path(args),
             gather=gather,
             objections=refusals_of,
             say=lambda line: logger.warning("thdprof: %s", line) if ranks.rank == 0 else None,
@@ -261,6 +271,26 @@ class PlanCallback(TrainerCallback):
                 ", ".join(unread),
             )
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the counters of all ranks up when it is time to compare them, and look at them a step later."""
+        del args, control, kwargs
+        self._look_for_drift()
+        if self._drift is None or self._decoder is None or not self._drift[0].end_step(state.global_step):
+            return
+        (watch, totals), stats = self._drift, self._decoder.graphed.stats()
+        totals.begin([stats])
+        watch.take(stats)
+        self._awaited = True
+
+    def _look_for_drift(self) -> None:
+        """Compare the sums that were begun last with the plan, if any."""
+        stats = self.stats if self._awaited else None
+        self._awaited = False
+        if stats is not None and self._drift is not None:
+            watch, totals = self._drift
+            (of_all_ranks,), _ = totals.end()
+            watch.look(of_all_ranks, captured_bytes=stats.captured_bytes)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the counters to what the Trainer logs."""
         del args, control, kwargs
@@ -278,6 +308,7 @@ class PlanCallback(TrainerCallback):
         stats, plan = self.stats, self._plan
         if stats is None or plan is None:
             return
+        self._look_for_drift()
         self.last = total = _of_all_ranks(stats, getattr(args, "world_size", 1))
         if getattr(state, "is_world_process_zero", True):
             logger.info("thdprof: %s", total)
@@ -288,8 +319,14 @@ class PlanCallback(TrainerCallback):
     def _end(self) -> None:
         """Free the graphs and give the model its own forward back; a second call does nothing."""
         decoder, self._decoder = self._decoder, None
+        self._drift, self._awaited = None, False
         if decoder is not None:
             decoder.give_back()
+
+
+def _find_plan_path(args: Any) -> Path:
+    """The file of a plan that is made when training starts."""
+    return Path(args.output_dir) / startup.PLAN_NAME
 
 
 def with_covered_tail(plan: Plan) -> Plan:
@@ -304,7 +341,7 @@ def _of_all_ranks(stats: Stats, world_size: int) -> Stats:
         return stats
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     # the prediction is the same on all ranks, and times are those of this one
-    own = replace(stats, prediction=None, passes=deque(), steps=deque())
+    own = replace(stats, prediction=None, passes=deque(), steps=deque(), shapes=deque())
     torch.distributed.all_gather_object(ranks, own)
     total = Stats.of_ranks(ranks)
     for rank in ranks:

@@ -19,6 +19,7 @@ from thdprof.plan import DatasetPart
 from thdprof.training import (
     AXOLOTL_PACKERS,
     DYNAMIC_CP,
+    GRAIN_PACKERS,
     RL_PACKERS,
     STEP_PACKERS,
     TRL_PACKERS,
@@ -66,14 +67,19 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         if settings.packer in RL_PACKERS:
             from thdprof.analyze.schedule.step_packers import pack_steps
 
-            rows, num_microbatches, notes = pack_steps(documents.document_tokens, settings)
+            packing, num_microbatches = pack_steps(documents.document_tokens, settings)
+            rows, used, notes = packing.rows, packing.efficiency, packing.notes
         else:
             rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
+            used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
         table = fill_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
-        used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, independent=independent, packing_efficiency=used, notes=notes)
+    if settings.packer in GRAIN_PACKERS:
+        from thdprof.analyze.schedule.grain import schedule_grain
+
+        return schedule_grain(documents.document_tokens, settings)
     if settings.packer in AXOLOTL_PACKERS:
         return _schedule_multipack(documents.document_tokens, settings)
     lengths = documents.document_tokens
@@ -192,8 +198,8 @@ def replay(
     """
     kind = _kind(dataset)
     packer = definitions()["packer"].canonical(given.get("packer"))
-    packed_by_step = kind == "documents" and packer in STEP_PACKERS
-    default_loader: Loader | None = "single" if packed_by_step else _DEFAULT_LOADERS.get(dataset.format)
+    packed_in_training = kind == "documents" and packer in (*STEP_PACKERS, *GRAIN_PACKERS)
+    default_loader: Loader | None = "single" if packed_in_training else _DEFAULT_LOADERS.get(dataset.format)
     if dataset.usual_packer is not None and packer in (None, *TRL_PACKERS):
         default_loader = "trainer"
     fullest = _fullest_row(dataset)

@@ -2,7 +2,8 @@
 
 Rules: NeMo-RL at commit 7ea279ab (2026-08-22), `nemo_rl/data/packing/algorithms.py` and
 `nemo_rl/distributed/batched_data_dict.py` (shard_by_batch_size); verl 0.9.1, `verl/utils/seqlen_balancing.py` and
-`verl/trainer/ppo/ray_trainer.py` (_balance_batch).
+`verl/trainer/ppo/ray_trainer.py` (_balance_batch); Megatron-LM at commit d98e8a64 (2026-08-22),
+`megatron/rl/sequence_packing_utils.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import packers, samplers
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
-from thdprof.training import TrainingSettings
+from thdprof.training import MEGATRON_RL_PACKERS, TrainingSettings
 
 Packs = list[list[int]]
 """Documents of every pack, in tokens."""
@@ -27,7 +28,7 @@ Packs = list[list[int]]
 
 def pack_steps(
     document_tokens: NDArray[np.int32], settings: TrainingSettings
-) -> tuple[PackedRows, NDArray[np.int32], tuple[str, ...]]:
+) -> tuple[packers.Packing, NDArray[np.int32]]:
     """Pack every `global_batch_size` documents, in their order, into micro-batches of at most `seq_length` tokens.
 
     - `concatenative`, `nemo_first_fit_decreasing`, `modified_first_fit_decreasing` (NeMo-RL): documents are padded to
@@ -35,14 +36,17 @@ def pack_steps(
       one to a new pack. Rank r takes each so-many-th pack from the r-th on.
     - `karmarkar_karp` (verl): ranks get equally many documents of about equal work. Each parts its own into as many
       micro-batches of about equal work as the rank with most tokens needs, and into more while any is too long.
+    - `megatron_rl_fifo`, `megatron_rl_round_robin` (Megatron-LM): next-fit, the longest document first, into bins of at
+      most `max_docs_per_pack` documents, which are padded to `pad_seq_to_mult`. Ranks take neighbouring bins, or each
+      so-many-th. A rank with one bin fewer than others runs an empty one, which is one document of `seq_length` tokens.
 
     Args:
         document_tokens: tokens of every document in training's order, int32, shape [documents]. They repeat over
             epochs; long ones are cut.
 
     Returns:
-        The packs as rows, in order of step, data-parallel rank and micro-batch; the micro-batches of one rank in every
-        step, int32, shape [steps]; and a sentence on documents that were cut.
+        The packs as rows, in order of step, data-parallel rank and micro-batch, with sentences on documents that were
+        cut and on empty bins; and the micro-batches of one rank in every step, int32, shape [steps].
 
     Raises:
         DataError: the documents do not fill one step, or a step has too few for its ranks.
@@ -50,7 +54,9 @@ def pack_steps(
     notes: list[str] = []
     lengths = packers.cut(document_tokens.astype(np.int64), settings.seq_length, settings.pad_seq_to_mult, notes)
     by_step = samplers.gather_documents(lengths, replace(settings, data_parallel_size=1, micro_batch_size=1))
-    deal = _deal_verl if settings.packer == "karmarkar_karp" else _deal_nemo
+    deal = {"karmarkar_karp": _deal_verl, **dict.fromkeys(MEGATRON_RL_PACKERS, _deal_megatron)}.get(
+        settings.packer, _deal_nemo
+    )
     rows: Packs = []
     counts = np.empty(len(by_step), dtype=np.int32)
     for step, documents in enumerate(by_step):
@@ -62,10 +68,14 @@ def pack_steps(
             )
         counts[step] = len(ranks[0])
         rows += chain.from_iterable(ranks)
+    if empty := sum(not row for row in rows):
+        rows = [row or [settings.seq_length] for row in rows]
+        notes.append(f"{empty} micro-batches are empty bins, which are one document of {settings.seq_length} tokens")
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int32)
     packed = PackedRows(document_tokens=tokens, row_offsets=np.concatenate(([0], np.cumsum(sizes))))
-    return packed, counts, tuple(notes)
+    used = float(by_step.sum()) / (len(rows) * settings.seq_length)
+    return packers.Packing(rows=packed, efficiency=used, efficiency_without_cap=None, notes=tuple(notes)), counts
 
 
 def _deal_nemo(lengths: list[int], settings: TrainingSettings) -> list[Packs]:
@@ -140,6 +150,26 @@ _NEMO: dict[str, Callable[[list[int], int], Packs]] = {
     "nemo_first_fit_decreasing": _first_fit_decreasing,
     "modified_first_fit_decreasing": _modified_first_fit_decreasing,
 }
+
+
+def _deal_megatron(lengths: list[int], settings: TrainingSettings) -> list[Packs]:
+    """The bins of every rank, empty ones among them."""
+    ranks, capacity, cap = settings.data_parallel_size, settings.seq_length, settings.max_docs_per_pack
+    packs: Packs = []
+    room = 0
+    for length in sorted(lengths, reverse=True):
+        if not packs or length > room or len(packs[-1]) == cap:
+            packs.append([])
+            room = capacity
+        packs[-1].append(length)
+        room -= length
+    share, more = divmod(len(packs), ranks)
+    if settings.packer == "megatron_rl_round_robin":
+        dealt = [packs[rank::ranks] for rank in range(ranks)]
+    else:
+        starts = [rank * share + min(rank, more) for rank in range(ranks + 1)]
+        dealt = [packs[low:high] for low, high in pairwise(starts)]
+    return [own + [[]] * (len(dealt[0]) - len(own)) for own in dealt]
 
 
 def _deal_verl(lengths: list[int], settings: TrainingSettings) -> list[Packs]:

@@ -12,6 +12,8 @@ from thdprof.training import (
     AXOLOTL_PACKERS,
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
+    GRAIN_PACKERS,
+    MEGATRON_RL_PACKERS,
     RL_PACKERS,
     STEP_PACKERS,
     SWIFT_PACKERS,
@@ -41,6 +43,7 @@ class Assumption:
 _MOST_MICROBATCHES = 2_000_000_000
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
 _AXOLOTL_BIN = 200
+_MEGATRON_RL_BIN = 50
 _USUAL: Mapping[Packer | None, str] = {
     None: "Megatron-Bridge's default",
     "best_fit_decreasing": "TRL's default packing_strategy",
@@ -103,9 +106,8 @@ def resolve_settings(
         assume(name, known[name].default, "not given")
     if kind == "documents":
         assume("packer", usual_packer or known["packer"].default, _USUAL[usual_packer])
-        if values["packer"] == "multipack":
-            assume("max_docs_per_pack", _AXOLOTL_BIN, "Axolotl's default sample_packing_bin_size")
         notes += _check_packer(values, values["packer"])
+        _assume_packers_own(values, assume)
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
     accumulation = values.pop("gradient_accumulation", None)
     if accumulation is not None and "global_batch_size" in values:
@@ -166,20 +168,42 @@ def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
         )
     if packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS) and values.get("loader", "trainer") != "trainer":
         raise UsageError(f"--loader {values['loader']}: rows of --packer {packer} are read with trainer alone")
-    if packer in (*TRAINER_PACKERS, *RL_PACKERS) and packer != "multipack" and "max_docs_per_pack" in values:
+    if packer in GRAIN_PACKERS and values.get("loader", "single") != "single":
+        raise UsageError(f"--loader {values['loader']}: rows of --packer {packer} are read with single alone")
+    uncapped = {*TRAINER_PACKERS, *RL_PACKERS, "maxtext_best_fit"} - {"multipack", *MEGATRON_RL_PACKERS}
+    if packer in uncapped and "max_docs_per_pack" in values:
         raise UsageError(
             f"{name_setting('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out"
         )
     idle = []
     if packer not in ("greedy_knapsack", "multipack") and values.pop("packing_batch", None) is not None:
         idle.append(name_setting("packing_batch"))
-    if packer == "karmarkar_karp" and values.pop("pad_seq_to_mult", 1) != 1:
+    if packer not in GRAIN_PACKERS and values.pop("packing_bins", None) is not None:
+        idle.append(name_setting("packing_bins"))
+    tail = "append_dummy_seq" if packer == "torchtitan_first_fit" else "none"
+    if packer in GRAIN_PACKERS and values.pop("tail_policy", tail) != tail:
+        idle.append("--tail-policy")
+    if packer in ("karmarkar_karp", *GRAIN_PACKERS) and values.pop("pad_seq_to_mult", 1) != 1:
         idle.append(name_setting("pad_seq_to_mult"))
     if packer not in DYNAMIC_CP and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
         idle.append("--max-seqlen-per-dp-cp-rank")
     if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:
         idle.append(name_setting("min_dynamic_context_parallel_size"))
     return tuple(f"{name} has no effect on --packer {packer} and was left out" for name in idle)
+
+
+def _assume_packers_own(values: dict[str, Any], assume: Callable[[str, Any, str], None]) -> None:
+    """Take the defaults of the trainer that packs so."""
+    if values["packer"] == "multipack":
+        assume("max_docs_per_pack", _AXOLOTL_BIN, "Axolotl's default sample_packing_bin_size")
+    if values["packer"] in MEGATRON_RL_PACKERS:
+        assume("max_docs_per_pack", _MEGATRON_RL_BIN, "Megatron's default --rl-sequence-packing-max-sequences-per-bin")
+        assume("tail_policy", "append_dummy_seq", "Megatron's bins end in a sequence of padding")
+    if values["packer"] == "torchtitan_first_fit":
+        assume("seed", 42, "torchtitan's default")
+        assume("tail_policy", "append_dummy_seq", "torchtitan's padding is a document")
+    elif values["packer"] in GRAIN_PACKERS:
+        assume("seed", 0, "MaxText's default data_shuffle_seed")
 
 
 def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[[str, Any, str], None]) -> None:
@@ -256,6 +280,8 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
         )
     if settings.packer in DYNAMIC_CP:
         _check_dynamic_cp(settings)
+    if settings.packer in ("maxtext_first_fit", "maxtext_best_fit") and settings.packing_bins is not None:
+        _check_hosts(settings, settings.packing_bins)
     if settings.context_parallel_size > 1 and settings.seq_length % (2 * settings.context_parallel_size):
         multiple = 2 * settings.context_parallel_size
         raise UsageError(
@@ -287,6 +313,15 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
         raise UsageError(
             f"{num_datasets} files of conversations: Megatron's --sft blends several files by weights alone; give "
             "--weights and --train-samples or --train-iters, or join the files"
+        )
+
+
+def _check_hosts(settings: TrainingSettings, rows_of_host: int) -> None:
+    of_rank, of_step = settings.global_batch_size // settings.data_parallel_size, settings.global_batch_size
+    if rows_of_host % of_rank or of_step % rows_of_host:
+        raise UsageError(
+            f"{name_setting('packing_bins', rows_of_host)}: MaxText's host reads the rows of its ranks in a step, "
+            f"a multiple of {of_rank} that divides --global-batch-size {of_step}"
         )
 
 

@@ -16,6 +16,7 @@ Axolotl's prepared datasets have `input_ids` and `position_ids` beside `length`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,9 @@ from thdprof.training import Packer
 
 _SWIFT = "lengths"
 """Column in which ms-swift lists the length of each example."""
+
+_STEP = re.compile(r"(?P<log>|.*step[-_]?)(?P<step>[0-9]{1,18})\.jsonl(?:\.gz|\.zst)?")
+"""Name of a file that a log writes for each step, such as NeMo-RL's `train_data_step10.jsonl` or verl's `10.jsonl`."""
 
 _INDEX = ("pack", "position", "length")
 """Columns that tell an index of packs: in the order of training, a row for each document."""
@@ -78,7 +82,10 @@ def _scan(path: Path, keys: Keys) -> Shard:
 
 
 def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    """The dataset of all files, those of a log in the order of its steps."""
     content: Content
+    order = _order_of_steps(paths)
+    paths, shards = [paths[at] for at in order], [shards[at] for at in order]
     sizes = [len(shard.arrays) for shard in shards]
     if len({*sizes}) > 1:
         raise DataError(
@@ -98,6 +105,15 @@ def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> D
         notes=(note,) if tokens else (),
         usual_packer=packers.pop() if len(packers) == 1 and isinstance(content, UnpackedDocuments) else None,
     )
+
+
+def _order_of_steps(paths: Sequence[Path]) -> list[int]:
+    """The places of a log's files in the order of their steps; those of other files as they are."""
+    matches = [_STEP.fullmatch(path.name) for path in paths]
+    steps = [(match["log"], int(match["step"])) for match in matches if match]
+    if len(steps) < len(paths) or len({(path.parent, log) for path, (log, _) in zip(paths, steps, strict=True)}) > 1:
+        return list(range(len(paths)))
+    return sorted(range(len(paths)), key=lambda at: steps[at])
 
 
 def _usual_packer(path: Path, keys: Keys) -> Packer | None:

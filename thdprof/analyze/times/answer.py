@@ -18,7 +18,7 @@ from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.overlap import predict_overlap
 from thdprof.dispatch import WARMUP_PASSES, Bucket
-from thdprof.training import STEP_PACKERS
+from thdprof.training import GRAIN_PACKERS, STEP_PACKERS
 from thdprof.words import amount, write_saved_share
 
 OVERHEAD_SECONDS = (0.02, 0.2)
@@ -135,8 +135,8 @@ def document_tokens(replayed: Replay, *, row_tokens: float) -> float:
     settings, schedule = replayed.settings, replayed.schedule
     total, packed = float(schedule.table.n_tokens.sum()), schedule.packing_efficiency
     tail = settings.tail_policy != "none"
-    if packed is not None and settings.packer in STEP_PACKERS:
-        return total * packed if tail else total
+    if packed is not None and settings.packer in (*STEP_PACKERS, *GRAIN_PACKERS):
+        return total * packed if tail or settings.packer in GRAIN_PACKERS else total
     padded = {
         "streams": False,
         "conversations": True,

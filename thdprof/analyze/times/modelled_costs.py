@@ -152,6 +152,10 @@ _OWN_BYTES = 55e-6
 """Megabytes that norms, rotation, activation and residuals of transformers' own layers move beyond fused ones, forward
 and backward, for a token and a channel of what they read: as much as that shape allows."""
 
+_FLASH_ATTENTION_2 = 1.52
+"""Time of the Trainer's attention, torch's or flash-attn's, beside cuDNN's, by squared tokens, on an H200: 64 packs of
+32,768 tokens at the shape of Qwen3-0.6B lie on this line with R2 0.9998 (benchmarks/results/pack.md)."""
+
 
 class ModelledTimes:
     """Times of the decoder of one run, as its documents and caps vary."""
@@ -190,7 +194,7 @@ class ModelledTimes:
         cp, tokens = self.settings.context_parallel_size, self._run.n_tokens
         return self.decoder.time(
             tokens=tokens * cp,
-            squared=squared,
+            squared=squared * (_FLASH_ATTENTION_2 if self.settings.is_of_trainer else 1.0),
             max_seqs=max_seqs,
             cp_size=cp,
             grouped=self._grouped and (replayed or self.settings.is_of_trainer),

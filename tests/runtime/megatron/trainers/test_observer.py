@@ -14,8 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from thdprof.compare.statistics import compare, read_stats  # noqa: E402
-from thdprof.runtime import FallbackReason, Stats  # noqa: E402
-from thdprof.runtime.megatron.trainers import observer as observing  # noqa: E402
+from thdprof.runtime import FallbackReason, Stats, rank_totals  # noqa: E402
 from thdprof.runtime.megatron.trainers.observer import COMPARED_EVERY, Observer  # noqa: E402
 from thdprof.runtime.stats import Prediction, TimedPass  # noqa: E402
 
@@ -395,8 +394,8 @@ def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed,
         torch.distributed, "all_reduce", lambda sums: sent.append(sums.clone()) or sums.copy_(sum(sent))
     )
     for rank, peak in enumerate((3, 5, 4)):
-        monkeypatch.setattr(observing, "rank_and_size", lambda rank=rank: (rank, 3))
-        totals = observing.RankTotals(plan)
+        monkeypatch.setattr(rank_totals, "rank_and_size", lambda rank=rank: (rank, 3))
+        totals = rank_totals.RankTotals(plan)
         totals.begin([installed.counters], peak=peak)
     (added,), largest = totals.end()
     assert (added.replays[small], added.fallbacks["too_many_seqs"], largest) == (270, 30, 5)

@@ -73,9 +73,10 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         """
         from thdprof.plan import load_plan
 
-        loaded = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+        path = Path(plan) if isinstance(plan, str | Path) else None
+        loaded = load_plan(plan) if isinstance(plan, str | Path) else plan
         self._follow = partial(FollowedRun, replay=replay, stats=None if stats is None else Path(stats), say=_say)
-        self._run = None if loaded is None else self._follow(loaded)
+        self._run = None if loaded is None else self._follow(loaded, path=path)
         self._plans_at_start, self._require, self._deadline_s = plan is None, require, deadline_s
         self._around = ExitStack()
 
@@ -90,7 +91,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         self._end()  # of a run that this callback was given to before
         if self._plans_at_start:
             plan = self._plan_at_start(context)
-            self._run = None if plan is None else self._follow(plan)
+            self._run = None if plan is None else self._follow(plan, path=_find_plan_path(context.state.cfg))
         if (run := self._run) is None:
             return
         versions.check(*versions.INSTALL, versions.BRIDGE)
@@ -151,7 +152,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             return bridge_runs.gather_inputs(config, device.name, folder=folder)
 
         start = startup.Start(
-            path=Path(getattr(getattr(config, "checkpoint", None), "save", None) or "") / startup.PLAN_NAME,
+            path=_find_plan_path(config),
             gather=gather,
             objections=partial(self._find_objections, context),
             say=lambda line: _say(f"thdprof: {line}"),
@@ -208,6 +209,11 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         with self._around.pop_all():
             if self._run is not None:
                 self._run.end(together=together)
+
+
+def _find_plan_path(config: Any) -> Path:
+    """The file of a plan that is made when training starts."""
+    return Path(getattr(getattr(config, "checkpoint", None), "save", None) or "") / startup.PLAN_NAME
 
 
 def _say(message: str) -> None:

@@ -84,6 +84,7 @@ def following(
     replay: bool = True,
     stats: Path | None = None,
     is_refused: Callable[[Sequence[str]], bool] | None = None,
+    path: Path | None = None,
 ) -> Iterator[None]:
     """Inside the block, every `megatron.training.pretrain` trains by `plan`.
 
@@ -95,6 +96,7 @@ def following(
         stats: file to append the run's counters to; None for none.
         is_refused: called on every rank with what graphs cannot serve of its model, which differs between pipeline
             stages; returns, on all ranks the same, whether training goes on without graphs. None: that is an error.
+        path: the plan's file, beside which a revised one is written when the data has moved on; None for none.
 
     Raises:
         VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
@@ -102,7 +104,7 @@ def following(
     versions.check(*versions.INSTALL, versions.MEGATRON_LM)
     from megatron.training import training
 
-    run = FollowedRun(plan, replay=replay, stats=stats, say=lambda line: training.print_rank_0(line))
+    run = FollowedRun(plan, replay=replay, stats=stats, say=lambda line: training.print_rank_0(line), path=path)
     with ExitStack() as stack:
         stack.callback(run.end)  # for runs that install and never train, as with --skip-train
         stack.enter_context(host_boundaries(lambda: find_host_timeout(training.get_args())))

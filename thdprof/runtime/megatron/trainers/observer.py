@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from thdprof.compare.drift import DriftTest, bucket_name
+from thdprof.compare.drift import bucket_name
 from thdprof.dispatch import BY_SHAPE, FallbackReason
+from thdprof.runtime.drift_watch import COMPARED_EVERY, DriftWatch
 from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import stamp_here
+from thdprof.runtime.rank_totals import Place, RankTotals, rank_and_size
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -22,137 +23,31 @@ if TYPE_CHECKING:
     from thdprof.runtime.megatron.install import Installation
 
 
-_REASONS = tuple(FallbackReason)
-
-
-def rank_and_size() -> tuple[int, int]:
-    """This rank's number and the number of all ranks; 0 and 1 without a process group."""
-    if not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-class RankTotals:
-    """Adds up the counters of all ranks, for each stage of the pipeline: `begin` sends them, `end` reads the sums.
-
-    Ranks that share a micro-batch have all counted it. Of the ranks of a tensor-parallel group the first alone is
-    counted, and so is the first of a context-parallel group; under dynamic context parallelism every rank counts the
-    micro-batch by its share. Stages are a pipeline rank's model chunks; all of them see the same micro-batches.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._prediction = Prediction.from_plan(plan)
-        self._buckets = sorted({*plan.captured})
-        self._dynamic = is_dynamic(plan)
-        self._num_stages = 0
-        self._host: torch.Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
-
-    def begin(self, chunks: Sequence[Stats], *, peak: int = 0) -> None:
-        """Send this rank's counters, of as many model chunks on every rank, to all ranks, which call this together;
-        `end` returns the largest `peak`.
-        """
-        from megatron.core import parallel_state
-
-        rank, num_ranks = rank_and_size()
-        pipeline_rank, pipeline_size = 0, 1
-        if parallel_state.is_initialized():
-            pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-            pipeline_size = parallel_state.get_pipeline_model_parallel_world_size()
-        peaks = [0.0] * num_ranks
-        peaks[rank] = float(peak)
-        own = [number for chunk in chunks for number in self._numbers(chunk)]
-        before, behind = [0.0] * len(own) * pipeline_rank, [0.0] * len(own) * (pipeline_size - pipeline_rank - 1)
-        self._num_stages = pipeline_size * len(chunks)
-        on_gpu = torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
-        values = [*before, *own, *behind, *peaks]
-        sums = torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu)
-        if on_gpu:
-            sums = sums.to(torch.device("cuda", torch.cuda.current_device()), non_blocking=True)
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums)
-        if not sums.is_cuda:
-            self._host = sums
-            return
-        self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-        self._host.copy_(sums, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    def end(self) -> tuple[list[Stats], int]:
-        """The sums of what was begun last, and the largest `peak`; waits for the GPU if they are not here yet.
-
-        The sums are those of each stage: of the first pipeline rank's model chunks, then of the next one's.
-
-        Raises:
-            RuntimeError: nothing was begun.
-        """
-        if self._host is None:
-            raise RuntimeError("end without begin: call begin on every rank first")
-        if self._copied is not None:
-            self._copied.synchronize()
-        values, self._host, self._copied = iter(self._host.tolist()), None, None
-        stages = [self._stats(values) for _ in range(self._num_stages)]
-        return stages, int(max(values))
-
-    def _numbers(self, own: Stats) -> list[float]:
-        """Replays by bucket, eager micro-batches by reason, verified ones, mismatches and suspicions by bucket, and
-        captures. Mismatches and suspicions are those of all ranks.
-        """
-        counted = Stats() if self._counted_elsewhere() else own
-        replays = [counted.replays.get(b, 0) / (b.cp_size if self._dynamic else 1) for b in self._buckets]
-        eager = dict.fromkeys(_REASONS, 0.0)
-        if self._dynamic:
-            for (reason, cp_size), n in counted.fallback_sizes.items():
-                eager[reason] += n / cp_size
-        else:
-            eager.update(counted.fallbacks)
-        found = [float(n.get(b, 0)) for n in (counted.verified, own.mismatches, own.suspicions) for b in self._buckets]
-        return [*replays, *eager.values(), *found, counted.captures]
-
-    def _stats(self, values: Iterator[float]) -> Stats:
-        """The counters that `_numbers` made `values` of, which are read as far."""
-
-        def take[Key](keys: Sequence[Key]) -> Counter[Key]:
-            return +Counter({key: round(next(values)) for key in keys})
-
-        total = Stats(replays=take(self._buckets), fallbacks=take(_REASONS), prediction=self._prediction)
-        total.verified, total.mismatches, total.suspicions = (take(self._buckets) for _ in range(3))
-        total.captures = round(next(values))
-        return total
-
-    def _counted_elsewhere(self) -> bool:
-        """Whether another rank of this rank's pipeline stage counts its micro-batches."""
-        from megatron.core import parallel_state
-
-        if not parallel_state.is_initialized():
-            return False
-        ranks = [parallel_state.get_tensor_model_parallel_rank()]
-        if not self._dynamic:
-            ranks.append(parallel_state.get_context_parallel_rank())
-        return any(ranks)
-
-
-COMPARED_EVERY = 100
-"""Steps between two comparisons of the observed shares with the plan's."""
-
-
 class Observer:
     """Counts what an installation did, for one rank of a run."""
 
     def __init__(
-        self, installation: Installation, plan: Plan, *, stats: Path | None, say: Callable[[str], None]
+        self,
+        installation: Installation,
+        plan: Plan,
+        *,
+        stats: Path | None,
+        say: Callable[[str], None],
+        path: Path | None = None,
     ) -> None:
         """An observer of a run that begins now.
 
         Args:
+            path: the plan's file, beside which a revised one is written when the data has moved on; None for none.
             stats: the file that `finish` appends one line of counters to; None for none.
             say: writes one line to the run's log; called on rank 0 alone.
         """
         self._installation, self._plan, self._stats, self._say = installation, plan, stats, say
         self._rank, self._num_ranks = rank_and_size()  # an exit may destroy the process groups first
         self._num_chunks = _count_chunks(installation)
-        self._drift, self._totals = DriftTest(plan), RankTotals(plan)
+        self._drift = DriftWatch(plan, path=path, say=lambda line: say(f"WARNING: {line}"))
+        self._find_place = partial(_find_place, dynamic=is_dynamic(plan))
+        self._totals = RankTotals(plan, self._find_place)
         self._of_all_ranks: Stats | None = None
         self._behind = ""
         self._logged = self._counts()
@@ -200,8 +95,8 @@ class Observer:
 
         Call it on every rank: the ranks' counters are added up by one small all-reduce. Its sums are read one step
         later, when they lie on the host, so that no rank waits for them. Rank 0 says them in one line, and in a second
-        line, a warning, that the data has moved on (`thdprof.compare.drift` tells when). After the run's first step,
-        too, it warns of stages of the pipeline that run eagerly what others replay.
+        line, a warning, that the data has moved on and which buckets it needs (`DriftWatch`). After the run's first
+        step, too, it warns of stages of the pipeline that run eagerly what others replay.
 
         Args:
             iteration: number of the step that ended, from 1.
@@ -209,9 +104,14 @@ class Observer:
         is_first, self._iteration = self._iteration is None, iteration
         self._installation.stats(0).end_step()
         self._tell()
-        if is_first or iteration % COMPARED_EVERY == 0:
+        is_compared = self._drift.end_step(iteration)
+        if is_first or is_compared:
             self._totals.begin(self._chunks_here())
             self._awaited = iteration
+        if is_compared:
+            place = self._find_place()
+            first = self._installation.stats(0)
+            self._drift.take(first, counts=place.counts and place.pipeline_rank == 0)
 
     def finish(self, *, together: bool) -> None:
         """Append the run's counters to the statistics file, as one line that `thdprof compare` reads.
@@ -274,8 +174,13 @@ class Observer:
         iteration, self._awaited = self._awaited, None
         stages, _ = self._totals.end()
         self._of_all_ranks = totals = Stats.of_stages(stages)
-        if self._rank != 0:
-            return
+        if self._rank == 0:
+            self._tell_totals(iteration, stages, totals)
+        if iteration % COMPARED_EVERY == 0 and self._plan.captured:
+            self._drift.look(stages[0], captured_bytes=self._stats_here().captured_bytes)
+
+    def _tell_totals(self, iteration: int, stages: Sequence[Stats], totals: Stats) -> None:
+        """Say which stages stay behind the others, and how the shares of all ranks compare with the plan's."""
         fewest = min(stage.fallbacks.total() for stage in stages)
         behind = "; ".join(  # the stages that ran micro-batches eagerly which another stage replayed
             f"{self._stage_name(number)}: {_other_reasons(stage)}"
@@ -285,20 +190,8 @@ class Observer:
         if behind and behind != self._behind:
             self._say(f"WARNING: thdprof, step {iteration}: eager in some stages of the pipeline alone: {behind}")
         self._behind = behind
-        if iteration % COMPARED_EVERY:
-            return
-        self._say(f"thdprof, step {iteration}: {compared(totals, self._plan)}")
-        if not self._plan.captured:
-            return
-        first = stages[0]
-        by_shape = first.shape_fallbacks
-        undecided = first.dispatched - by_shape - first.replays.total()
-        moved = self._drift.moved(first.replays, by_shape=by_shape, undecided=undecided)
-        if moved is not None:
-            self._say(
-                f"WARNING: thdprof, step {iteration}: the data is not what the plan was made from: {moved}; run "
-                "`thdprof check PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
-            )
+        if iteration % COMPARED_EVERY == 0:
+            self._say(f"thdprof, step {iteration}: {compared(totals, self._plan)}")
 
     def _stage_name(self, number: int) -> str:
         """How a stage is called, by its place among all: first those of the first pipeline rank."""
@@ -366,6 +259,22 @@ def compared(totals: Stats, plan: Plan) -> str:
     shares += [f"{name} {n:,}" for name, n in totals.findings.items()]
     text = f"{trained}; {', '.join(shares)}"
     return f"{text}; eager for other reasons: {others}" if others else text
+
+
+def _find_place(*, dynamic: bool) -> Place:
+    """Where this rank stands among Megatron's, under dynamic context parallelism or not."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        return Place()
+    ranks = [parallel_state.get_tensor_model_parallel_rank()]
+    if not dynamic:
+        ranks.append(parallel_state.get_context_parallel_rank())
+    return Place(
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        counts=not any(ranks),
+    )
 
 
 def _count_chunks(installation: Installation) -> int:

@@ -56,7 +56,9 @@ def find_host_timeout(settings: Any) -> timedelta | None:
 class FollowedRun:
     """A plan that the runs of one trainer follow on this rank, one at a time."""
 
-    def __init__(self, plan: Plan, *, replay: bool, stats: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: Plan, *, replay: bool, stats: Path | None, say: Callable[[str], None], path: Path | None = None
+    ) -> None:
         """A run that has not begun.
 
         Args:
@@ -64,10 +66,11 @@ class FollowedRun:
             replay: False: pad as the plan says but run eagerly.
             stats: file to append the run's counters to; None for none.
             say: writes a line to the trainer's log, on one rank alone.
+            path: the plan's file, beside which a revised one is written when the data has moved on; None for none.
         """
         if (kind := find_kind(plan)) != plan.graphs.impl:
             plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": kind})})
-        self.plan, self.replay, self._stats, self._say = plan, replay, stats, say
+        self.plan, self.replay, self._stats, self._say, self._path = plan, replay, stats, say, path
         self._installation: Installation | None = None
         self.observer: Observer | None = None
 
@@ -95,7 +98,7 @@ class FollowedRun:
     def observe(self) -> None:
         """Begin to count what was installed."""
         assert self._installation is not None
-        self.observer = Observer(self._installation, self.plan, stats=self._stats, say=self._say)
+        self.observer = Observer(self._installation, self.plan, stats=self._stats, say=self._say, path=self._path)
 
     @contextmanager
     def counted_in(self, log: Any) -> Iterator[None]:
