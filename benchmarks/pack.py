@@ -18,7 +18,7 @@ from analyze import print_page, run
 from support import pack_lengths
 
 from thdprof.pack.order import measure_order, order_packs
-from thdprof.pack.packs import measure_curve, pack_documents
+from thdprof.pack.packs import pack_documents
 
 NAME = "chat 8k"
 CAPS, RANKS, MICROBATCHES = (16, 32, 64, 128), (2, 8, 64, 512), (1, 2, 4, 8, 16)
@@ -73,11 +73,12 @@ def compare_caps() -> list[tuple[str, ...]]:
         best = pack_lengths.count_best_fit(lengths.tolist(), seq_length, None)
         mean = len(lengths) / best
         caps = [None, *CAPS, int(np.ceil(2 * mean)), int(np.ceil(4 * mean))]
-        curve = measure_curve(lengths, seq_length=seq_length, caps=caps)
+        counts = [np.bincount(pack_documents(lengths, seq_length=seq_length, max_docs=cap)) for cap in caps]
+        middle, high = np.percentile(counts[0], (50, 99), method="inverted_cdf").astype(int).tolist()
         by_best = [pack_lengths.count_best_fit(lengths.tolist(), seq_length, cap) for cap in caps]
-        more = [(row.num_packs / best - 1, other / best - 1) for row, other in zip(curve, by_best, strict=True)]
+        more = [(len(packs) / best - 1, other / best - 1) for packs, other in zip(counts, by_best, strict=True)]
         cells = [f"{100 * ours:.2f} ({100 * other:.1f})" for ours, other in more]
-        rows.append((name, f"{mean:.1f}", ", ".join(map(str, curve[0][3:])), *cells))
+        rows.append((name, f"{mean:.1f}", f"{middle}, {high}, {counts[0].max()}", *cells))
     return rows
 
 

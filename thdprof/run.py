@@ -113,11 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of the run.
-
-    Raises:
-        UsageError: an option is not known, lacks its value, or stands behind the script, or there is no script.
-    """
     script = _script_at(argv)
     own = [word for word in argv[:script] if word != "--"]
     if not {"-h", "--help"} & {*own}:
@@ -135,11 +130,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _script_at(argv: Sequence[str]) -> int:
-    """The place of the script: of the first word that is no option of thdprof.run and no value of one.
-
-    Raises:
-        UsageError: an option in front of it is not known.
-    """
+    """The place of the script: of the first word that is no option of thdprof.run and no value of one."""
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
         name, equals, _ = argv[at].partition("=")
@@ -155,12 +146,7 @@ def _script_at(argv: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace) -> Plan:
-    """The plan, after everything that can be known to be wrong before the script begins.
-
-    Raises:
-        DataError: the plan or the script cannot be read, or the statistics file not be written.
-        UsageError: the plan does not fit the run, or Megatron's own arguments ask for what graphs cannot serve.
-    """
+    """The plan, after everything that can be known to be wrong before the script begins."""
     from thdprof.plan import load_plan
 
     _check_files(options)
@@ -178,11 +164,7 @@ def _checked(options: argparse.Namespace) -> Plan:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Refuse a script that cannot be read, and a statistics file that cannot be written.
-
-    Raises:
-        DataError: naming it.
-    """
+    """Refuse a script that cannot be read, and a statistics file that cannot be written."""
     script = options.script
     if not script.is_file():
         raise DataError(f"{script}: {'is no file' if script.exists() else 'no such script'}")
@@ -192,16 +174,11 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _plan_at_start(options: argparse.Namespace) -> tuple[Plan | None, IsRefused]:
     """The plan that rank 0 makes now from the script's own arguments, or None where the script runs without one; and
-    what decides, once the model is built, whether its graphs are installed.
-
-    Raises:
-        DataError: the script cannot be read, or the statistics file not be written.
-        UsageError: there is no plan, and one is required.
-    """
+    what decides, once the model is built, whether its graphs are installed."""
     from thdprof.runtime import startup
 
     _check_files(options)
-    options.plan = _find_value(options.arguments, "--save") / startup.PLAN_NAME
+    options.plan = _find_save(options.arguments) / startup.PLAN_NAME
     command = [str(options.script), *options.arguments]
     ranks, device = startup.Ranks.find(), startup.find_device_apart(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -251,11 +228,11 @@ def _find_unserved_packages(options: argparse.Namespace) -> list[str]:
     return []
 
 
-def _find_value(arguments: Sequence[str], flag: str) -> Path:
-    """The folder that `flag` names; this one without it."""
+def _find_save(arguments: Sequence[str]) -> Path:
+    """The folder that --save names; this one without it."""
     for at, word in enumerate(arguments):
         name, equals, value = word.partition("=")
-        if name == flag and (equals or at + 1 < len(arguments)):
+        if name == "--save" and (equals or at + 1 < len(arguments)):
             return Path(value if equals else arguments[at + 1])
     return Path()
 
@@ -316,7 +293,6 @@ def _take_place_of_script(options: argparse.Namespace) -> None:
 
 
 def _train_alone(options: argparse.Namespace) -> int:
-    """Run the script as Python would."""
     _take_place_of_script(options)
     runpy.run_path(str(options.script), run_name="__main__")
     return 0

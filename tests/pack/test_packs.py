@@ -10,7 +10,7 @@ from support import pack_lengths
 from support.pack_lengths import count_best_fit
 
 from thdprof.analyze.schedule import compiled
-from thdprof.pack.packs import PackCurve, measure_curve, pack_documents
+from thdprof.pack.packs import pack_documents
 
 small_lengths = st.integers(1, 30).flatmap(
     lambda longest: st.tuples(st.just(longest), st.lists(st.integers(1, longest), max_size=40))
@@ -119,22 +119,9 @@ def test_a_cap_costs_few_packs_and_short_documents_are_spread(name):
 
 def test_a_tight_cap_costs_no_more_than_it_must():
     lengths, seq_length = pack_lengths.draw("long 128k", 60_000), pack_lengths.SEQ_LENGTHS["long 128k"]
-    without_cap, tight = (row.num_packs for row in measure_curve(lengths, seq_length=seq_length, caps=(None, 19)))
+    without_cap, tight = (pack_documents(lengths, seq_length=seq_length, max_docs=cap).max() + 1 for cap in (None, 19))
     assert len(lengths) / without_cap > 17
     assert without_cap < tight < 1.05 * without_cap  # best fit pays 50%
-
-
-def test_a_curve_measures_the_packs_of_each_cap():
-    lengths = pack_lengths.draw("chat 8k", 20_000)
-    curve = measure_curve(lengths, seq_length=8192, caps=(None, 13, 12, 2))
-    assert [row.cap for row in curve] == [None, 13, 12, 2]
-    for row in curve:
-        counts = np.bincount(pack_documents(lengths, seq_length=8192, max_docs=row.cap))
-        fill = lengths.sum() / (len(counts) * 8192)
-        middle, high = np.sort(counts)[[-(-len(counts) // 2) - 1, -(-len(counts) * 99 // 100) - 1]]
-        assert row == PackCurve(row.cap, len(counts), pytest.approx(fill), middle, high, counts.max())
-    assert curve[0].fill > 0.99 > 0.2 > curve[-1].fill
-    assert curve[0].docs_max == 15
 
 
 def test_refusals():
@@ -146,5 +133,3 @@ def test_refusals():
         pack([1], 0)
     with pytest.raises(ValueError, match="max_docs 0: use 1 or more"):
         pack([1], 10, 0)
-    with pytest.raises(ValueError, match="lengths: there is no document"):
-        measure_curve(np.zeros(0, dtype=np.int64), seq_length=10, caps=[None])

@@ -19,7 +19,7 @@ from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.sources.base import Dataset, show_nothing
 from thdprof.plan import DatasetPart, Percentiles
 from thdprof.training import Model, TrainingSettings
 from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
@@ -233,10 +233,6 @@ _COUNTED_SHARE = 0.95
 """Progress-bar estimate: where tokens of text are counted, or many files are read, that takes 95% of the total time."""
 
 
-def _show_nothing(stage: str, done: float, documents: int) -> None:
-    pass
-
-
 def check_gpu(request: Request) -> None:
     """Refuse a name of `--gpu` that no times can be modelled for, before any work.
 
@@ -256,7 +252,7 @@ def analyze(
     *,
     offload: Choice | None = None,
     impl: Impl | None = None,
-    progress: Progress = _show_nothing,
+    progress: Progress = show_nothing,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
 
@@ -327,7 +323,7 @@ class Study:
     """Activations that are moved to the host."""
     impl: Impl | None = None
     """The kind of graphs; None: no kind was chosen."""
-    progress: Progress = _show_nothing
+    progress: Progress = show_nothing
     """Called with the stage, the share of the whole work that is done, and the number of documents."""
     memo: Memo = FORGETFUL
     """Keeps intermediate results for the next study of this dataset."""

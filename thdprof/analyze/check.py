@@ -121,9 +121,7 @@ def check(
     Args:
         locations: files, globs, directories or Megatron prefixes; empty: the files that the plan names.
         max_fallback_rate: largest rate at `level` with which the plan holds; None: the rate that the plan predicts.
-        where: name of the plan in errors.
         cache: directory that keeps what was read; None: beside the data. Files that did not change are not read again.
-        engine: where files are read: `local`, or `ray` with an address behind a colon.
 
     Raises:
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.

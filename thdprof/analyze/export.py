@@ -88,12 +88,7 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
 
 
 def _choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
-    """The cap in documents for `target`: `max_seqs` if the user gave it, else the plan's; None: run without graphs.
-
-    Raises:
-        UsageError: `max_seqs` is out of range, or so small that training would fail; or the plan is for dynamic
-            context parallelism, under which the target has no graphs.
-    """
+    """The cap in documents for `target`: `max_seqs` if the user gave it, else the plan's; None: run without graphs."""
     if max_seqs is not None and not target.one_cap:
         raise UsageError(
             f"--max-seqs {max_seqs}: target {target.name} gives the plan as it is and takes no cap; leave it out"

@@ -62,11 +62,7 @@ class Rate:
 
     @classmethod
     def from_worth(cls, worth: Worth | None, times: Times, *, step_ms: float | None) -> Rate | None:
-        """The rate of a plan; None without times.
-
-        Args:
-            step_ms: mean step time on a host in the middle of the range, in milliseconds.
-        """
+        """The rate of a plan; `step_ms` is its mean step on a host in the middle of the range. None without times."""
         if worth is None or times.step_ms is None or step_ms is None:
             return None
         low, high = worth.tokens_per_second
@@ -84,7 +80,6 @@ def explain_unranked(times: Times, costs: CostTable, *, n_tokens: int, varied: S
 
     Args:
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        varied: settings that differ between the plans, by name.
     """
     if times.origin == "none":
         return times.basis
@@ -125,7 +120,6 @@ def rank(rates: Sequence[Rate | None], works: Sequence[bool]) -> Ranking:
 
     Args:
         rates: the rate of every plan; None without times.
-        works: whether each plan is one, and not a combination that cannot be.
     """
     timed = [place for place, rate in enumerate(rates) if rate is not None]
     if not timed:
@@ -243,7 +237,6 @@ def sweep(
     """Analyse one dataset under every combination of the axes' values.
 
     Args:
-        axes: the swept options with their values.
         request_of: makes the request from values of the swept options, by name; all requests must name one dataset.
         impl: the kind of graphs that the plans capture; None: the default of `make_plan`.
 

@@ -99,11 +99,7 @@ def calibrate(
 
 
 def _check_module(module: str | None, attention: str) -> None:
-    """Refuse, before any work, what the built-in stack has not, and a machine without torch.
-
-    Raises:
-        UsageError: another attention than the built-in stack's, or torch is not installed.
-    """
+    """Refuse, before any work, what the built-in stack has not, and a machine without torch."""
     import importlib.util
 
     if module is None and attention != "torch":
@@ -113,11 +109,7 @@ def _check_module(module: str | None, attention: str) -> None:
 
 
 def _measure_host() -> dict[str, object]:
-    """The content of a file for analyze --host.
-
-    Raises:
-        MachineError: there is no GPU, or no torch.
-    """
+    """The content of a file for analyze --host."""
     from thdprof.analyze.times.modelled_costs import HOST_SCHEMA, measure_launch_us
 
     launch_us = measure_launch_us()

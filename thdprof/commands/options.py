@@ -110,7 +110,6 @@ def _parameter(definition: Definition) -> inspect.Parameter:
 
 
 def _info(parameter: inspect.Parameter) -> Any:
-    """The typer.Option or typer.Argument of a parameter."""
     return get_args(parameter.annotation)[1]
 
 

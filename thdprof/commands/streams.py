@@ -156,8 +156,6 @@ def heartbeat(
     loop that holds Python's lock, such as NumPy's shuffle, delays a line until it ends.
 
     Args:
-        say: called in the thread with every line.
-        now: the time in seconds.
         wait: waits for an event, at most so many seconds; returns whether the event is set.
     """
     place, over, began = ("starting", 0.0, 0), threading.Event(), now()

@@ -160,7 +160,6 @@ def describe(found: Sequence[Misfit], arguments: Mapping[str, str]) -> tuple[lis
 
 
 def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Settings that are compared as they stand."""
     dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
     for name, (changes, why) in _CHANGES.items():
         planned = getattr(plan.training, name)

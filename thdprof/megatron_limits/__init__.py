@@ -59,7 +59,6 @@ def explain_router(impl: Impl, fields: Mapping[str, Any], **known: Any) -> str |
     """Why graphs of a run with dropless experts end at the router; None where they hold whole layers.
 
     Args:
-        impl: the kind of graphs that would hold whole layers.
         fields: fields of TransformerConfig by name, as far as they are known.
         known: other fields of `Run` by name.
     """
@@ -78,7 +77,6 @@ def check_options(impl: Impl | None, **known: Any) -> None:
     """Refuse what an analysis knows of a run, where `install` would always refuse the run.
 
     Args:
-        impl: the kind of graphs; None: not known.
         known: fields of `Run` by name.
 
     Raises:

@@ -18,7 +18,7 @@ from thdprof.analyze.sources import indexed
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.readers import arrow, json_lines
 from thdprof.analyze.sources.readers.json_lines import TOKENS
-from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches, schema_of
+from thdprof.analyze.sources.readers.parquet import column_names, holds_columns, read_batches
 from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
 
@@ -144,7 +144,7 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
 def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
     if indexed.recognises(path):
         return [TOKENS]
-    held = schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or ()
+    held = column_names(path)
     return [name for name in (TOKENS, *beside) if name in held]
 
 

@@ -15,7 +15,7 @@ from thdprof.analyze.schedule.gpt_dataset import train_share
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.analyze.sources.readers import json_lines
-from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, read_batches, schema_of
+from thdprof.analyze.sources.readers.parquet import column_names, holds_columns, open_columns, read_batches
 from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError
 from thdprof.training import AXOLOTL_PACKERS, SWIFT_PACKERS, TrainingSettings
@@ -178,7 +178,7 @@ def read_sources(documents: Documents) -> tuple[list[str], NDArray[np.int64]] | 
         DataError: a file cannot be read.
     """
     files = [locate(uri) for uri in documents.files]
-    columns = [schema_of(path).names if holds_columns(path) else json_lines.first_object(path) or () for path in files]
+    columns = [column_names(path) for path in files]
     column = next((name for name in _SOURCES if all(name in names for names in columns)), None)
     if column is None:
         return None
@@ -195,7 +195,6 @@ def read_sources(documents: Documents) -> tuple[list[str], NDArray[np.int64]] | 
 
 
 def _read_names(path: Path, column: str) -> Iterator[str]:
-    """The text of a column of each row."""
     if holds_columns(path):
         for _, batch in read_batches(path, [column]):
             yield from map(str, batch.column(0).to_pylist())

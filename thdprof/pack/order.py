@@ -114,14 +114,10 @@ def measure_order(
 ) -> OrderFigures:
     """Measure the full steps of an order, and those of the random order of `order_packs` with `window=0` and the seed.
 
+    Arguments that are not named here are those of `order_packs`.
+
     Args:
-        costs: relative time of every pack, over 0, float64, shape [packs].
         order: numbers of the packs in the order of training, int64, shape [packs].
-        num_ranks: data-parallel ranks.
-        num_microbatches: micro-batches of a rank and step.
-        micro_batch_size: packs of a micro-batch.
-        seed: of the random order.
-        sizes: tokens and documents of every pack, float64, shape [2, packs]; None: not known.
         sources: tokens of each source in every pack, float64, shape [sources, packs]; None: not known.
 
     Raises:

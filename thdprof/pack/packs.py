@@ -8,9 +8,6 @@ best fit: the shortest, which close gaps, or the longest, which may fit together
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,20 +18,6 @@ _SPREADS = ((0, 1), (0.01, 1), (0.01, 4), (0.01, 16))
 closes gaps between full packs. Part of a pack: longer documents go into the fullest pack with room as well."""
 _STEPS = 2000
 """The number of packs grows in steps of one in so many, until all documents have a place."""
-
-
-class PackCurve(NamedTuple):
-    """What a cap on the documents of a pack makes of packs."""
-
-    cap: int | None
-    """Most documents that a pack may hold; None: any number."""
-    num_packs: int
-    fill: float
-    """Share of the packs' tokens that hold documents, 0 to 1."""
-    docs_p50: int
-    """Documents of a pack: median, 99th percentile (nearest rank) and maximum."""
-    docs_p99: int
-    docs_max: int
 
 
 def pack_documents(lengths: NDArray[np.int64], *, seq_length: int, max_docs: int | None = None) -> NDArray[np.int32]:
@@ -59,33 +42,6 @@ def pack_documents(lengths: NDArray[np.int64], *, seq_length: int, max_docs: int
     packs = np.empty(len(lengths), dtype=np.int32)
     packs[order] = _apply_cap(descending, without_cap, seq_length, max_docs)
     return packs
-
-
-def measure_curve(lengths: NDArray[np.int64], *, seq_length: int, caps: Sequence[int | None]) -> list[PackCurve]:
-    """Measure the packs that `pack_documents` makes with each cap.
-
-    Args:
-        lengths: tokens of every document, 1 to `seq_length` each, int64, shape [documents], at least one.
-        seq_length: tokens of a pack.
-        caps: caps on the documents of a pack; None: no cap.
-
-    Returns:
-        A row for each cap, in the order of `caps`.
-
-    Raises:
-        ValueError: there is no document, or a length, `seq_length` or a cap is out of bounds.
-    """
-    if len(lengths) == 0:
-        raise ValueError("lengths: there is no document; give at least one")
-    _, descending = _sort_lengths(lengths, seq_length)
-    without_cap = _spread_documents(descending, seq_length, len(descending), 0)
-    curve = []
-    for cap in caps:
-        counts = np.bincount(_apply_cap(descending, without_cap, seq_length, cap))
-        fill = float(descending.sum(dtype=np.int64)) / (len(counts) * seq_length)
-        p50, p99 = np.percentile(counts, (50, 99), method="inverted_cdf").astype(int).tolist()
-        curve.append(PackCurve(cap, len(counts), fill, p50, p99, int(counts.max())))
-    return curve
 
 
 def _sort_lengths(lengths: NDArray[np.int64], seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -153,14 +109,10 @@ def _spread_documents(
                 middle = (low + high) // 2
                 fewer = place(at_least + middle * step, spread)
                 low, high, packs = (middle, high, packs) if fewer is None else (low, middle, fewer)
-            return _number_without_gaps(packs)
+            numbers = np.cumsum(np.bincount(packs) > 0, dtype=np.int32) - np.int32(1)  # without gaps
+            return numbers[packs]
         low, high = high, max(1, 2 * high)
     return best_fit
-
-
-def _number_without_gaps(packs: NDArray[np.int32]) -> NDArray[np.int32]:
-    numbers = np.cumsum(np.bincount(packs) > 0, dtype=np.int32) - np.int32(1)
-    return numbers[packs]
 
 
 def _place_documents(

@@ -178,8 +178,6 @@ def repack(
             least that adds at most 0.3% of packs.
         window: steps over which packs are balanced; 0 keeps a random order, None takes the default.
         target: the trainer whose rows are made; None: the one that the run's settings name.
-        impl: the kind of graphs.
-        progress: called with the stage, the share of the work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset cannot be read, or nothing is left to pack.

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.analysis import Progress
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
+from thdprof.analyze.sources.readers.arrow import make_lists
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
@@ -64,11 +65,7 @@ def write_packs(
 
 
 def _check_target(target: Target, dataset: Dataset, path: Path) -> None:
-    """Refuse a target that cannot be written of `dataset`, or not to `path`.
-
-    Raises:
-        UsageError: the dataset holds other contents, or Megatron-Bridge would not read a file of that name.
-    """
+    """Refuse a target that cannot be written of `dataset`, or not to `path`."""
     formats, needs = {
         "trl": (("trl-text", "trl", "lengths", "megatron"), "text or input_ids"),
         "bridge": (("bridge", "trl", "lengths", "megatron"), "its own packed parquet or input_ids"),
@@ -233,11 +230,7 @@ def _copied(
 
 
 def _find_documents(documents: Documents, contents: Contents) -> NDArray[np.int64]:
-    """The first token of every document in `contents`, shape [documents].
-
-    Raises:
-        DataError: the files have other rows than were counted.
-    """
+    """The first token of every document in `contents`, shape [documents]."""
     row = (np.cumsum(documents.rows_of_file) - documents.rows_of_file)[documents.file] + documents.row
     if len(contents.row_starts) - 1 == documents.rows_of_file.sum():
         starts: NDArray[np.int64] = contents.row_starts[row] + documents.start
@@ -263,10 +256,7 @@ def _groups(packs: Packs, tick: Tick) -> Iterator[tuple[slice, NDArray[np.int64]
 
 def _lists(values: NDArray[Any], lengths: NDArray[np.integer]) -> Any:
     """An Arrow array of lists, whose `lengths` are given."""
-    import pyarrow as pa
-
-    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return make_lists(values, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
 
 def _trl_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick: Tick) -> Iterator[Any]:

@@ -67,21 +67,6 @@ def random_pack(rng: np.random.Generator, *, documents: int, n_tokens: int, long
     return bounds.astype(np.int32)
 
 
-def load_module(name: str) -> nn.Module:
-    """The module that the callable `name`, as `package.module:callable`, returns.
-
-    Raises:
-        ValueError: the name is not of that form, or the callable does not return a torch module.
-    """
-    path, _, attribute = name.partition(":")
-    if not path or not attribute:
-        raise ValueError(f"--module {name}: must be package.module:callable")
-    module = getattr(importlib.import_module(path), attribute)()
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"--module {name}: gives a {type(module).__name__}, not a torch.nn.Module")
-    return module
-
-
 def calibrate_module(
     name: str | None,
     *,
@@ -106,7 +91,12 @@ def calibrate_module(
         raise MachineError("calibrate needs an NVIDIA GPU, and torch sees none here")
     try:
         if name:
-            module = load_module(name)
+            path, _, attribute = name.partition(":")
+            if not path or not attribute:
+                raise ValueError(f"--module {name}: must be package.module:callable")
+            module = getattr(importlib.import_module(path), attribute)()
+            if not isinstance(module, nn.Module):
+                raise ValueError(f"--module {name}: gives a {type(module).__name__}, not a torch.nn.Module")
         else:
             module = PackedStack(num_layers=layers, hidden=hidden, heads=heads).cuda().bfloat16().train()
     except (ImportError, AttributeError, ValueError) as error:

@@ -194,7 +194,10 @@ class DispatchedModule(nn.Module):
             self._watch.next_microbatch()
         call = self._describe(args, kwargs)
         if self._opening_ahead:
-            self._presume(call)
+            ready = self._signature is None and self._refusal(call) is None and torch.is_grad_enabled()
+            if ready and self._opens_at(call.shape):
+                self._presumed = True
+                self._begin(call)
             return None
         if self._presumed:
             self._confirm(call)
@@ -340,12 +343,6 @@ class DispatchedModule(nn.Module):
             yield
         finally:
             self._opening_ahead = False
-
-    def _presume(self, call: Call) -> None:
-        ready = self._signature is None and self._refusal(call) is None and torch.is_grad_enabled()
-        if ready and self._opens_at(call.shape):
-            self._presumed = True
-            self._begin(call)
 
     def _confirm(self, call: Call) -> None:
         """Drop the graphs that were captured before training if `call`, its first micro-batch, does not fit them."""

@@ -162,11 +162,7 @@ class Start:
         self.say(f"training goes on without graphs: {reason}")
 
     def _settle(self, ranks: Ranks, device: Device | None) -> Plan:
-        """The plan that every rank agrees to.
-
-        Raises:
-            NoPlanError: there is none, or one of the ranks has an objection.
-        """
+        """The plan that every rank agrees to."""
         late = _as_reason(self._late())
         made = ranks.share("plan", self._make if ranks.rank == 0 else None, self.deadline_s + _GRACE_S, late)
         plan = parse_plan(yaml.safe_load(_read(made)), where=str(self.path))
@@ -256,7 +252,6 @@ class Ranks:
         """The one value of `name` for all ranks.
 
         Args:
-            name: what is settled.
             make: makes the value, on the rank that does; None on the others, which wait for it.
             seconds: how long they wait.
             late: the value, where they have waited so long.
@@ -310,11 +305,7 @@ def _as_reason(text: str) -> str:
 
 
 def _read(value: str) -> str:
-    """The value, which is no reason.
-
-    Raises:
-        NoPlanError: it is one.
-    """
+    """The value; NoPlanError with the reason where it is one."""
     if value.startswith(_REASON):
         raise NoPlanError(value.removeprefix(_REASON))
     return value
@@ -324,7 +315,6 @@ def run_analysis(words: Sequence[str], output: Path, seconds: float) -> str | No
     """The text of the plan that `thdprof analyze` makes in a process of its own; None where the time is up.
 
     Args:
-        words: its arguments.
         output: where that process writes the plan.
         seconds: how long it may take; then it is ended, with all that it has started.
 

@@ -149,14 +149,10 @@ class _Attention:
             softcap=softcap,
             dropout=dropout,
         )
-        attend = self._on_gpu if _has_kernels(query) else masked
+        attend = self._on_gpu if query.device.type == "cuda" else masked
         assert attend is not None  # `refusals` has looked for a backend
         attended = attend(q, k, v, task)
         return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
-
-
-def _has_kernels(query: torch.Tensor) -> bool:
-    return query.device.type == "cuda"
 
 
 def _kernel_dtype(query: torch.Tensor, module: nn.Module) -> torch.dtype:

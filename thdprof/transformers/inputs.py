@@ -38,12 +38,8 @@ def gather_inputs(
     """The inputs of the analysis, with files in `folder`.
 
     Args:
-        args: TrainingArguments or SFTConfig.
-        model: the model as the Trainer holds it, perhaps with adapters.
-        config: the config of its decoder.
         dataset: the Trainer's training dataset, packed if the Trainer packs.
         gpu: name of the GPU, as its driver gives it.
-        folder: where files are written that the analysis reads.
         check_time: called while rows are read; it raises when planning has taken too long.
 
     Raises:
@@ -99,11 +95,7 @@ def _write_rows(dataset: Any, path: Path, check_time: Callable[[], None]) -> str
 
 
 def _row_lengths(dataset: Any) -> Iterator[Any]:
-    """Lists of document lengths of the rows, as Arrow columns.
-
-    Raises:
-        NoPlanError: they are not known before training.
-    """
+    """Lists of document lengths of the rows, as Arrow columns; NoPlanError where they are not known."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -59,10 +59,8 @@ def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bo
     """What the model does that a graph cannot follow.
 
     Args:
-        model: the model as the Trainer holds it, perhaps with adapters.
         backend: the package whose attention kernels are used; None: there is none.
         own_attention: whether the model keeps the attention that the user has chosen.
-        on_gpu: whether it trains on a GPU.
     """
     decoder = decoder_of(model)
     if decoder is None:
@@ -166,12 +164,7 @@ def _refuse_adapters(model: nn.Module) -> Iterator[str]:
 
 
 def unread_settings(args: Any, arguments: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Settings that are off their default and that thdprof has never looked at, as `name=value`.
-
-    Args:
-        args: TrainingArguments, SFTConfig or a class of the user's.
-        arguments: its fields, as `to_dict` gives them.
-    """
+    """Settings that are off their default and that thdprof has never looked at, as `name=value`."""
     config: Any = getattr(decoder_of(model), "config", None)
     return [
         *find_unread_fields(arguments, type(args), READ_ARGUMENTS),
@@ -204,9 +197,6 @@ def _dropout(decoder: nn.Module) -> str:
 
 def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: int) -> tuple[list[str], list[str]]:
     """How the run differs from the one that the plan was made for: what refuses it, and what makes predictions untrue.
-
-    Args:
-        arguments: fields of the run's arguments, as `to_dict` gives them.
 
     Raises:
         UsageError: the order in which the run reads its data is not known.

@@ -37,7 +37,7 @@ from thdprof.runtime.megatron import (
 )
 from thdprof.runtime.megatron.decoder import decoder as prediction
 from thdprof.runtime.megatron.decoder.decoder import Decoder, PredictionLayer
-from thdprof.runtime.megatron.install import PaddedEager, runner_of
+from thdprof.runtime.megatron.install import runner_of
 from thdprof.runtime.megatron.kinds import chunk
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.megatron.opening import MetadataForm, Openings
@@ -353,16 +353,6 @@ def test_layers_draw_from_the_random_state_in_which_prediction_runs_them():
     assert not PredictionLayer(layer).draws_apart()
     layer.config.sequence_parallel = True
     assert PredictionLayer(layer).draws_apart()
-
-
-def test_a_decoder_is_put_aside_and_back():
-    (layer,) = model_of(predictions=1).mtp.layers
-    one = PredictionLayer(layer)
-    one.attach(PaddedEager(one, BUCKETS), cp_size=1, shards=1, tail="none")
-    attached = vars(layer)["_proj_and_transformer_layer"]
-    with one.aside():
-        assert "_proj_and_transformer_layer" not in vars(layer)
-    assert vars(layer)["_proj_and_transformer_layer"] is attached
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,6 @@ def choose_quickest(
 
     Args:
         times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
-        max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
 
     Raises:
         UsageError: no choice keeps to the limits.

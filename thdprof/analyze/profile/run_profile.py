@@ -612,7 +612,6 @@ def _check_joinable(one: RunProfile, other: RunProfile, name: str, other_name: s
 
 
 def _add(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
-    """Add up parts that share a name."""
     caps = combine_caps(list(parts), costs, training)
     if not caps:
         raise DataError(f"part {parts[0].name}: its profiles have no cap in common; give each a --part name of its own")

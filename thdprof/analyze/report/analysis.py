@@ -53,7 +53,6 @@ def print_report(
     """Write the answer and the table of `analysis` to `console`, with `details` all else that is known.
 
     Args:
-        refused: why training by the plan would be refused.
         then: what the user does next; empty where nothing is to be said of it.
     """
     block = "█" if console.encoding.lower().startswith("utf") else "#"

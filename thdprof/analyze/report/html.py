@@ -358,7 +358,6 @@ def _head(answer: Answer, then: str) -> str:
 
 
 def _compare_packs(rows: Sequence[Sequence[str]], explained: str) -> str:
-    """The table of the packs before and after; empty without rows."""
     if not rows:
         return ""
     table = html_table("", rows[0], rows[1:]).replace("<table", '<table style="width:100%;text-align:left"')

@@ -166,7 +166,6 @@ class _Run(threading.Thread):
         self._task: asyncio.Task[Any] | None = None
 
     def run(self) -> None:
-        """Execute the notebook, and keep the error if there is one."""
         try:
             asyncio.run(self._execute())
         except BaseException as error:  # `execute` raises it in the main thread
@@ -198,7 +197,6 @@ class _Run(threading.Thread):
         atexit.unregister(self._client._cleanup_kernel)  # the kernel is gone, so nbclient must not end it at exit
 
     def _kill(self) -> None:
-        """Kill the kernel's process if it still runs."""
         provisioner = getattr(self._client.km, "provisioner", None)
         if provisioner is None or not provisioner.has_process or provisioner.process.poll() is not None:
             return

@@ -127,7 +127,6 @@ def _graph_memory(c: Combination) -> str | None:
 
 
 def _legend(rows: Sequence[Combination], ranking: Ranking) -> Iterator[str]:
-    """The meaning of the columns' titles."""
     columns = _columns(rows, ranking)
     yield "P50, P99, max: documents of a micro-batch"
     if ranking.measure is not None:

@@ -73,10 +73,6 @@ def write_report(
     """Make the report of a plan.
 
     Args:
-        path: the plan's file.
-        name: the plan's name in messages.
-        profile: profile file of the plan's data; None: the file beside the plan.
-        stats: file of a run's statistics to compare with; None: no comparison.
         cap: documents of the single cap that the figures are about; None: the recommended cap.
         output: a notebook, an HTML page or a directory; None: make only the sentences.
 

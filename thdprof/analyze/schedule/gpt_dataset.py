@@ -411,14 +411,7 @@ def _weighted_blend(
 
 
 def _order_blend(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequence[str]) -> Samples:
-    """The samples of a blend in the order in which BlendedDataset serves them.
-
-    Args:
-        order: index of the dataset that gives each sample, shape [samples of the blend].
-
-    Raises:
-        DataError: the blend draws more samples from a dataset than it has, on which Megatron stops.
-    """
+    """The samples of a blend as BlendedDataset serves them; `order` is the dataset of each, shape [samples]."""
     n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
     squared = np.empty(len(order), dtype=np.float64)
     for index, (part, path) in enumerate(zip(parts, paths, strict=True)):

@@ -154,7 +154,6 @@ def gather_documents(lengths: NDArray[np.int64], settings: TrainingSettings) -> 
 
     Args:
         lengths: tokens of every document in file order, int64, shape [documents]. They repeat over epochs.
-        settings: the training run; without `train_samples` it lasts one epoch.
 
     Raises:
         DataError: the documents do not fill one step.

@@ -47,11 +47,8 @@ def resolve_captures(
     Args:
         impl: the kind of graphs; None: the `usual` one, or the kind that captures the other parts of layers with
             dropless experts.
-        experts: the model's experts.
         usual: the kind where none is given, and the model has no dropless experts.
-        layers: layers of one graph.
         predicted_layers: layers of a graph by which steps are predicted to be shortest; None: all.
-        choice: activations that are moved to the host; None: none are.
         known: other fields of `thdprof.megatron_limits.Run`.
 
     Raises:

@@ -89,7 +89,6 @@ def _check_usual(content: Mapping[str, Any], model_type: str, shown: str) -> Non
 
 
 def _shape(config: _Config, family: _Family) -> dict[str, Any]:
-    """The fields that every decoder has."""
     hidden, heads = config.size(*_HIDDEN), config.size(*_HEADS)
     groups = config.size("num_key_value_heads", "num_kv_heads", default=heads)
     bias = family.add_bias_linear or (config.flag("attention_bias") and config.flag("mlp_bias"))
@@ -113,7 +112,6 @@ def _shape(config: _Config, family: _Family) -> dict[str, Any]:
 
 
 def _latent(config: _Config) -> dict[str, Any]:
-    """The fields of multi-head latent attention."""
     return {
         "multi_latent_attention": True,
         "rotary": True,
@@ -150,11 +148,9 @@ class _Config:
         """Name of the file in errors."""
 
     def find(self, *names: str) -> str | None:
-        """The first of the keys that has a value."""
         return next((name for name in names if name in self.content), None)
 
     def has(self, *names: str) -> bool:
-        """Whether any of the keys has a value."""
         return self.find(*names) is not None
 
     def value(self, *names: str) -> Any:
@@ -193,7 +189,6 @@ class _Config:
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A value that is true or false."""
         return bool(self._typed(name, bool, "true or false", default))
 
     def text(self, name: str) -> str | None:
@@ -411,7 +406,6 @@ def _is_hybrid(config: _Config, model_type: str) -> bool:
 
 
 def _read_hybrid(config: _Config, model_type: str) -> dict[str, Any]:
-    """The fields that a hybrid has."""
     pattern = _read_pattern(config, model_type)
     own = ("head_dim", "num_heads") if model_type == "mamba2" else ()  # a pure Mamba model has no other heads
     return {

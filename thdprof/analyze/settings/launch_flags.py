@@ -80,11 +80,7 @@ class Occurrence:
 
 
 def _training_commands(script: Script) -> list[list[Word]]:
-    """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun.
-
-    Raises:
-        BlockError: a block decides whether one of them runs, or which flags it has.
-    """
+    """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun."""
     found: list[list[Word]] = []
     doubt: BlockError | None = None
     for command in script.commands:
@@ -264,12 +260,7 @@ class LaunchFlags:
 
 
 def _refuse_open(word: Word, flag: str, remedy: str) -> None:
-    """Refuse a word of `flag` that the script does not settle.
-
-    Raises:
-        BlockError: a block decides the word.
-        UsageError: the text does not hold it.
-    """
+    """Refuse a word of `flag` that the script does not settle."""
     for part in word.open_parts[:1]:
         text = f"{word.place}: {flag}: {part.source} {part.reason}; {remedy}"
         raise BlockError(f"{text}, or {_OTHER_FORM}") if part.in_block else UsageError(text)
@@ -326,17 +317,8 @@ def _behind_program(words: Sequence[Word]) -> Sequence[Word]:
     return words[start:]
 
 
-def _program_of(words: Sequence[Word]) -> str:
-    """The Python file that a command runs; empty where none is named."""
-    return next((word.text for word in words if word.text.endswith(".py")), "")
-
-
 def _settle_words(words: Sequence[Word]) -> tuple[str, ...]:
-    """The text of the words that a limit depends on.
-
-    Raises:
-        UsageError: one of them is not known.
-    """
+    """The text of the words that a limit depends on."""
     taken: list[Word] = []
     is_needed, flag = True, ""
     for word in words:
@@ -363,8 +345,6 @@ def find_refusals(
     The settings of a script are not known where a word is not settled that the analysis itself did not need.
 
     Args:
-        plan: the plan of the analysis.
-        script: the launch; None without one.
         recipe: fields of TransformerConfig, where --model names a recipe.
         trainer_arguments: fields of the Trainer's arguments; None where another trainer trains.
         model_file: the config.json of the Trainer's model; None where it is not known.
@@ -377,7 +357,10 @@ def find_refusals(
         try:
             lines += refused_beforehand(plan, training_words(script))
             for words in _training_commands(script):
-                lines += refuse_unpacked(_program_of(words), frozenset(word.flag for word in words))
+                lines += refuse_unpacked(
+                    next((word.text for word in words if word.text.endswith(".py")), ""),
+                    frozenset(word.flag for word in words),
+                )
         except UsageError as error:
             unknown = str(error)
     if trainer_arguments is not None:

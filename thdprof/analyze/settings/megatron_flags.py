@@ -134,46 +134,33 @@ MODEL_FLAGS: Mapping[str, Value] = {
 # --- the table --------------------------------------------------------------------------------------------------------
 
 _FILE_NOT_READ = "the file is not read; name the datasets on the command line, and their --weights"
+_DATA_FILES = ("--data-args-path", "--per-split-data-args-path")
+_COUNTED = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed",
+            "context_parallel_size")  # fmt: skip
+"""Settings that Megatron's flags of the same names give."""
 _EVENLY = (
     "times and memory are predicted for layers that are spread evenly over the pipeline; slots and fallbacks do not "
     "depend on layers"
 )
 _FLAGS = (
-    Flag(name="--seq-length", value="count", setting="seq_length"),
-    Flag(name="--micro-batch-size", value="count", setting="micro_batch_size"),
-    Flag(name="--global-batch-size", value="count", setting="global_batch_size"),
-    Flag(name="--train-iters", value="count", setting="train_iters"),
-    Flag(name="--train-samples", value="count", setting="train_samples"),
-    Flag(name="--seed", value="count", setting="seed"),
-    Flag(name="--context-parallel-size", value="count", setting="context_parallel_size"),
+    *(Flag(name=f"--{setting.replace('_', '-')}", value="count", setting=setting) for setting in _COUNTED),
     Flag(name="--pipeline-model-parallel-size", value="count", setting="pipeline_parallel_size"),
     Flag(name=SPLIT, value="text", setting="split"),
-    Flag(name=LOADER, value="text"),
-    Flag(name=NO_DATA_SHARDING, value="switch"),
-    Flag(name=DATA_PATH, value="list"),
-    Flag(name=TRAIN_DATA_PATH, value="list"),
-    Flag(name=DOCUMENT_MASKING, value="switch"),
-    Flag(name=EXPERTS, value="text"),
-    Flag(name=PADDED_EXPERTS, value="switch"),
-    Flag(name=DISPATCHER, value="text"),
-    Flag(name=BALANCING, value="list"),
-    Flag(name=TENSOR_PARALLEL_SIZE, value="count"),
-    Flag(name=LAYERS, value="count"),
-    Flag(name=CHUNKS_PER_RANK, value="count"),
-    Flag(name=LAYERS_PER_CHUNK, value="count"),
+    *(Flag(name=name, value="text") for name in (LOADER, EXPERTS, DISPATCHER, BATCH_SCHEDULE)),
+    *(Flag(name=name, value="text") for name in (TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT)),
+    *(Flag(name=name, value="switch") for name in (NO_DATA_SHARDING, DOCUMENT_MASKING, PADDED_EXPERTS, CONVERSATIONS)),
     *(Flag(name=name, value="switch") for name in COUNTED_AS_LAYERS),
+    *(Flag(name=name, value="list") for name in (*DATA_PATHS, BALANCING)),
+    *(Flag(name=name, value="count") for name in (TENSOR_PARALLEL_SIZE, LAYERS, CHUNKS_PER_RANK, LAYERS_PER_CHUNK)),
     Flag(name=MICROBATCH_GROUP_SIZE, value="count"),
-    Flag(name=NODES, value="count", of_torchrun=True),
-    *(Flag(name=name, value="count", of_torchrun=True) for name in RANKS_PER_NODE),
+    *(Flag(name=name, value="count", of_torchrun=True) for name in (NODES, *RANKS_PER_NODE)),
     Flag(
         name="--rampup-batch-size",
         value="text",
         not_followed="megatron-core 0.19 passes it over, and so does the prediction: every step has the global batch "
         "size; a ramp is given by --step-batch-size-schedule",
     ),
-    Flag(name=BATCH_SCHEDULE, value="text"),
-    Flag(name="--data-args-path", value="text", not_followed=_FILE_NOT_READ),
-    Flag(name="--per-split-data-args-path", value="text", not_followed=_FILE_NOT_READ),
+    *(Flag(name=name, value="text", not_followed=_FILE_NOT_READ) for name in _DATA_FILES),
     Flag(
         name="--mock-data",
         value="switch",
@@ -207,8 +194,6 @@ _FLAGS = (
         value="switch",
         not_followed="what the deterministic backward of attention takes longer, and its gigabytes, are not predicted",
     ),
-    Flag(name=CONVERSATIONS, value="switch"),
-    *(Flag(name=name, value="text") for name in (TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT)),
     *(Flag(name=name, value=value, of_model=True) for name, value in MODEL_FLAGS.items()),
 )
 FLAGS = {flag.name: flag for flag in _FLAGS}

@@ -119,7 +119,10 @@ class _Recipe:
         for field in model_definitions():
             if field not in _APART:
                 self._take(field, *_OTHER_NAMES.get(field, (field,)))
-        self._normalization()
+        known = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+        value = self._get("normalization")
+        if value is not None:
+            self._set("normalization", known.get(str(value).lower(), value), "normalization")
         self._take("gated_linear_unit", "gated_linear_unit", *(["swiglu"] if self._get("swiglu") is not None else []))
         activation = self._get("activation")
         if "gated_linear_unit" not in self.values and isinstance(activation, str):
@@ -134,7 +137,10 @@ class _Recipe:
             self.values["rotary"] = latent or positions in ("rope", "yarn", "mrope")
         self._hybrid()
         self._experts()
-        self._optimizer()
+        for part in ("ddp", "optimizer", "optim"):
+            place = _mapping(self.content, part)
+            if place.get("use_distributed_optimizer") is True or place.get("name") == "distributed_fused_adam":
+                self.values["use_distributed_optimizer"] = True
         self._wrapper()
         self._adapters()
         self._precision()
@@ -185,12 +191,6 @@ class _Recipe:
             ) from error
         self.origins[field] = f"{self.shown}: {key} {value}"
 
-    def _normalization(self) -> None:
-        known = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
-        value = self._get("normalization")
-        if value is not None:
-            self._set("normalization", known.get(str(value).lower(), value), "normalization")
-
     def _hybrid(self) -> None:
         pattern = self._get("hybrid_layer_pattern", "hybrid_override_pattern")
         if pattern is None:
@@ -220,12 +220,6 @@ class _Recipe:
         negative = isinstance(factor, int | float) and factor < 0
         if factor is not None and not negative and self._get("moe_pad_expert_input_to_capacity") is True:
             self._set("moe_expert_capacity_factor", factor, "moe_expert_capacity_factor")
-
-    def _optimizer(self) -> None:
-        for part in ("ddp", "optimizer", "optim"):
-            place = _mapping(self.content, part)
-            if place.get("use_distributed_optimizer") is True or place.get("name") == "distributed_fused_adam":
-                self.values["use_distributed_optimizer"] = True
 
     def _wrapper(self) -> None:
         """How the run communicates over data-parallel ranks: several are taken, without which nothing is.
@@ -275,7 +269,6 @@ class _Recipe:
         }
 
     def _precision(self) -> None:
-        """The fields precision and fp8_recipe."""
         mixed = self.content.get("mixed_precision")
         if isinstance(mixed, str):
             self._read_precision_name("mixed_precision", mixed)

@@ -20,7 +20,6 @@ from thdprof.analyze.settings.resolved_model import (
     experts_of,
     model_file,
     read_model_file,
-    read_settings,
     resolve_model,
 )
 from thdprof.analyze.settings.shell import Launch, Script
@@ -102,13 +101,7 @@ class Request:
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
 
     def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
-        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
-
-        Args:
-            experts: the run's experts.
-            impl: the kind of graphs; None: the usual one.
-            choice: activations that are moved to the host.
-        """
+        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts."""
         of_trainer = self.trainer_arguments is not None or self.given.get("loader") == "trainer"
         if experts != "dropless" or impl in ("none", "local") or of_trainer:
             return None
@@ -162,7 +155,7 @@ def read_request(
     stronger = _read_options(flags, settings)
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     analysis_options()["attention"].check(command.get("attention", "transformer_engine"))
-    own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
+    own = {name: read_field(name, stronger.pop(name)) for name in model_definitions() if name in stronger}
     path, file = _read_named_model(command.get("model"))
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     run: MegatronArgs | None = None
@@ -237,38 +230,6 @@ def _read_trainer(
 ) -> tuple[Mapping[str, Any], dict[str, Any], dict[str, Any]]:
     """Fields of a Trainer's arguments, settings by them, and the model's fields by them, over which `own` win."""
     where = f"--training-args {source}" if isinstance(source, Path) else "training_args"
-    fields = _read_trainer_arguments(source, where)
-    given = trainer_settings(fields, where=where)
-    notes.append(f"{where}: {_list_values(given)} taken from it")
-    if (precision := own.get("precision")) is not None and not own.get("autocast"):
-        fields = {**fields, "weights_dtype": _WEIGHTS.get(precision)}
-        own = {"autocast": False, **own}
-    return fields, given, {**trainer_model(fields), **own}
-
-
-def _read_named_model(named: Any) -> tuple[Path | None, ModelReading | None]:
-    """The file that names the run's model, and what is read from it; None for what there is none of.
-
-    Raises:
-        DataError: the file cannot be read.
-        UsageError: `named` is neither a path nor a model that can be.
-    """
-    if named is None:
-        return None, None
-    if isinstance(named, Model):
-        check_model(named)
-        return None, ModelReading(source="the Model given", values=asdict(named))
-    path = Path(_text("--model", named))
-    return path, read_model_file(path)
-
-
-def _read_trainer_arguments(source: Path | Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Fields of a Trainer's arguments; messages begin with `where`.
-
-    Raises:
-        DataError: the file cannot be read, or holds something else.
-        UsageError: a field has a value that thdprof does not follow.
-    """
     fields = _read_json(where, source) if isinstance(source, Path) else source
     if not are_trainer_arguments(fields):
         raise DataError(
@@ -280,7 +241,23 @@ def _read_trainer_arguments(source: Path | Mapping[str, Any], where: str) -> Map
             f"{where}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
             "then leaves out; TRL 2 has only keep_start"
         )
-    return fields
+    given = trainer_settings(fields, where=where)
+    notes.append(f"{where}: {_list_values(given)} taken from it")
+    if (precision := own.get("precision")) is not None and not own.get("autocast"):
+        fields = {**fields, "weights_dtype": _WEIGHTS.get(precision)}
+        own = {"autocast": False, **own}
+    return fields, given, {**trainer_model(fields), **own}
+
+
+def _read_named_model(named: Any) -> tuple[Path | None, ModelReading | None]:
+    """The file that names the run's model, and what is read from it; None for what there is none of."""
+    if named is None:
+        return None, None
+    if isinstance(named, Model):
+        check_model(named)
+        return None, ModelReading(source="the Model given", values=asdict(named))
+    path = Path(_text("--model", named))
+    return path, read_model_file(path)
 
 
 def _read_launch(
@@ -317,24 +294,6 @@ def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, 
     return stronger
 
 
-def check_option(name: str, value: Any) -> None:
-    """Refuse a value of option `name` (with underscores) that can be in no request, whatever the other options.
-
-    Raises:
-        UsageError: naming the option and the value.
-    """
-    if name in definitions():
-        definitions()[name].check(value)
-    elif name in model_definitions():
-        read_field(name, value)
-    elif name == "model":
-        _text("--model", value)
-    elif name == "world_size":
-        number_of(name, {name: value})
-    else:
-        read_request([], {name: value}, settings=None, launch=None)
-
-
 def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:
     """Put `stronger` over `given`; ways to say a run's length replace each other, and those to say a step's size."""
     for alike in ({"train_samples", "train_iters", "train_epochs"}, {"global_batch_size", "gradient_accumulation"}):
@@ -349,11 +308,7 @@ def _list_values(settings: Mapping[str, Any]) -> str:
 
 
 def _read_json(where: str, path: Path) -> dict[str, Any]:
-    """The object in a JSON file; messages begin with `where`.
-
-    Raises:
-        DataError: the file cannot be read, or holds no JSON object.
-    """
+    """The object in a JSON file; messages begin with `where`."""
     try:
         found = json.loads(read_text(path, where=where, kind="JSON"))
     except (ValueError, RecursionError) as error:
@@ -508,7 +463,16 @@ def _axis(text: str) -> Axis:
     for part in match[2].split(","):
         value = _value(name, part)
         try:
-            check_option(name, value)
+            if name in definitions():
+                definitions()[name].check(value)
+            elif name in model_definitions():
+                read_field(name, value)
+            elif name == "model":
+                _text("--model", value)
+            elif name == "world_size":
+                number_of(name, {name: value})
+            else:
+                read_request([], {name: value}, settings=None, launch=None)
         except UsageError as error:
             raise UsageError(f"{text}: {error}") from error
         if value in values:

@@ -258,7 +258,19 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
             f"--train-samples {settings.train_samples}: more than {_MOST_MICROBATCHES:,} micro-batches; analyse a part "
             "of the run"
         )
-    _check_batch(settings)
+    step = settings.micro_batch_size * settings.data_parallel_size
+    if settings.global_batch_size % step:
+        lower = settings.global_batch_size // step * step
+        raise UsageError(
+            f"--global-batch-size {settings.global_batch_size}: not a multiple of --micro-batch-size "
+            f"{settings.micro_batch_size} x --data-parallel-size {settings.data_parallel_size} = {step}; "
+            f"use {f'{lower} or ' if lower else ''}{lower + step}"
+        )
+    if settings.train_samples is not None and settings.train_samples < settings.global_batch_size:
+        raise UsageError(
+            f"--train-samples {settings.train_samples}: not one step of --global-batch-size "
+            f"{settings.global_batch_size}"
+        )
     _check_pipeline(settings)
     shared = settings.shared_capture_ranks
     if settings.data_parallel_size % shared:
@@ -277,7 +289,15 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
             f"it must be a multiple of {multiple}"
         )
     if settings.weights is not None:
-        _check_weights(settings, dataset_format, num_datasets)
+        weights = settings.weights or ()
+        if dataset_format not in _BLENDED:
+            raise UsageError(f"--weights: blends are for Megatron datasets, not for format {dataset_format}")
+        if len(weights) != num_datasets:
+            raise UsageError(f"--weights: {len(weights)} given for {num_datasets} datasets; give one each")
+        if not all(0 < w < float("inf") for w in weights):
+            raise UsageError(f"--weights {','.join(map(str, weights))}: every weight must be over 0")
+        if settings.train_samples is None:
+            raise UsageError("--weights: Megatron needs the run's length then; add --train-samples or --train-iters")
     if dataset_format.startswith("bridge") and settings.micro_batch_size != 1:
         raise UsageError(
             f"--micro-batch-size {settings.micro_batch_size}: Megatron-Bridge trains packed rows with 1; "
@@ -302,22 +322,6 @@ def _check_hosts(settings: TrainingSettings, rows_of_host: int) -> None:
         raise UsageError(
             f"{name_setting('packing_bins', rows_of_host)}: MaxText's host reads the rows of its ranks in a step, "
             f"a multiple of {of_rank} that divides --global-batch-size {of_step}"
-        )
-
-
-def _check_batch(settings: TrainingSettings) -> None:
-    step = settings.micro_batch_size * settings.data_parallel_size
-    if settings.global_batch_size % step:
-        lower = settings.global_batch_size // step * step
-        raise UsageError(
-            f"--global-batch-size {settings.global_batch_size}: not a multiple of --micro-batch-size "
-            f"{settings.micro_batch_size} x --data-parallel-size {settings.data_parallel_size} = {step}; "
-            f"use {f'{lower} or ' if lower else ''}{lower + step}"
-        )
-    if settings.train_samples is not None and settings.train_samples < settings.global_batch_size:
-        raise UsageError(
-            f"--train-samples {settings.train_samples}: not one step of --global-batch-size "
-            f"{settings.global_batch_size}"
         )
 
 
@@ -362,15 +366,3 @@ def _check_dynamic_cp(settings: TrainingSettings) -> None:
             f"--data-parallel-size {settings.data_parallel_size} x --context-parallel-size "
             f"{settings.context_parallel_size}: Megatron's hybrid context parallelism needs an even number of ranks"
         )
-
-
-def _check_weights(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> None:
-    weights = settings.weights or ()
-    if dataset_format not in _BLENDED:
-        raise UsageError(f"--weights: blends are for Megatron datasets, not for format {dataset_format}")
-    if len(weights) != num_datasets:
-        raise UsageError(f"--weights: {len(weights)} given for {num_datasets} datasets; give one each")
-    if not all(0 < w < float("inf") for w in weights):
-        raise UsageError(f"--weights {','.join(map(str, weights))}: every weight must be over 0")
-    if settings.train_samples is None:
-        raise UsageError("--weights: Megatron needs the run's length then; add --train-samples or --train-iters")

@@ -41,21 +41,12 @@ class ResolvedModel:
     """Remarks for the user."""
 
 
-def read_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of settings that are fields of `Model`; "none" becomes None.
-
-    Raises:
-        UsageError: a value that cannot be, named with its setting.
-    """
-    return {name: read_field(name, value) for name, value in given.items()}
-
-
 def resolve_model(
     own: Mapping[str, Any], *, file: ModelReading | None = None, script: ModelReading | None = None
 ) -> ResolvedModel:
     """The model that settings, a model file and a launch script describe together.
 
-    Settings (`own`, checked by `read_settings`) win over the file of `--model`, and the file over the script of
+    Settings (`own`, each as `read_field` gives it) win over the file of `--model`, and the file over the script of
     `--megatron-args`. The file's architecture replaces the script's as a whole.
 
     Raises:
@@ -266,9 +257,8 @@ def read_model(path: str | Path, **fields: Any) -> Model:
         DataError: the file cannot be read or does not describe a model that thdprof knows.
         UsageError: `path` names a file of another kind, or the fields make no model.
     """
-    own = {name: value for name, value in fields.items() if value is not None}
-    unset = dict.fromkeys(name for name, value in fields.items() if value is None)
-    resolved = resolve_model({**read_settings(own), **unset}, file=read_model_file(Path(path)))
+    own = {name: None if value is None else read_field(name, value) for name, value in fields.items()}
+    resolved = resolve_model(own, file=read_model_file(Path(path)))
     if resolved.model is None:
         raise DataError(f"--model {path}: {'; '.join(resolved.notes)}")
     check_model(resolved.model)

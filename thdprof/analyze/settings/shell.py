@@ -359,7 +359,6 @@ class _Reader:
         return True
 
     def _redirect(self) -> None:
-        """Pass a redirection and its file."""
         heredoc = _HEREDOC.match(self.text, self.at)
         if heredoc is not None:
             tabs = r"\t*" if heredoc[1] else ""
@@ -477,7 +476,6 @@ class _Reader:
         return self._open(f"${name}", f"is set {kind} (line {line})", in_block=True, has_flags=has_flags)
 
     def _open(self, source: str, reason: str, *, in_block: bool = False, has_flags: bool = False) -> str:
-        """A mark of an open part."""
         source = " ".join(source.split())
         source = source if len(source) <= 40 else source[:37] + "..."
         return self.marks.mark(OpenPart(source=source, reason=reason, in_block=in_block, has_flags=has_flags))

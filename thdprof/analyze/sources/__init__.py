@@ -65,7 +65,6 @@ def read_dataset(
     """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes, which lack the `.idx`.
 
     Args:
-        locations: where the data are.
         format: name of the format, or "auto".
         settings: those of the run by their names in `thdprof.training.TrainingOptions`. Text is counted by some of
             them, and `length_column` names the lengths; nothing else is read from them.
@@ -73,7 +72,6 @@ def read_dataset(
             of remote files the user's own cache. A file that did not change is not read again.
         digest: that of the one file, by which counts are found again; None: its path, size and time tell it.
         engine: where files are read: `local`, or `ray` with an address behind a colon.
-        tick: called while files are read.
 
     Raises:
         DataError: a location does not exist or cannot be read, the format is not recognised, or the content is not

@@ -167,10 +167,10 @@ class Reading:
         """
         if tick is not None:
             values["tick"] = tick
-        for name, own in _READ_BY.items():
+        for name in _READ_BY:
             if given.get(name) is not None:
                 definitions()[name].check(given[name])
-                values[own] = given[name]
+                values["prompt_format" if name == "sft_tokenizer_prompt_format" else name] = given[name]
         packer = definitions()["packer"].canonical(given.get("packer"))
         if given.get("loader") == "trainer" or (given.get("loader") is None and packer in TRL_PACKERS):
             values["trainer"] = "trl"
@@ -179,16 +179,9 @@ class Reading:
         return cls(packed=packer != "none", **values)
 
 
-_READ_BY = {
-    "tokenizer_model": "tokenizer_model",
-    "sft_tokenizer_prompt_format": "prompt_format",
-    **{
-        name: name
-        for name in ("chat_template", "text_column", "eos_token", "completion_only_loss", "assistant_only_loss",
-                     "length_column")
-    },
-}  # fmt: skip
-"""Settings that decide on lengths -> their fields in `Reading`."""
+_READ_BY = ("tokenizer_model", "sft_tokenizer_prompt_format", "chat_template", "text_column", "eos_token",
+            "completion_only_loss", "assistant_only_loss", "length_column")  # fmt: skip
+"""Settings that decide on lengths."""
 
 Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments | Conversations
 

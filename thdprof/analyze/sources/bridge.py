@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -136,12 +137,12 @@ def _scan_parquet(path: Path) -> Shard:
         return Shard(_rows_of_parquet(file), {"digest": digest})
 
 
-def _join_parquet(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     rows = base.join_rows(shards, "bridge")
     size = pack_size(paths, int(rows.num_tokens().max()))
-    digests = [shard.facts["digest"] for shard in shards]
-    digest = digests[0] if len(digests) == 1 else fingerprint(map(str.encode, digests))
-    return Dataset.from_content(PARQUET.name, paths, rows, digest=digest, pack_tokens=size)
+    digests = [shard.facts["digest"] for shard in shards if "digest" in shard.facts]  # of parquet
+    digest = fingerprint(map(str.encode, digests)) if len(digests) > 1 else next(iter(digests), None)
+    return Dataset.from_content(name, paths, rows, digest=digest, pack_tokens=size)
 
 
 def _rows_of_parquet(file: ParquetFile) -> base.Rows:
@@ -164,7 +165,7 @@ PARQUET = Format(
     suffixes=(".parquet", ".pq"),
     recognises=_is_packed_parquet,
     scan=each(_scan_parquet),
-    join=_join_parquet,
+    join=partial(_join, "bridge"),
 )
 
 
@@ -172,11 +173,6 @@ def _is_packed_npy(path: Path) -> bool:
     with path.open("rb") as file:
         header = read_header(file)
     return header is not None and header[1].hasobject and len(header[0]) <= 1
-
-
-def _join_npy(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
-    rows = base.join_rows(shards, "bridge")
-    return Dataset.from_content(NPY.name, paths, rows, pack_tokens=pack_size(paths, int(rows.num_tokens().max())))
 
 
 def _scan_npy(path: Path) -> Shard:
@@ -195,5 +191,5 @@ NPY = Format(
     suffixes=(".npy",),
     recognises=_is_packed_npy,
     scan=each(_scan_npy),
-    join=_join_npy,
+    join=partial(_join, "bridge-npy"),
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources.readers.arrow import make_lists
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text
 
@@ -66,7 +67,9 @@ def write_demo(directory: Path, *, force: bool = False) -> DemoFiles:
         _write_megatron(files.megatron)
         _write_bridge(files.bridge, files.bridge_metadata)
         _write_trl(files.trl)
-        _write_lengths(files.lengths)
+        lengths = _heavy_tailed(_random(3), 20_000, longest=4096)
+        lines = "".join(f'{{"length": {length}}}\n' for length in lengths.tolist())
+        files.lengths.write_text(lines, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{error.filename or directory}: cannot be written: {error.strerror}") from error
     return files
@@ -151,9 +154,9 @@ def _write_bridge(parquet: Path, metadata: Path) -> None:
     tokens = _tokens(random, lengths)
     table = pa.table(
         {
-            "input_ids": _lists(row_ends, pa.array(tokens)),
-            "loss_mask": _lists(row_ends, pa.array((tokens != 0).astype(np.int8))),
-            "seq_start_id": _lists(document_ends, pa.array(seq_start_id)),
+            "input_ids": make_lists(tokens, row_ends),
+            "loss_mask": make_lists((tokens != 0).astype(np.int8), row_ends),
+            "seq_start_id": make_lists(seq_start_id, document_ends),
         }
     )
     _write_parquet(table, parquet)
@@ -181,18 +184,11 @@ def _write_trl(parquet: Path) -> None:
     document_ends = np.concatenate(([0], np.cumsum(counts)))
     table = pa.table(
         {
-            "input_ids": _lists(row_ends, pa.array(_tokens(random, lengths).astype(np.int32))),
-            "seq_lengths": _lists(document_ends, pa.array(lengths)),
+            "input_ids": make_lists(_tokens(random, lengths).astype(np.int32), row_ends),
+            "seq_lengths": make_lists(lengths, document_ends),
         }
     )
     _write_parquet(table, parquet)
-
-
-def _lists(ends: NDArray[np.int64], values: object) -> object:
-    """An Arrow array of lists, which `ends` cut out of `values`: 0, then the end of every list."""
-    import pyarrow as pa
-
-    return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), values)
 
 
 def _write_parquet(table: object, path: Path) -> None:
@@ -200,9 +196,3 @@ def _write_parquet(table: object, path: Path) -> None:
 
     with path.open("wb") as file:  # pyarrow can open only paths that are UTF-8
         pq.write_table(table, file, row_group_size=ROWS_A_GROUP)
-
-
-def _write_lengths(jsonl: Path) -> None:
-    lengths = _heavy_tailed(_random(3), 20_000, longest=4096)
-    lines = "".join(f'{{"length": {length}}}\n' for length in lengths.tolist())
-    jsonl.write_text(lines, encoding="utf-8")

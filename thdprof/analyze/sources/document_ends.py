@@ -65,11 +65,6 @@ def _read_metadata(path: Path) -> NDArray[np.int64]:
 
 
 def _scan(path: Path, read_file: Callable[[Path], NDArray[np.int64]]) -> Shard:
-    """The documents of a file.
-
-    Raises:
-        DataError: the file is not of the format, or holds no documents or impossible ones.
-    """
     lengths = check_lengths(read_file(path), str(path), "document")
     if len(lengths) == 0:
         raise DataError(f"{path}: holds no documents; write it again with data")

@@ -20,15 +20,15 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick, show_nothing
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, show_nothing
 from thdprof.analyze.sources.remote import is_remote
 from thdprof.errors import DataError, MachineError, ThdprofError, UsageError
 from thdprof.words import install_line
@@ -51,20 +51,6 @@ _MOST_PROCESSES = 32
 
 class ProcessDiedError(Exception):
     """A process ended before it answered."""
-
-
-class _Pool(Protocol):
-    capacity: int
-    """Batches that are handed out at a time."""
-
-    def submit(self, batch: Sequence[Any]) -> Any:
-        """Hand a batch out; returns a ticket."""
-
-    def wait(self) -> tuple[Any, Any]:
-        """The ticket of a batch that is done, and its answers, or the exception that ended it."""
-
-    def close(self) -> None:
-        """End all processes at once."""
 
 
 def check_engine(name: str) -> None:
@@ -92,7 +78,9 @@ def run(work: Work, items: Sequence[Any], *, engine: str, size: int, parallel: b
         for batch in batches:
             yield list(zip(batch, work([items[i] for i in batch]), strict=True))
         return
-    pool: _Pool = _Processes(work, len(batches)) if engine == "local" else _Ray(engine.partition(":")[2], work)
+    pool: _Processes | _Ray = (
+        _Processes(work, len(batches)) if engine == "local" else _Ray(engine.partition(":")[2], work)
+    )
     failed, running = set[int](), dict[Any, list[int]]()
     try:
         while batches or running:
@@ -145,7 +133,11 @@ def serve_batches() -> None:
 
 
 class _Processes:
-    """Processes of this machine, one a core. Each is spoken to by a thread of its own."""
+    """Processes of this machine, one a core. Each is spoken to by a thread of its own.
+
+    As `_Ray`, it takes `capacity` batches at a time: `submit` returns a ticket, and `wait` the ticket of a batch that
+    is done, and its answers, or the exception that ended it. `close` ends all at once.
+    """
 
     def __init__(self, work: Work, num_batches: int) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -296,11 +288,17 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
     kept = {} if cache is None else cache.load(names)
     items = [(path, kept[name][0] if name in kept else None) for path, name in zip(paths, names, strict=True)]
     size, shards, new = _BATCH, dict[int, Shard](), 0
-    shown = _Shown(reading.tick, len(paths))
+    documents = 0  # of the files that were read
+
+    def show(stage: str, done: float, more: int) -> None:
+        """Show that the share `done` of the next files is read, which have `more` documents by estimate."""
+        share = (len(shards) + done * min(size, len(paths) - len(shards))) / len(paths)
+        reading.tick(stage, share, round((documents + done * more) / max(share, 1e-9)))
+
     if text:
         parts = 1 if cache is None else -(-sum(path.stat().st_size for path in paths) // _TEXT_BYTES)
         size = -(-len(paths) // parts) if local else 1
-    inside = replace(reading, tick=partial(shown.show, size) if local and not many else show_nothing)
+    inside = replace(reading, tick=show if local and not many else show_nothing)
     work = partial(scan_files, format_.name, inside if local else replace(inside, workers=1))
     try:
         for answers in run(work, items, engine=reading.engine, size=size, parallel=many):
@@ -309,10 +307,9 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
             new += len(fresh)
             if cache is not None:
                 cache.keep(fresh)
-            shown.files = len(shards)
-            shown.documents += sum(len(shards[at].arrays[0]) for at, _ in answers)
+            documents += sum(len(shards[at].arrays[0]) for at, _ in answers)
             if len(paths) > size:
-                shown.show(0, f"reading files, {len(shards):,} of {len(paths):,}", 0.0, 0)
+                show(f"reading files, {len(shards):,} of {len(paths):,}", 0.0, 0)
     finally:
         if cache is not None:
             cache.close()
@@ -326,23 +323,6 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
 def _name_kept(path: Path) -> str:
     """The path as text that a database takes; names of files need not be UTF-8."""
     return str(path.resolve()).encode(errors="backslashreplace").decode()
-
-
-@dataclass(slots=True)
-class _Shown:
-    """How far a scan is."""
-
-    tick: Tick
-    num_files: int
-    files: int = 0
-    """Files that were read."""
-    documents: int = 0
-    """Documents in them."""
-
-    def show(self, size: int, stage: str, done: float, documents: int) -> None:
-        """Show that the share `done` of the next `size` files is read, which have `documents` by estimate."""
-        share = (self.files + done * min(size, self.num_files - self.files)) / self.num_files
-        self.tick(stage, share, round((self.documents + done * documents) / max(share, 1e-9)))
 
 
 class KeptShards:

@@ -74,11 +74,6 @@ def _holds_tokens(path: Path, keys: Keys) -> bool:
 
 
 def _scan(path: Path, keys: Keys) -> Shard:
-    """Read the lengths of a file.
-
-    Raises:
-        DataError: the file holds no lengths, or one is impossible.
-    """
     read = _read_file(path, keys)
     facts = {"tokens": _holds_tokens(path, keys), "packer": _usual_packer(path, keys)}
     if not isinstance(read, tuple):
@@ -87,11 +82,7 @@ def _scan(path: Path, keys: Keys) -> Shard:
 
 
 def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
-    """The dataset of all files, those of a log in the order of its steps.
-
-    Raises:
-        DataError: files of integers are mixed with files of lists.
-    """
+    """The dataset of all files, those of a log in the order of its steps."""
     content: Content
     order = _order_of_steps(paths)
     paths, shards = [paths[at] for at in order], [shards[at] for at in order]

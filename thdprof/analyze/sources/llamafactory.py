@@ -37,11 +37,7 @@ def recognises(path: Path) -> bool:
 
 
 def _scan(path: Path) -> Shard:
-    """The rows of a file without their padding, and their tokens with it, if all have as many.
-
-    Raises:
-        DataError: the column is missing or has another type, or a row is null or has impossible boundaries.
-    """
+    """The rows of a file without their padding, and their tokens with it, if all have as many."""
     boundaries, offsets = _read_boundaries(path)
     inside = np.ones(len(boundaries) - 1, dtype=np.bool_)
     inside[offsets[1:-1] - 1] = False  # from a row to the next

@@ -85,12 +85,7 @@ def conversations_of(messages: Sequence[dict[str, Any]]) -> list[Conversation]:
 
 
 def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
-    """Count the tokens of every conversation of `paths`, one file after the other.
-
-    Raises:
-        UsageError: the run's tokenizer is not given or cannot be one, or the package that reads it is missing.
-        DataError: a line is no object with messages, or the tokenizer cannot be loaded.
-    """
+    """Count the tokens of every conversation of `paths`, one file after the other."""
     if reading.tokenizer_model is None:
         raise UsageError(
             f"{paths[0]}: conversations are counted by the run's tokenizer: give --tokenizer, or the launch "

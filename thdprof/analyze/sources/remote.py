@@ -23,7 +23,7 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 from thdprof.errors import UsageError
@@ -110,30 +110,12 @@ class Entry:
     """Time of the last change since 1970, in ns; 0 where the store does not say."""
 
 
-class Store(Protocol):
-    """The files of one URI scheme, by their keys: what stands behind `://`."""
-
-    prefix: str
-    """The scheme with `://`."""
-    query: str
-    """Settings behind `?`, kept so that a path's text leads to the same store."""
-
-    def look_up(self, key: str) -> Entry | None:
-        """What is at `key`; None where nothing is."""
-
-    def list_names(self, key: str) -> dict[str, Entry]:
-        """The names in the directory `key`."""
-
-    def open(self, key: str) -> tuple[Callable[[int, int], bytes], str]:
-        """A function of start and size that reads a range of a file; and a text that changes with its content."""
-
-
 class RemotePath(Path):
     """A file or directory of a store. Errors of the store are OSErrors with a number and the path's text."""
 
     _keeping: ClassVar[deque[RemotePath]] = deque()
 
-    def __init__(self, *segments: Any, store: Store, entry: Entry | None = None) -> None:
+    def __init__(self, *segments: Any, store: _ArrowStore | _FsspecStore, entry: Entry | None = None) -> None:
         super().__init__(*segments)
         self.store, self._entry = store, entry
         self._opened: tuple[Callable[[int, int], bytes], str] | None = None
@@ -277,21 +259,17 @@ class _RemoteFile(io.RawIOBase):
         self._block = b""
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a byte."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def tell(self) -> int:
-        """The next byte."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -315,7 +293,11 @@ class _RemoteFile(io.RawIOBase):
 
 
 class _ArrowStore:
-    """A file system of pyarrow."""
+    """A file system of pyarrow: the files of one URI scheme, by their keys, which are what stands behind `://`.
+
+    As of `_FsspecStore`, `look_up` says what is at a key, or None; `list_names` what is in a directory; and `open`
+    returns a function of start and size that reads a range of a file, and a text that changes with its content.
+    """
 
     def __init__(self, scheme: str, query: str, filesystem: Any) -> None:
         self.prefix, self.query, self._filesystem = f"{scheme}://", query, filesystem
@@ -369,7 +351,7 @@ class _FsspecStore:
 
 
 @lru_cache(maxsize=64)
-def _open_store(scheme: str, query: str, bucket: str, endpoint: str) -> Store:
+def _open_store(scheme: str, query: str, bucket: str, endpoint: str) -> _ArrowStore | _FsspecStore:
     settings: dict[str, Any] = dict(parse_qsl(query.removeprefix("?")))
     if scheme in _OPENERS:
         known = ("endpoint_override", "scheme", "anonymous", *(("region",) if scheme == "s3" else ()))

@@ -22,11 +22,6 @@ def recognises(path: Path) -> bool:
 
 
 def _scan(path: Path) -> Shard:
-    """The rows of a file.
-
-    Raises:
-        DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
-    """
     where = f"{path}: column {COLUMN}"
     with open_columns(path) as file:
         return Shard(base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where))

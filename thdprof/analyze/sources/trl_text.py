@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, UnpackedDocuments
-from thdprof.analyze.sources.readers.json_lines import TOKENS, first_object
-from thdprof.analyze.sources.readers.parquet import holds_columns, schema_of
+from thdprof.analyze.sources.readers.json_lines import TOKENS
+from thdprof.analyze.sources.readers.parquet import column_names
 from thdprof.errors import DataError, UsageError
 from thdprof.words import install_line
 
@@ -51,24 +51,12 @@ def text_columns(names: Collection[str], text_column: str) -> list[str]:
     return [name for name in ("messages", "conversations", text_column) if name in names][:1]
 
 
-def _column_names(path: Path) -> Collection[str]:
-    if holds_columns(path):
-        schema = schema_of(path)
-        return () if schema is None else schema.names
-    return first_object(path) or ()
-
-
 def _recognises(path: Path, reading: Reading) -> bool:
-    return bool(text_columns(_column_names(path), reading.text_column))
+    return bool(text_columns(column_names(path), reading.text_column))
 
 
 def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
-    """Count the tokens of every row of `paths`; the first row of the dataset decides for all of them.
-
-    Raises:
-        UsageError: the package that reads tokenizers is missing.
-        DataError: a row is no such text, or the tokenizer cannot be loaded.
-    """
+    """Count the tokens of every row of `paths`; the first row of the dataset decides for all of them."""
     counts, rows = _count(_task(paths, reading), reading)
     return [Shard(tuple(part)) for part in np.split(counts, np.cumsum(rows)[:-1], axis=1)]
 
@@ -84,14 +72,9 @@ def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> D
 
 
 def _tokenizer_of(paths: Sequence[Path], reading: Reading) -> Path:
-    """The directory of the run's tokenizer.
-
-    Raises:
-        UsageError: it is not given.
-        DataError: there is none of that name.
-    """
+    """The directory of the run's tokenizer."""
     if reading.tokenizer_model is None:
-        columns = text_columns(_column_names(paths[0]), reading.text_column)
+        columns = text_columns(column_names(paths[0]), reading.text_column)
         raise UsageError(
             f"{paths[0]}: its text ({' and '.join(columns)}) is counted by the run's tokenizer: give --tokenizer, a "
             "directory or a name in the Hugging Face cache"

@@ -6,7 +6,7 @@ from the same random states, buffers and output gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -440,14 +440,6 @@ def other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
     return present[(torch.searchsorted(present, given) + shift) % present.numel()].to(tensor.dtype)
 
 
-def token_mask(regions: Iterable[Region], n_tokens: int, device: torch.device) -> torch.Tensor:
-    """Which tokens lie in one of `regions`: bool, shape [n_tokens]."""
-    mask = torch.zeros(n_tokens, dtype=torch.bool)
-    for region in regions:
-        mask[region.begin : region.end] = True
-    return mask.to(device)
-
-
 def broadcast_mask(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """`mask`, shape [n_tokens], as a view that broadcasts over `tensor`, whose dimension `dim` is the tokens."""
     shape = [1] * tensor.dim()
@@ -636,7 +628,10 @@ class Search:
         return not any(self._spreads)
 
     def _mask(self, regions: Sequence[Region], like: torch.Tensor) -> torch.Tensor:
-        return token_mask(regions, self._batch.shape.n_tokens, like.device)
+        mask = torch.zeros(self._batch.shape.n_tokens, dtype=torch.bool)
+        for region in regions:
+            mask[region.begin : region.end] = True
+        return mask.to(like.device)
 
     def _run(self, together: Sequence[Region]) -> list[torch.Tensor]:
         """Largest difference at each token, for each tensor, of a pass in which `together` is perturbed."""
@@ -705,13 +700,7 @@ class Search:
         return self._perturb(leak.sources)[0] or leak
 
     def _run_perturbed(self, regions: Sequence[Region]) -> list[Watched]:
-        """The compared tensors of a pass in which inputs and output gradients of `regions` have other values.
-
-        Raises:
-            ValueError: no output runs over tokens, or one has another shape than in an earlier pass.
-            TypeError: the module returns no tensor.
-            NotReplayed: the pass was to be replayed, and ran eagerly.
-        """
+        """The compared tensors of a pass in which inputs and output gradients of `regions` have other values."""
         self._count += 1
         self._put_back()
         replays, tensors = self._way.mode == "replayed", list[torch.Tensor]()

@@ -52,7 +52,6 @@ def _find_percentiles(histogram: Histogram) -> dict[str, int]:
 
 
 def _list_percentiles(percentiles: dict[str, int]) -> str:
-    """The percentiles in a list of words."""
     return ", ".join(f"{percentile_name(name)} {value:,}" for name, value in percentiles.items())
 
 
@@ -145,7 +144,6 @@ def _spread(documents: Histogram, p: dict[str, int]) -> str:
 def _paint_distribution(
     canvas: Canvas, left: float, top: float, width: float, label: str, unit: str, histogram: Histogram
 ) -> tuple[Panel, Panel]:
-    """The histogram and the cumulative curve of one measure."""
     edges, shares = count_bars(histogram)
     densities = shares / np.diff(edges)  # bars of unequal width compare by the share for each whole number
     low, high = float(edges[0]), float(edges[-1])

@@ -95,6 +95,13 @@ def list_integers(column: Any, where: str) -> tuple[NDArray[np.int64], NDArray[n
     return np.concatenate(values), np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
 
 
+def make_lists(values: Any, ends: NDArray[np.integer]) -> Any:
+    """An Arrow array of lists, which `ends`, 0 and then the end of every list, cut out of `values`."""
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values))
+
+
 def row_lengths(column: Any, where: str, first_row: int = 0) -> NDArray[np.int64]:
     """Lengths of the lists of a `ChunkedArray`, shape [rows], with the errors of `list_lengths`."""
     lengths = [np.empty(0, dtype=np.int64)]

@@ -227,12 +227,7 @@ class _Counter:
     """Counts the tokens of a part of the data; forked processes share it."""
 
     def __init__(self, task: Task, tokenizer: Any, first: Any) -> None:
-        """Decide what TRL decides by the first example.
-
-        Raises:
-            Refused: the tokenizer or its chat template cannot be used.
-            DataError: TRL cannot train on such examples.
-        """
+        """Decide what TRL decides by the first example."""
         if not isinstance(first, dict):
             raise DataError(f"{task.files[0]}: the first row is no object; TRL reads objects with messages or text")
         if "image" in first or "images" in first:
@@ -337,7 +332,6 @@ class _Counter:
         return {"chat_template": self._template, "tools": tools, **example.get("chat_template_kwargs", {})}
 
     def _content(self, example: Example) -> Any:
-        """What is tokenised: a list of messages, or a text."""
         if "prompt" in example:
             return example["prompt"] + example["completion"]
         return example["messages"] if _is_conversational(example) else example[self._task.text_column]

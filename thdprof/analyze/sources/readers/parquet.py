@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.sources.readers import arrow
 from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_errors, arrow_schema, is_arrow, open_source
+from thdprof.analyze.sources.readers.json_lines import first_object
 from thdprof.errors import DataError
 
 _DEEPEST = 12
@@ -532,6 +533,14 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
 
 
 # --- files of columns, parquet or Arrow, of which one column is read --------------------------------------------------
+
+
+def column_names(path: Path) -> Collection[str]:
+    """Names of the columns of a file of columns, or of the keys of a file of JSON lines; none where it has neither."""
+    if not holds_columns(path):
+        return first_object(path) or ()
+    schema = schema_of(path)
+    return () if schema is None else schema.names
 
 
 def holds_columns(path: Path) -> bool:

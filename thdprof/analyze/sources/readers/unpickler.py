@@ -292,22 +292,6 @@ def _kind(value: Any) -> str:
     return value.kind if isinstance(value, StandIn) else type(value).__name__
 
 
-def set_limits(memory_bytes: int, cpu_seconds: int) -> None:
-    """Limit the memory and the processor time of this process.
-
-    Raises:
-        ImportError: the system has no such limits.
-        AttributeError: it lacks one of them.
-        OSError, ValueError: it refuses one.
-    """
-    import resource  # not at the top: some systems lack it
-
-    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_seconds, resource.RLIMIT_CORE: 0}
-    for kind, limit in limits.items():
-        hard = resource.getrlimit(kind)[1]  # of the processor time, the soft limit sends a signal of its own
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
 def main(position: int, memory_bytes: int, cpu_seconds: int, *shape: int) -> None:
     """Read stdin under the limits and write the answer to stdout.
 
@@ -315,7 +299,12 @@ def main(position: int, memory_bytes: int, cpu_seconds: int, *shape: int) -> Non
     `rows DOCUMENTS ROWS`, two counts. After the last come three arrays of native int64, as `rows` returns them.
     """
     try:
-        set_limits(memory_bytes, cpu_seconds)
+        import resource  # not at the top: some systems lack it
+
+        limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_seconds, resource.RLIMIT_CORE: 0}
+        for kind, limit in limits.items():
+            hard = resource.getrlimit(kind)[1]  # of the processor time, the soft limit sends a signal of its own
+            resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     except (ImportError, AttributeError, OSError, ValueError) as error:
         print("unlimited", *f"{type(error).__name__}: {error}".split(), flush=True)
         return

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -375,15 +375,6 @@ class Decoder(nn.Module):
             tables.detach()
         self._layers_tables = ()
         self._deepstack.detach()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside the block, the decoder runs as if nothing were attached to it."""
-        attached = vars(self.block).pop(self._entry)
-        try:
-            yield
-        finally:
-            vars(self.block)[self._entry] = attached
 
     def _rotary(self, hidden: torch.Tensor, table: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The argument with rotary embeddings: `table`, or those of position 0 where every micro-batch has its own."""

@@ -332,7 +332,10 @@ class LayerGraphs(DispatchedModule):
                 pass
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
-        self._refuse_megatrons_own()
+        if any(getattr(layer, "cuda_graphs", None) for layer in self._layers):
+            raise RuntimeError(
+                "megatron-core's TECudaGraphHelper has captured these layers too: do not call its create_cudagraphs"
+            )
         if self._watch is not None and self._watch.refuses(bucket):
             return FallbackReason.quarantined
         lease = self._leased(bucket, call)
@@ -462,13 +465,6 @@ class LayerGraphs(DispatchedModule):
 
     def _changed(self) -> str:
         return changes_since(self._placement, self._opened.check_states) or self._surroundings.changed()
-
-    def _refuse_megatrons_own(self) -> None:
-        """Raise RuntimeError where megatron-core has captured the layers, too: its graphs do not take packed input."""
-        if any(getattr(layer, "cuda_graphs", None) for layer in self._layers):
-            raise RuntimeError(
-                "megatron-core's TECudaGraphHelper has captured these layers too: do not call its create_cudagraphs"
-            )
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""

@@ -208,11 +208,7 @@ def refusals(config: Any, plan: Plan, *, replay: bool = True) -> Iterator[str]:
 
 
 def joined(lines: Sequence[str], error: SettingsError | None) -> SettingsError:
-    """All reasons in one error.
-
-    Args:
-        error: what `install` raised; None if it raised nothing.
-    """
+    """All reasons in one error."""
     heading = (
         "thdprof cannot follow the plan in this run of Megatron-Bridge (a name without a dot is a field of model):"
     )

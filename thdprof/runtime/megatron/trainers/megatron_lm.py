@@ -51,9 +51,6 @@ def datasets_on_all_stages(say: Callable[[str], None]) -> Iterator[None]:
     do for the first and the last one, so that boundaries need no message.
 
     The tensor-parallel ranks of a stage that read no data go on reading none.
-
-    Args:
-        say: takes one line for the log, once, where the pipeline has middle stages.
     """
     from megatron.core import parallel_state
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

@@ -273,9 +273,6 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
     Under `overlap_moe_expert_parallel_comm`, `pretrain_gpt.py` of Megatron-LM 0.19 and the forward steps of Megatron-
     Bridge 0.6.2 make the PackedSeqParams of a micro-batch and call the model's `build_schedule_plan` without them:
     documents of a row attend to each other then, and there is nothing that a graph could be replayed for.
-
-    Args:
-        say: called once, when it happens.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
