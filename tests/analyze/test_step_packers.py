@@ -42,7 +42,7 @@ def by_rank(documents: list[int], **values) -> list[list[list[list[int]]]]:
     return [[[next(packs) for _ in range(count)] for _ in ranks] for count in counts.tolist()]
 
 
-@pytest.mark.parametrize("packer", set(RL_PACKERS) - set(MEGATRON_RL_PACKERS))
+@pytest.mark.parametrize("packer", [name for name in RL_PACKERS if name not in MEGATRON_RL_PACKERS])
 def test_packs_equal_those_of_the_source(packer):
     rng, steps = np.random.default_rng(7), []
     for case in range(60):
