@@ -91,7 +91,7 @@ def test_a_restarted_script_uses_the_plan_again_unless_its_data_changed(script, 
     capfd.readouterr()
     assert run.main(["--replay", "off", str(script), *arguments]) == 0
     assert "is of an earlier start with the same data and settings" in capfd.readouterr().err
-    assert followed[1] == (followed[0][0], {"replay": False, "stats": None})
+    assert followed[1] == (followed[0][0], {**followed[0][1], "replay": False})
     os.utime(f"{data}.idx", (1, 1))
     assert run.main([str(script), *arguments]) == 0
     assert "earlier start" not in capfd.readouterr().err

@@ -81,6 +81,7 @@ def test_every_setting_that_a_plan_holds_is_compared():
         "train_epochs": 2,
         "packing_processes": 2,
         "packing_batch": 9,
+        "packing_bins": 9,
         "min_dynamic_context_parallel_size": 2,
     }
     for name in definitions():

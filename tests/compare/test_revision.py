@@ -112,8 +112,8 @@ def test_a_cost_is_named_by_the_plans_own_times_alone():
     found = revise(timed, seen, steps=100, source="a run")
     assert found.describe({timed.captured[1]: 12 << 20}) == (
         "the plan lacks 24 documents of 256 tokens, for 300 of 300 micro-batches that fit no bucket in the last 100 "
-        "steps (17 to 23 documents of at most 200 tokens, at least 9.0 ms of a step (modelled)); no longer replayed: "
-        "16 documents of 256 tokens (12.0 MiB of graphs)"
+        "steps (17 to 23 documents of at most 200 tokens; eagerly the plan's median one takes 3.0 ms longer "
+        "(modelled)); no longer replayed: 16 documents of 256 tokens (12.0 MiB of graphs)"
     )
     assert "ms" not in revise(plan, seen, steps=100, source="a run").describe({})
     assert found.plan.predictions.times.decoder_replay_ms is None

@@ -75,5 +75,9 @@ def test_each_setting_is_off_its_default_in_two_cases():
     elsewhere |= {"cache", "chat_template", "text_column", "eos_token", "completion_only_loss", "assistant_only_loss"}
     elsewhere |= {"autocast", "sampling"}  # of a Trainer's runs, in test_training_args.py and test_trainer_referee.py
     elsewhere |= {"length_column"}  # as the line before in test_trl_text.py and test_sources.py
-    elsewhere |= {"engine", "packing_batch"}  # in test_engines.py and test_trainer_packers.py
+    elsewhere |= {
+        "engine",
+        "packing_batch",
+        "packing_bins",
+    }  # in test_engines.py, test_trainer_packers.py, test_grain_packers.py
     assert {name for name in known if counted[name] < 2} == elsewhere

@@ -236,7 +236,7 @@ def test_sinks_are_the_reason_against_gpt_oss():
 def test_compiled_layers_may_look_up_the_gpus_capability(monkeypatch, without_inductor):
     @torch._dynamo.disable  # as torch treats its own function
     def get_device_capability(device=None):
-        return 9, 0
+        return 9, device or 0
 
     class Layer(torch.nn.Module):
         def forward(self, hidden):
@@ -246,7 +246,11 @@ def test_compiled_layers_may_look_up_the_gpus_capability(monkeypatch, without_in
     layers = torch.nn.ModuleList([Layer()])
     with ExitStack() as stack:
         with monkeypatch.context() as with_gpu:
-            with_gpu.setattr(torch.cuda, "is_available", lambda: True)
+            for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+                with_gpu.setattr(torch.cuda, name, lambda value=value: value)
             stack.enter_context(changed_layers(layers, None, compile=True))
+            with changed_layers(torch.nn.ModuleList(), None, compile=True):
+                assert torch.cuda.get_device_capability("cuda:1") == torch.cuda.get_device_capability() == (9, 1)
+        assert torch.cuda.get_device_capability(torch.device("cuda:0")) == (9, 0)
         assert layers[0](torch.zeros(2)).tolist() == [1, 1]
     assert torch.cuda.get_device_capability is get_device_capability

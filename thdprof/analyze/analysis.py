@@ -124,10 +124,14 @@ class Analysis(Predictions):
         return self.times.origin != "none"
 
 
-def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool) -> str:
-    """What the user types to train by `plan`: for Hugging Face's Trainer, for a script of Megatron's, or else."""
+def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool, experts: bool = False) -> str:
+    """What the user types to train by `plan`: for Hugging Face's Trainer, for a script of Megatron's, or else.
+
+    Layers with experts were not seen to work compiled.
+    """
     if of_trainer:
-        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}", compile=True)]), from thdprof.transformers'
+        compiled = "" if experts else ", compile=True"
+        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}"{compiled})]), from thdprof.transformers'
     if of_script:
         return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
     return f"train by {plan} (README.md)"

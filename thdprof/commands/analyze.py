@@ -134,7 +134,7 @@ def _write_results(
     if json:
         streams.write(json_text(to_dict(analysis, refused)) + "\n")
         return
-    then = next_command(request, file) if plan.captured else ""
+    then = next_command(request, file, experts=plan.training.experts != "none") if plan.captured else ""
     print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
     for name, written in (("plan", file), ("profile", profile)):
         if written is not None:
@@ -155,7 +155,7 @@ def _write_tables(
         make_profile(analysis, part=part).save(profile, force=force)
 
 
-def next_command(request: Request, plan: Path | None) -> str:
+def next_command(request: Request, plan: Path | None, *, experts: bool) -> str:
     """What the user types next, by the trainer that the request is of."""
     if plan is None:
         return "the same with -o plan.yaml, which writes the plan"
@@ -164,7 +164,7 @@ def next_command(request: Request, plan: Path | None) -> str:
 
     of_trainer = request.trainer_arguments is not None or request.given.get("loader") == "trainer"
     of_script = request.script is not None
-    found = training_command(plan, of_trainer=of_trainer, of_script=of_script)
+    found = training_command(plan, of_trainer=of_trainer, of_script=of_script, experts=experts)
     return found if of_trainer or of_script else f"{found}; with --profile FILE, thdprof report shows it"
 
 

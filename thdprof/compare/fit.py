@@ -74,7 +74,8 @@ _ROWS: tuple[tuple[Changes, str, str], ...] = (
     (
         "prediction",
         _OTHER_ROWS,
-        "min_dynamic_context_parallel_size add_extra_token packing_processes packing_batch max_docs_per_pack",
+        "min_dynamic_context_parallel_size add_extra_token packing_processes packing_batch packing_bins "
+        "max_docs_per_pack",
     ),
 )
 _CHANGES = {name: (changes, why) for changes, why, names in _ROWS for name in names.split()}

@@ -37,8 +37,9 @@ class Revision:
     """Number of micro-batches that fit no bucket of the run's plan."""
     steps: int
     """Number of steps that the micro-batches are of."""
-    least_ms: float | None
-    """Fewest milliseconds by which `fit_none` lengthen a step, by the plan's times; None: it has none."""
+    longer_ms: float | None
+    """Milliseconds by which the plan's median micro-batch takes longer eagerly on the quickest host; None: not known.
+    What other buckets take is not in a plan."""
     origin: str
     """Where the plan's times come from."""
 
@@ -53,7 +54,9 @@ class Revision:
             longest = max(shape.max_seqlen for shape in self.fit_none)
             fewest, most = min(s.n_seqs for s in self.fit_none), max(s.n_seqs for s in self.fit_none)
             documents = f"{most}" if fewest == most else f"{fewest} to {most}"
-            cost = "" if not self.least_ms else f", at least {self.least_ms:.1f} ms of a step ({self.origin})"
+            cost = ""
+            if self.longer_ms:
+                cost = f"; eagerly the plan's median one takes {self.longer_ms:.1f} ms longer ({self.origin})"
             parts.append(
                 f"the plan lacks {' and '.join(map(bucket_name, self.lacking))}, for {self.fit_none.total():,} of "
                 f"{self.num_eager:,} micro-batches that fit no bucket in the last {self.steps:,} steps "
@@ -98,8 +101,6 @@ def revise(
     if {*buckets} == {*own.buckets} or not (num_replays or fit_none):
         return None
     times = plan.predictions.times
-    shorter = None if times is None else _least_saved_ms(times)
-    per_step = fit_none.total() / (steps * plan.training.data_parallel_size)
     return Revision(
         plan=_plan_of(plan, buckets, seen, steps=steps, source=source),
         lacking=added if fit_none else (),
@@ -107,12 +108,12 @@ def revise(
         fit_none=fit_none,
         num_eager=total - num_replays,
         steps=steps,
-        least_ms=None if shorter is None else per_step * shorter,
+        longer_ms=None if times is None else _find_longer_ms(times),
         origin="" if times is None else times.origin,
     )
 
 
-def _least_saved_ms(times: TimesPart) -> float | None:
+def _find_longer_ms(times: TimesPart) -> float | None:
     """Milliseconds by which an eager micro-batch takes longer than a replayed one on the quickest host, if known."""
     if times.decoder_eager_ms is None or times.decoder_replay_ms is None:
         return None

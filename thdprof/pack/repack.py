@@ -40,8 +40,8 @@ _CAPS = tuple(quarter << power for power in range(11) for quarter in (4, 5, 6, 7
 """Caps that are compared: powers of two, and three numbers between each and the next."""
 _MORE_PACKS = 0.003
 """Most packs, as a share, that a cap may add where there are no times to choose it by."""
-_OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "packing_batch", "shuffle_seed", "loader",
-             "seq_length", "split", "sft_tokenizer_prompt_format", "tokenizer_model", "length_column",
+_OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "packing_batch", "packing_bins", "shuffle_seed",
+             "loader", "seq_length", "split", "sft_tokenizer_prompt_format", "tokenizer_model", "length_column",
              "drop_last")  # fmt: skip
 """Settings of the run that say how the old rows were made and read."""
 _OF_CONVERSATIONS = ("sft_tokenizer_prompt_format", "tokenizer_model")

@@ -13,6 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -106,7 +107,13 @@ class DriftWatch:
             return
         iteration, steps = self._taken.iteration, self._taken.steps
         source = f"{steps} steps until step {iteration} of a run by the plan {self._plan.identity}"
-        revision = revise(self._plan, seen, steps=steps, source=source, lacking=self._lacking)
+        try:
+            revision = revise(self._plan, seen, steps=steps, source=source, lacking=self._lacking)
+        except (ArithmeticError, DataError, ValueError) as error:  # training goes on
+            self._say(
+                f"thdprof, step {iteration}: no plan for the data that has moved on: {error}; {moved}; {_ANALYSE}"
+            )
+            return
         buckets = () if revision is None else tuple(revision.plan.captured)
         if buckets == self._said:
             return
@@ -123,7 +130,8 @@ class DriftWatch:
         if self._num_ranks > 1:
             store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{self._taken.iteration}"
             if self._rank != 0:
-                store.set(f"{key}/{self._rank}", json.dumps([[*astuple(shape), n] for shape, n in seen.items()]))
+                with suppress(RuntimeError):  # rank 0 has ended
+                    store.set(f"{key}/{self._rank}", json.dumps([[*astuple(shape), n] for shape, n in seen.items()]))
                 return None
             try:
                 for others in [f"{key}/{rank}" for rank in range(1, self._num_ranks)]:

@@ -121,7 +121,7 @@ class Stats:
     """Seconds that the captures of this rank took, the warm-up passes before them included."""
     captured_bytes: Counter[Bucket] = field(default_factory=Counter)
     """Bytes by which the captures of each bucket made the pools of this rank larger."""
-    shapes: deque[Shape] = field(default_factory=lambda: deque(maxlen=20_000))
+    shapes: deque[Shape] = field(default_factory=lambda: deque(maxlen=100_000))
     """Shapes of the latest micro-batches that were decided by shape, the oldest first."""
     verified: Counter[Bucket] = field(default_factory=Counter)
     """Number of replayed micro-batches that were compared with an eager run, by bucket."""

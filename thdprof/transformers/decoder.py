@@ -194,12 +194,27 @@ def constant_compute_capability() -> Iterator[None]:
     torch itself refuses to trace.
     """
     own = torch.cuda.get_device_capability
-    found = own()
-    torch.cuda.get_device_capability = lambda device=None: found
+    if own.__name__ == _constant_capability.__name__:  # another run inside this one's time
+        yield
+        return
+    torch.cuda.get_device_capability = _constant_capability([own(gpu) for gpu in range(torch.cuda.device_count())])
     try:
         yield
     finally:
         torch.cuda.get_device_capability = own
+
+
+def _constant_capability(found: Sequence[tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    present = torch.cuda.current_device()
+
+    def get_device_capability(device: torch.device | str | int | None = None) -> tuple[int, int]:
+        if isinstance(device, str):
+            device = torch.device(device)
+        number = device.index if isinstance(device, torch.device) else device
+        return found[present if number is None else number]
+
+    get_device_capability.__name__ = _constant_capability.__name__
+    return get_device_capability
 
 
 def _forward(

@@ -126,7 +126,8 @@ def _next_command(plan: Plan, name: str) -> str:
     if not plan.captured:
         return ""
     is_of_megatron = plan.dataset.format in ("megatron", "megatron-sft")
-    return training_command(name, of_trainer=plan.training.is_of_trainer, of_script=is_of_megatron)
+    run = plan.training
+    return training_command(name, of_trainer=run.is_of_trainer, of_script=is_of_megatron, experts=run.experts != "none")
 
 
 def _write_all(texts: dict[Path, str], directory: Path, *, force: bool) -> None:

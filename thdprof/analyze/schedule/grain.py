@@ -24,6 +24,7 @@ from thdprof.training import TrainingSettings
 
 _TORCHTITAN_BINS = 8
 """torchtitan's default of FirstFitPackingConfig.num_packing_bins."""
+_MOST_EPOCHS = 2_000
 _MAXTEXT_SEED = 0
 """Seed by which Grain orders MaxText's finished rows, whatever its data_shuffle_seed is."""
 
@@ -113,6 +114,11 @@ def _read_streams(
         if finished >= needed:
             break
         epochs = max(epochs, epochs * needed // finished) + 1 if finished else 2 * epochs
+        if epochs > _MOST_EPOCHS:
+            raise DataError(
+                f"--packer {settings.packer}: the documents are so few that a reader's {needed:,} rows take more than "
+                f"{_MOST_EPOCHS:,} epochs; give more documents"
+            )
     steps = wanted or finished // of_step
     return [_first_rows(rows, steps * of_step) for rows, _ in made], steps, epochs
 
@@ -256,14 +262,18 @@ def shuffle(size: int, seed: int) -> NDArray[np.int64]:
             right ^= scramble(left) ^ odd
         return left << word | right
 
-    # blocks are far more than few elements, which are encrypted thousands of times
-    table = encrypt(np.arange(2**16, dtype=np.uint64)) if word == 8 else None
+    if (
+        word == 8
+    ):  # blocks may be far more than elements, which are encrypted thousands of times: twice as often a round
+        table = encrypt(np.arange(2**16, dtype=np.uint64)).astype(np.int64)
+        while (table[:size] > most).any():
+            table = np.where(table > most, table[table], table)
+        return table[np.arange(size) % 2**16]
     order = np.arange(size, dtype=np.uint64)
-    outside = np.arange(size)
-    while len(outside):
-        inside = order[outside]
-        order[outside] = encrypt(inside) if table is None else table[inside % 2**16]
-        outside = outside[order[outside] > most]
+    outside_at = np.arange(size)
+    while len(outside_at):
+        order[outside_at] = encrypt(order[outside_at])
+        outside_at = outside_at[order[outside_at] > most]
     return order.astype(np.int64)
 
 

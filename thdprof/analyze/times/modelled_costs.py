@@ -153,8 +153,9 @@ _OWN_BYTES = 55e-6
 and backward, for a token and a channel of what they read: as much as that shape allows."""
 
 _FLASH_ATTENTION_2 = 1.52
-"""Time of the Trainer's attention, torch's or flash-attn's, beside cuDNN's, by squared tokens, on an H200: 64 packs of
-32,768 tokens at the shape of Qwen3-0.6B lie on this line with R2 0.9998 (benchmarks/results/pack.md)."""
+"""Time of the Trainer's attention beside cuDNN's, by squared tokens: 60 steps of torch's, of 32,768 tokens at the shape
+of Qwen3-0.6B on an H200, lie on this line with R2 0.9998 (benchmarks/results/pack.md). flash-attn's kernels and other
+GPUs are taken to be as much slower."""
 
 
 class ModelledTimes:
@@ -258,7 +259,7 @@ class ModelledTimes:
             calibrated=False,
             modelled=True,
             hardware=self.gpu.label,
-            attention="Transformer Engine's fused attention",
+            attention="torch's attention" if self.settings.is_of_trainer else "Transformer Engine's fused attention",
             n_tokens=tokens,
             eager=[self._eager_point(n) for n in sorted({1, *ends, *(n + 1 for n in ends), most})],
             replay=[self._replay_point(n) for n in sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})],
