@@ -53,6 +53,7 @@ def split_rows(rows) -> Counter:
 
 
 @pytest.mark.referee
+@pytest.mark.usefixtures("warm_tokenizer")
 @pytest.mark.parametrize("seed", range(5))
 def test_documents_of_text_are_those_that_trl_packs(seed, tmp_path):
     datasets.disable_progress_bars()

@@ -17,7 +17,7 @@ from thdprof.pack import write
 from thdprof.pack.repack import plan_packs, repack
 
 sft = pytest.importorskip("support.sft_referee")
-pytestmark = pytest.mark.referee
+pytestmark = [pytest.mark.referee, pytest.mark.usefixtures("warm_tokenizer")]
 SEQ_LENGTH = 128
 
 

@@ -218,7 +218,7 @@ def test_a_padded_micro_batch_is_recomputed_as_it_was_computed(rotated_on_the_de
 
 
 @pytest.mark.parametrize("on_the_device", [False, True])
-@pytest.mark.usefixtures("recomputing")
+@pytest.mark.usefixtures("recomputing", "storage_is_copied")
 def test_a_part_that_gives_its_output_up_is_recomputed_as_it_was_computed(rotated_on_the_device, on_the_device):
     tokens = torch.randn(8, HEADS, CHANNELS).requires_grad_()
     boundaries, table = torch.tensor([0, 3, 8]), rope(9)
