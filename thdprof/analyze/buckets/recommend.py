@@ -32,15 +32,13 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's steps."""
     histogram = profile.n_seqs
     quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
-    top = max(quantiles)
-    measured = [n for n in costs.measured_max_seqs() if min(quantiles) <= n]
-    longest = profile.max_seqlen.percentile(100.0)
-    at_top = costs.replay_ms(top, longest)
-    beyond = {n for n in measured if n > top and costs.replay_ms(n, longest) < at_top}  # a larger shape can be cheaper
-    optional = sorted({n for n in measured if n < top and n not in quantiles} | beyond)
+    top, longest = max(quantiles), profile.max_seqlen.percentile(100.0)
+    ms = {n: costs.replay_ms(n, longest) for n in (top, *costs.measured_max_seqs()) if n >= min(quantiles)}
+    # a larger shape can be cheaper
+    optional = sorted([n for n in ms if n not in quantiles and (n < top or ms[n] < ms[top])])
     room = max(1, _MAX_CANDIDATES - len(quantiles))
-    spread = optional[:: -(-len(optional) // room)] if optional else []
-    cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
+    spread = optional[:: max(1, -(-len(optional) // room))]
+    cheapest = min(optional, key=ms.__getitem__, default=top)
     return sorted({costs.round_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
 
 
@@ -214,11 +212,7 @@ def choose_quickest(
         choice = choices[int(index)]
         if not np.isfinite(times[index]):
             break
-        if max_fallback_rate is None:
-            return choice
-        if not choice and max_fallback_rate < 1:
-            continue  # the empty choice: every step has an eager micro-batch
-        if costs.fallback_rate(choice).step <= max_fallback_rate:
+        if max_fallback_rate is None or costs.fallback_rate(choice).step <= max_fallback_rate:
             return choice
     raise UsageError(
         f"--max-fallback-rate {max_fallback_rate:g}: no choice of buckets within the graph-memory budget keeps to "
@@ -310,43 +304,49 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
     table, profile = run.table, run.profile
-    asked = _asked(table, profile)
-    both = [profile] if asked is profile else [profile, asked]
-    rounded = {n for part in both for n in candidate_caps(part, costs)}
+    asked, own_caps = _asked(table, profile), candidate_caps(profile, costs)
+    asked_caps = own_caps if asked is profile else candidate_caps(asked, costs)
+    rounded = {*own_caps, *asked_caps}
     caps = sorted(rounded)
     if costs.max_seqs_steps:  # the curve shows the percentiles, too, that candidates were rounded up from
-        caps = sorted(rounded | {max(1, part.n_seqs.percentile(p)) for part in both for p in PERCENTILES.values()})
+        percentiles = {part.n_seqs.percentile(p) for part in (profile, asked) for p in PERCENTILES.values()}
+        caps = sorted(rounded | {max(1, n) for n in percentiles})
     run_cp_size = min(run.longest_possible)
     profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, table.groups)
     shapes = {}
     for cp_size, part in profiles.items():
         tokens = _candidate_lengths(part, costs, run.longest_possible[cp_size])
-        shapes[cp_size] = [Bucket(n, s, run.n_tokens, cp_size) for n in candidate_caps(part, costs) for s in tokens]
+        of_part = asked_caps if part is asked else candidate_caps(part, costs)
+        shapes[cp_size] = [Bucket(n, s, run.n_tokens, cp_size) for n in of_part for s in tokens]
     every = [bucket for part in shapes.values() for bucket in part]
     lengths = sorted({b.max_seqlen for b in every})
     step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
-    eager_ms = float(step_costs.step_ms([()])[0])
-    least = 1 - costs.least_gain
+    num_slots, most_bytes, least = run.num_slots, limits.graph_memory_bytes, 1 - costs.least_gain
+
+    def mean_ms(buckets: tuple[Bucket, ...]) -> float:
+        return float(step_costs.step_ms([buckets])[0])
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
-        return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
+        return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
+    eager_ms = mean_ms(())
     for buckets_of_size in shapes.values():
         refuse_long_search(len(buckets_of_size), limits.num_buckets)
     choices = choices_of(list(shapes.values()), limits.num_buckets, step_costs)
     stride = search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
-    within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
+    within = [most_bytes is None or (memory(c) or 0) <= most_bytes for c in choices]
     times_within = np.where(within, times, np.inf)
     chosen = choose_quickest(choices, times_within, step_costs, limits.max_fallback_rate)
+    step_ms = mean_ms(chosen)
     if chosen and limits.num_buckets > 1 and limits.cover_largest:
-        quickest_ms = float(step_costs.step_ms([chosen])[0])
-        most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
-        chosen = choose_covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
+        most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - step_ms))
+        if covering := choose_covering(choices, times_within, step_costs, most_ms=most_ms):
+            chosen, step_ms = covering, mean_ms(covering)
     longest = find_longest_captured(profiles, run.longest_possible)
     options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in shapes) for n in caps]
     curve = cap_curve(options, profile, costs, step_costs, eager_ms)
-    one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
+    one_graph_fits = most_bytes is None or (memory(options[0]) or 0) <= most_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
     singles = [
         c
@@ -356,9 +356,8 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         and c.fallback_rate.step <= most_fallbacks
         and ((c.relative_step_time or 0.0) <= least or limits.max_fallback_rate is not None)
     ]
-    if limits.max_fallback_rate is None and float(step_costs.step_ms([chosen])[0]) > least * eager_ms:
-        chosen = ()
-    step_ms = float(step_costs.step_ms([chosen])[0])
+    if limits.max_fallback_rate is None and step_ms > least * eager_ms:
+        chosen, step_ms = (), eager_ms
     rate = step_costs.fallback_rate(chosen)
     independent = max(1, independent // table.shared_capture_ranks)
     return Recommendation(
