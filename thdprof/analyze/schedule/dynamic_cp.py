@@ -363,7 +363,7 @@ def dynamic_cp(document_tokens: NDArray[np.int32], settings: TrainingSettings) -
         table=table,
         notes=tuple(notes),
         warnings=tuple(_warnings(placement, table, tokens, len(by_step), settings)),
-        independent=max(1, min(len(table), one_epoch)),
+        distinct=one_epoch,
         packing_efficiency=float(tokens.sum()) / float(capacity(table, settings).sum()),
     )
 

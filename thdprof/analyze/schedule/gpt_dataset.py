@@ -369,12 +369,10 @@ def schedule_conversations(conversations: Conversations, settings: TrainingSetti
         samples = samples_of(0, settings.train_samples)
     else:
         samples = _weighted_blend(samples_of, [file.path for file in conversations.files], settings)
-    distinct = max(1, conversations.num_lines() // settings.micro_batch_size)
-    schedule = _schedule_samples(samples, settings)
     row_tokens = np.concatenate([file.line_tokens() for file in conversations.files])
     return replace(
-        schedule,
-        independent=min(schedule.independent, distinct),
+        _schedule_samples(samples, settings),
+        distinct=conversations.num_lines() // settings.micro_batch_size,
         row_tokens=float(np.minimum(row_tokens, settings.seq_length).mean()),
     )
 
@@ -386,16 +384,9 @@ def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
         rows = samplers.cyclic_rows(num_samples, steps, settings)
         read = samples.apply(lambda values: values[rows])
     else:
-        read = samples.apply(lambda values: _deal_in_order(values, steps, settings))
+        read = samples.apply(lambda values: samplers.deal_in_order(values, steps, settings))
     table = read.merge_rows(settings).table(settings, exact=settings.loader is not None)
-    return Schedule(table=table, warnings=warnings, independent=len(table))
-
-
-def _deal_in_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
-    """Deal `values` [samples] as the sampler `single` does: shape [steps, ranks, samples of one rank and step]."""
-    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
-    dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
-    return dealt.reshape(steps, settings.data_parallel_size, -1)
+    return Schedule(table=table, warnings=warnings, distinct=len(table))
 
 
 def _weighted_blend(

@@ -63,19 +63,14 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     from thdprof.analyze.schedule import packers
 
     if settings.packer in STEP_PACKERS:
-        notes: tuple[str, ...] = ()
+        pack = packers.dp_balanced
         if settings.packer in RL_PACKERS:
-            from thdprof.analyze.schedule.step_packers import pack_steps
-
-            packing, num_microbatches = pack_steps(documents.document_tokens, settings)
-            rows, used, notes = packing.rows, packing.efficiency, packing.notes
-        else:
-            rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
-            used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
-        table = fill_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
-        one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
-        independent = max(1, min(len(table), one_epoch))
-        return Schedule(table=table, independent=independent, packing_efficiency=used, notes=notes)
+            from thdprof.analyze.schedule.step_packers import pack_steps as pack
+        packing = pack(documents.document_tokens, settings)
+        exact = settings.loader == "single"
+        table = fill_rows(packing.rows, settings).table(settings, packing.num_microbatches, exact=exact)
+        one_epoch = len(table) * len(documents.document_tokens) // max(1, len(packing.rows.document_tokens))
+        return Schedule(table=table, distinct=one_epoch, **packing.summarize())
     if settings.packer in GRAIN_PACKERS:
         from thdprof.analyze.schedule.grain import schedule_grain
 
@@ -87,12 +82,7 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         lengths = lengths[shuffle_dataset(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
     packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings, documents.trained_from))
-    return replace(
-        schedule_rows(packing.rows, settings),
-        notes=packing.notes,
-        packing_efficiency=packing.efficiency,
-        packing_efficiency_without_cap=packing.efficiency_without_cap,
-    )
+    return replace(schedule_rows(packing.rows, settings), **packing.summarize())
 
 
 def _schedule_multipack(lengths: NDArray[np.int32], settings: TrainingSettings) -> Schedule:
@@ -126,13 +116,7 @@ def _schedule_multipack(lengths: NDArray[np.int32], settings: TrainingSettings) 
         tables.append(table)
         steps, epoch = steps + table.num_steps, epoch + 1
     joined = tables[0] if len(tables) == 1 and wanted is None else join_steps(tables, wanted or steps)
-    return Schedule(
-        table=joined,
-        notes=packing.notes,
-        independent=min(len(joined), len(tables[0])),
-        packing_efficiency=packing.efficiency,
-        packing_efficiency_without_cap=packing.efficiency_without_cap,
-    )
+    return Schedule(table=joined, distinct=len(tables[0]), **packing.summarize())
 
 
 _OF_PACKING = ("packer", "seq_length", "seed", "max_docs_per_pack", "pad_seq_to_mult", "tail_policy",

@@ -115,10 +115,9 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
             f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}"
             f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
         )
+    distinct = rows.num_rows() // settings.micro_batch_size
     if settings.loader == "trainer":
-        table = trainer_table(rows, settings)
-        distinct = max(1, rows.num_rows() // settings.micro_batch_size)
-        return Schedule(table=table, independent=min(len(table), distinct))
+        return Schedule(table=trainer_table(rows, settings), distinct=distinct)
     mapping = _sample_mapping(rows.num_rows(), settings)
     num_rows = rows.num_rows() if mapping is None else len(mapping)
     steps, warnings = num_steps(num_rows, settings)
@@ -133,14 +132,12 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     if rows.rule == "bridge":
         table = _bridge_table(rows, read, settings)
         together = settings.num_microbatches if settings.loader == "batch" else 1
-        independent = max(1, min(len(table), rows.num_rows()) // together)
-        return Schedule(table=table, warnings=warnings, independent=independent)
+        return Schedule(table=table, warnings=warnings, distinct=min(len(table), rows.num_rows()) // together)
     samples = fill_rows(rows, settings).apply(lambda values: values[read]).merge_rows(settings)
     if rows.rule == "trl":
         samples = samples.pad(settings.pad_seq_to_mult)
     table = samples.table(settings, exact=settings.loader is not None)
-    distinct = max(1, rows.num_rows() // settings.micro_batch_size)
-    return Schedule(table=table, warnings=warnings, independent=min(len(table), distinct))
+    return Schedule(table=table, warnings=warnings, distinct=distinct)
 
 
 def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int64] | None:

@@ -68,10 +68,14 @@ def steps_of_one_epoch(num_rows: int, settings: TrainingSettings) -> int:
 
 def sequential_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
     """Sampler `single`: reads the file once, in order, one micro-batch for each rank in turn."""
-    ranks, size = settings.data_parallel_size, settings.micro_batch_size
-    rows = np.arange(steps * settings.global_batch_size, dtype=np.int64)
-    by_chunk = rows.reshape(steps, settings.num_microbatches, ranks, size)
-    return by_chunk.transpose(0, 2, 1, 3).reshape(steps, ranks, -1)
+    return deal_in_order(np.arange(steps * settings.global_batch_size), steps, settings)
+
+
+def deal_in_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
+    """Deal `values` [rows] as the sampler `single` deals the rows: shape [steps, ranks, rows of one rank and step]."""
+    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
+    dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
+    return dealt.reshape(steps, settings.data_parallel_size, -1)
 
 
 def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:

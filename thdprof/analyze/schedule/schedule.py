@@ -51,15 +51,20 @@ class Schedule:
     """Sentences on how the rows became micro-batches: documents that were cut or left out."""
     warnings: tuple[str, ...] = ()
     """Sentences on training that would stop or hang."""
-    independent: int
-    """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor collated
-    together."""
+    distinct: int
+    """Number of micro-batches that one pass over the data makes, of those that are collated together one."""
     row_tokens: float | None = None
     """Tokens of documents in the mean row where training cuts rows; None where a row holds what the dataset has."""
     packing_efficiency: float | None = None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
     """The efficiency that the packer would have without max_docs_per_pack; None if there is no such cap."""
+
+    @property
+    def independent(self) -> int:
+        """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor
+        collated together."""
+        return max(1, min(len(self.table), self.distinct))
 
 
 def num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:

@@ -240,7 +240,7 @@ class ModelledTimes:
         """The optimizer's step on one rank, in milliseconds; without a vocabulary over the layers' parameters alone."""
         model, settings = self.model, self.settings
         counts = [
-            stage_parameters(model, stage, model.vocab_size or 0)
+            stage_parameters(model, stage)
             for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
         ]
         sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
@@ -270,13 +270,7 @@ class ModelledTimes:
             outside_range_ms=outside,
             slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
-            slot_bytes=slot_bytes(
-                self.model,
-                self.settings,
-                tokens,
-                layer_graphs=self._run.layer_graphs,
-                ends_at_router=self._run.ends_at_router,
-            ),
+            slot_bytes=slot_bytes(self._run),
         )
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:

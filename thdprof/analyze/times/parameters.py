@@ -44,6 +44,10 @@ class Stage:
         """The layers of all chunks."""
         return [kind for chunk in self.chunks for kind in chunk]
 
+    def has_output_weights(self, model: Model) -> bool:
+        """Whether it has weights of an output layer beside an embedding's."""
+        return self.last and (model.untie_embeddings_and_output_weights or not self.first)
+
 
 def stages(model: Model, *, pipeline_size: int, num_chunks: int) -> list[Stage]:
     """The layers of every pipeline rank: chunk c of rank r is part c * pipeline_size + r of the model.
@@ -64,13 +68,16 @@ def stages(model: Model, *, pipeline_size: int, num_chunks: int) -> list[Stage]:
     ]
 
 
-def stage_parameters(model: Model, stage: Stage, vocab_size: int) -> Parameters:
+def count_table_elements(model: Model) -> float:
+    """Elements of an embedding or an output layer on one rank; 0 without a vocabulary."""
+    return (model.vocab_size or 0) * model.hidden_size / model.tensor_model_parallel_size
+
+
+def stage_parameters(model: Model, stage: Stage) -> Parameters:
     """Parameters of one rank of `stage`; biases, which are few, are left out."""
     counts = [_of_layer(model, kind) for kind in stage.layers]
     dense, experts = (sum(count[place] for count in counts) for place in (0, 1))
-    table = vocab_size * model.hidden_size / model.tensor_model_parallel_size
-    own_output = stage.last and (model.untie_embeddings_and_output_weights or not stage.first)
-    outside = table * (stage.first + own_output)
+    outside = count_table_elements(model) * (stage.first + stage.has_output_weights(model))
     if stage.last and model.mtp_num_layers:
         last = _of_layer(model, layer_kinds(model)[-1])
         dense += model.mtp_num_layers * (last[0] + count_joined_elements(model))
@@ -88,23 +95,25 @@ def stage_parameters(model: Model, stage: Stage, vocab_size: int) -> Parameters:
     )
 
 
-def state_bytes(
-    model: Model, parameters: Parameters, *, data_parallel_size: int, context_parallel_size: int
-) -> tuple[float, float]:
+def expert_ranks(model: Model, ranks: int) -> int:
+    """Ranks that hold the same experts, where `ranks` data- and context-parallel ones hold the same dense weights."""
+    of_expert = model.expert_model_parallel_size * model.expert_tensor_size
+    return max(1, ranks * model.tensor_model_parallel_size // of_expert)
+
+
+def state_bytes(model: Model, parameters: Parameters, ranks: int) -> tuple[float, float]:
     """Bytes of weights, gradients and optimizer state, and of the part that the optimizer's first step adds.
 
     Weights are in `precision`, gradients in float32 (with fp16 in fp16, and copied; likewise in bf16 with
     --grad-reduce-in-bf16), beside them float32 weights and the two moments of Adam, which the optimizer makes in its
     first step. A distributed optimizer shares the last three among the ranks that hold the same weights. FP8 keeps each
     linear layer's weights twice more, in one byte each.
+
+    Args:
+        ranks: data- and context-parallel ranks, which hold the same dense weights.
     """
-    shares = data_parallel_size * context_parallel_size
-    tensor = model.tensor_model_parallel_size
-    of_expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
-    expert_shares = max(1.0, shares * tensor / of_expert)
-    if not model.use_distributed_optimizer:
-        shares, expert_shares = 1, 1.0
-    weight = 4 if model.precision == "fp32" else 2
+    shares, expert_shares = (ranks, expert_ranks(model, ranks)) if model.use_distributed_optimizer else (1, 1)
+    weight = model.element_bytes
     gradient = 4 if model.gradients_in_fp32 else 2
     master = 0 if model.precision == "fp32" else 4 if model.gradients_in_fp32 else 8
     kept: Sequence[tuple[float, float]] = ((parameters.dense, shares), (parameters.experts, expert_shares))
@@ -122,7 +131,7 @@ def list_adapted_widths(model: Model, kind: Kind) -> list[float]:
     """For every linear layer of one layer that has an adapter, the width of its input and its output together, on one
     rank. Experts share one adapter for each of their two linear layers.
     """
-    hidden, gated = model.hidden_size, 2 if model.gated_linear_unit else 1
+    hidden, gated = model.hidden_size, model.gate_factor
     widths: dict[str, float] = {}
     if "attention" in kind:
         heads = model.num_attention_heads
@@ -158,8 +167,7 @@ def _layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
 
     Norms, biases and the router are left out.
     """
-    hidden, tensor = model.hidden_size, model.tensor_model_parallel_size
-    gated = 2 if model.gated_linear_unit else 1
+    hidden, tensor, gated = model.hidden_size, model.tensor_model_parallel_size, model.gate_factor
     found: list[Matrix] = []
 
     def split(*sizes: float) -> None:
@@ -180,12 +188,11 @@ def _layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
     if "mlp" in kind:
         split(hidden * model.ffn_size * gated, hidden * model.ffn_size)
     if kind == "mamba":
-        mixer = model.mamba_num_heads or 2 * hidden // model.mamba_head_dim
-        inner = mixer * model.mamba_head_dim
+        inner = model.mamba_heads * model.mamba_head_dim
         states = 2 * model.mamba_num_groups * model.mamba_state_dim
-        split(hidden * (2 * inner + states + mixer), inner * hidden, (inner + states) * _CONVOLUTION)
+        split(hidden * (2 * inner + states + model.mamba_heads), inner * hidden, (inner + states) * _CONVOLUTION)
     if "moe" in kind:
-        one = hidden * model.expert_ffn_size / (model.expert_tensor_parallel_size or tensor)
+        one = hidden * model.expert_ffn_size / model.expert_tensor_size
         own = (model.num_experts or 1) // model.expert_model_parallel_size
         found += [Matrix(elements=elements, of_expert=True) for elements in (gated * one, one) for _ in range(own)]
         shared = model.moe_shared_expert_intermediate_size or 0
