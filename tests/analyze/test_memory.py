@@ -24,7 +24,6 @@ from thdprof.analyze.buckets.saved_tensors import (
     pass_bytes,
     saved_bytes,
     split_around_router,
-    split_mtp_around_router,
 )
 from thdprof.analyze.report.analysis import print_report, to_dict
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence
@@ -426,14 +425,14 @@ def test_measured_slots_hold_multi_token_prediction_on_the_stage_that_predicts(s
 
 def test_dropless_experts_of_multi_token_prediction_are_behind_its_graph_with_its_last_norm():
     model = replace(LARGE, mtp_num_layers=1)
-    inside, behind = split_mtp_around_router(model)
+    inside, behind = split_around_router(model, None)
     assert {one.module for one in behind} >= {"final_layernorm", "mlp.experts"}
     assert sum(one.bytes_per_token for one in (*inside, *behind)) == kept_in_prediction(model)
     graphs, experts = layers_around_router(LARGE, 2)
     found = dropless_peak(model)
     assert found.graph_bytes == pass_bytes(graphs, 4096) + pass_bytes([inside], 4096) + 2 * 32 * MIB
     assert found.experts_bytes == pass_bytes([*experts, behind], 4096)
-    recomputed = split_mtp_around_router(replace(model, recompute_granularity="full"))
+    recomputed = split_around_router(replace(model, recompute_granularity="full"), None)
     assert recomputed[0] == inside
     assert all(one.recomputed for one in recomputed[1])
 

@@ -82,12 +82,21 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
     ]
 
 
-def split_around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
+def split_around_router(model: Model, kind: Kind | None) -> tuple[list[Saved], list[Saved]]:
     """What one layer of a model with dropless experts saves inside a graph that ends at its router, where nothing is
     recomputed, and behind it. A layer without experts is a graph, whole.
+
+    Args:
+        kind: what the layer holds; None: it is of multi-token prediction, and its last norm is behind its router.
     """
-    inside = layer_tensors(replace(model, recompute_granularity=None), kind)
-    return _split_at_router(inside, kind)[0], _split_at_router(layer_tensors(model, kind), kind)[1]
+    has_experts = "moe" in (kind or layer_kinds(model)[-1])
+
+    def follows(one: Saved) -> bool:
+        return has_experts and (one.module in ("mlp", _LAST_NORM) or one.module.startswith(_EXPERTS))
+
+    plain = replace(model, recompute_granularity=None)
+    inside, behind = (mtp_tensors(one) if kind is None else layer_tensors(one, kind) for one in (plain, model))
+    return [one for one in inside if not follows(one)], [one for one in behind if follows(one)]
 
 
 def mtp_tensors(model: Model) -> list[Saved]:
@@ -108,20 +117,6 @@ def mtp_tensors(model: Model) -> list[Saved]:
         replace(one, is_input=place < 2, recomputed=place >= 2 and (one.recomputed or whole))
         for place, one in enumerate(tensors)
     ]
-
-
-def split_mtp_around_router(model: Model) -> tuple[list[Saved], list[Saved]]:
-    """What `split_around_router` gives, of a layer of multi-token prediction; behind its router is its last norm."""
-    kind, plain = layer_kinds(model)[-1], replace(model, recompute_granularity=None)
-    return _split_at_router(mtp_tensors(plain), kind)[0], _split_at_router(mtp_tensors(model), kind)[1]
-
-
-def _split_at_router(tensors: Sequence[Saved], kind: Kind) -> tuple[list[Saved], list[Saved]]:
-
-    def follows(one: Saved) -> bool:
-        return "moe" in kind and (one.module in ("mlp", _LAST_NORM) or one.module.startswith(_EXPERTS))
-
-    return [one for one in tensors if not follows(one)], [one for one in tensors if follows(one)]
 
 
 def join_recomputed(layers: Sequence[Sequence[Saved]]) -> list[Saved]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled, samplers
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Samples, Schedule, Tick, num_steps
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Samples, Schedule, Tick
 from thdprof.analyze.sources.base import ConversationFile, Conversations, TokenStream
 from thdprof.errors import DataError, UsageError
 from thdprof.training import TrainingSettings
@@ -379,7 +379,7 @@ def schedule_conversations(conversations: Conversations, settings: TrainingSetti
 
 def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
     num_samples = len(samples.n_seqs)
-    steps, warnings = num_steps(num_samples, settings)
+    steps, warnings = samplers.num_steps(num_samples, settings)
     if settings.loader == "cyclic":
         rows = samplers.cyclic_rows(num_samples, steps, settings)
         read = samples.apply(lambda values: values[rows])

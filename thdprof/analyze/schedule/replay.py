@@ -14,7 +14,7 @@ from thdprof.analyze.schedule.rows import schedule_rows, shuffle_dataset, traine
 from thdprof.analyze.schedule.samplers import torch_randperm
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, fill_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
-from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
+from thdprof.analyze.sources.base import Content, Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.plan import DatasetPart
 from thdprof.training import (
     AXOLOTL_PACKERS,
@@ -180,13 +180,17 @@ def replay(
         DataError: the data cannot be trained on as it is.
         UsageError: settings that cannot be.
     """
-    kind = _kind(dataset)
+    content, kind = dataset.content, _kind(dataset.content)
     packer = definitions()["packer"].canonical(given.get("packer"))
     packed_in_training = kind == "documents" and packer in (*STEP_PACKERS, *GRAIN_PACKERS)
     default_loader: Loader | None = "single" if packed_in_training else _DEFAULT_LOADERS.get(dataset.format)
     if dataset.usual_packer is not None and packer in (None, *TRL_PACKERS):
         default_loader = "trainer"
-    fullest = _fullest_row(dataset)
+    longest = fullest = None
+    if isinstance(content, UnpackedDocuments):
+        longest = max(1, int(content.document_tokens.max()))
+    elif isinstance(content, PackedRows) and dataset.pack_tokens is None:
+        fullest = max(1, int(content.num_tokens().max()))
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
@@ -194,7 +198,7 @@ def replay(
         dataset_format=dataset.format,
         default_loader=default_loader,
         usual_packer=dataset.usual_packer,
-        longest=_longest(dataset),
+        longest=longest,
         num_datasets=len(dataset.uris),
         kind=kind,
     )
@@ -218,34 +222,16 @@ def replay(
     )
 
 
-def _kind(dataset: Dataset) -> Kind:
-    match dataset.content:
-        case PackedRows(rule="bridge"):
-            return "bridge"
-        case PackedRows(rule="trl"):
-            return "trl"
-        case PackedRows():
-            return "packs"
+def _kind(content: Content) -> Kind:
+    match content:
+        case PackedRows(rule=rule):
+            return "packs" if rule == "concatenate" else rule
         case UnpackedDocuments():
             return "documents"
         case Conversations():
             return "conversations"
         case _:
             return "streams"
-
-
-def _longest(dataset: Dataset) -> int | None:
-    """Tokens of the longest document that is not packed yet."""
-    if not isinstance(dataset.content, UnpackedDocuments):
-        return None
-    return max(1, int(dataset.content.document_tokens.max()))
-
-
-def _fullest_row(dataset: Dataset) -> int | None:
-    """Tokens of the fullest row of packed rows whose files do not tell the pack size; else None."""
-    if dataset.pack_tokens is not None or not isinstance(dataset.content, PackedRows):
-        return None
-    return max(1, int(dataset.content.num_tokens().max()))
 
 
 def _mark_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.samplers import torch_randperm
-from thdprof.analyze.schedule.schedule import Samples, Schedule, fill_rows, num_steps
+from thdprof.analyze.schedule.schedule import Samples, Schedule, fill_rows
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
 from thdprof.training import SWIFT_PACKERS, TrainingSettings
@@ -47,18 +47,11 @@ def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray
     else:
         order = torch_randperm(num_rows, settings.seed + epoch)
     together = ranks * size
-    if by_row:
-        kept = num_rows // together * together if settings.drop_last else num_rows
-        filled = np.append(order[:kept], np.full(-kept % together, NO_ROW, dtype=np.int64))
-        return filled.reshape(-1, size, ranks).transpose(0, 2, 1)
-    if settings.drop_last:
-        return order[: num_rows // together * together].reshape(-1, ranks, size)
-    missing = -num_rows % together
-    if ranks == 1:
-        filled = np.append(order, np.full(missing, NO_ROW, dtype=np.int64))
-    else:
-        filled = np.append(order, order[np.arange(missing) % num_rows])
-    return filled.reshape(-1, ranks, size)
+    kept = num_rows // together * together if settings.drop_last else num_rows
+    missing = -kept % together
+    again = order[np.arange(missing) % num_rows] if ranks > 1 and not by_row else np.full(missing, NO_ROW)
+    filled = np.append(order[:kept], again)
+    return filled.reshape(-1, size, ranks).transpose(0, 2, 1) if by_row else filled.reshape(-1, ranks, size)
 
 
 def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
@@ -120,7 +113,7 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         return Schedule(table=trainer_table(rows, settings), distinct=distinct)
     mapping = _sample_mapping(rows.num_rows(), settings)
     num_rows = rows.num_rows() if mapping is None else len(mapping)
-    steps, warnings = num_steps(num_rows, settings)
+    steps, warnings = samplers.num_steps(num_rows, settings)
     read = {
         "single": samplers.sequential_rows,
         "cyclic": samplers.cyclic_rows,

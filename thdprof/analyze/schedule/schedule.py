@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.sources.base import PackedRows
-from thdprof.errors import DataError, UsageError
+from thdprof.errors import UsageError
 from thdprof.training import TailPolicy, TrainingSettings
 
 
@@ -65,26 +64,6 @@ class Schedule:
         """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor
         collated together."""
         return max(1, min(len(self.table), self.distinct))
-
-
-def num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:
-    """The number of steps to predict, and a warning if the data ends before the run does."""
-    one_epoch = samplers.steps_of_one_epoch(num_rows, settings)
-    if one_epoch == 0:
-        raise DataError(
-            f"{num_rows} rows do not make one step of --global-batch-size {settings.global_batch_size}; "
-            "give more data or a smaller batch"
-        )
-    if settings.train_samples is None:
-        return one_epoch, ()
-    steps = settings.train_samples // settings.global_batch_size
-    if settings.loader == "single" and steps > one_epoch:
-        warning = (
-            f"the run asks for {steps} steps, but the data ends after {one_epoch}: the single loader does not start "
-            "again, and training stops there"
-        )
-        return one_epoch, (warning,)
-    return steps, ()
 
 
 class Samples(NamedTuple):

@@ -379,9 +379,8 @@ class Decoder:
     def _gather_and_reduce(self, work: Work) -> Layer:
         """Communication of tensor parallelism around two products: before the first and after the second."""
         one = self._device.collective(work.tokens * self._model.hidden_size * 2e-6, self._tp)
-        if self._model.sequence_parallel:  # a gather and a reduce-scatter; the backward gathers once more
-            return Layer(forward=[*one, *one], backward=[*one, *one, *one])
-        return Layer(forward=[*one, *one], backward=[*one, *one])
+        # under sequence parallelism a gather and a reduce-scatter; the backward gathers once more
+        return Layer(forward=one * 2, backward=one * (3 if self._model.sequence_parallel else 2))
 
     def _before_product(self, work: Work) -> Layer:
         layer = self._norm(work)

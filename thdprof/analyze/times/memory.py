@@ -37,7 +37,6 @@ from thdprof.analyze.buckets.saved_tensors import (
     pass_bytes,
     saved_bytes,
     split_around_router,
-    split_mtp_around_router,
 )
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Memory, Moment
@@ -401,7 +400,7 @@ class _Layers:
             of_chunks = self.pass_bytes(chunks, 0, recompute=recompute) + self._grouped_gradient()
             return _Replayed(in_pool=of_chunks + depths * self.pass_bytes([], 1, recompute=recompute))
         parts = [split_around_router(model, kind) for chunk in chunks for kind in chunk]
-        predicted = split_mtp_around_router(model)
+        predicted = split_around_router(model, None)
         behind = [rest for _, rest in (*parts, *[predicted] * depths)]
         return _Replayed(
             in_pool=pass_bytes([graph for graph, _ in parts], n_tokens)

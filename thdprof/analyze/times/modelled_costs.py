@@ -61,19 +61,19 @@ class HostRate:
     basis: str
     """The processors that the range is of."""
 
-    def launch_ms(self, time: DecoderTime) -> Range:
-        """The host's time for the launches of a micro-batch, in milliseconds."""
-        return self._launch_ms(time.launches, time.light_launches)
-
-    def _launch_ms(self, launches: float, light: float) -> Range:
-        return (launches + _LIGHT * light) * self.low_us / 1000, (launches + _LIGHT * light) * self.high_us / 1000
+    def launch_ms(self, time: DecoderTime, *, of_experts: bool = False) -> Range:
+        """The host's time for the launches of a micro-batch, or of its experts alone, in milliseconds."""
+        launches = time.launches + _LIGHT * time.light_launches
+        if of_experts:
+            launches = time.expert_launches + _LIGHT * time.expert_light_launches
+        return launches * self.low_us / 1000, launches * self.high_us / 1000
 
     def partly_replayed_ms(self, time: DecoderTime) -> tuple[float, float, float]:
         """Time of a micro-batch whose experts run eagerly between graphs: lowest, middle and highest, in milliseconds.
 
         The host launches the experts' kernels alone.
         """
-        low, high = self._launch_ms(time.expert_launches, time.expert_light_launches)
+        low, high = self.launch_ms(time, of_experts=True)
         return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
 
     def eager_ms(self, time: DecoderTime, *, slower_kernels: float = 1.0) -> tuple[float, float, float]:
@@ -275,27 +275,20 @@ class ModelledTimes:
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
         time = self.at(max_seqs, replayed=True)
-        if self.replay_range(time) is None:
+        if not self.is_partly_replayed(time):
             return ReplayPoint(max_seqs=max_seqs, ms=self._with_mtp(time.replay_ms, time.gpu_ms))
         low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return ReplayPoint(max_seqs=max_seqs, ms=middle, range_ms=(low, high))
 
-    def replay_range(self, time: DecoderTime) -> Range | None:
-        """The range of a replay between whose graphs experts run eagerly; None where layers are captured whole."""
-        if not self._run.ends_at_router or time.expert_launches == 0:
-            return None
-        low, _, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
-        return low, high
-
-    def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
-        """Eager time of a micro-batch: lowest, middle and highest, in milliseconds, with what layers of multi-token
-        prediction take longer than on the GPU alone. Eager layers of transformers' own are never fused."""
-        eager = self.host.eager_ms(time, slower_kernels=self.slower_kernels)
-        low, middle, high = (self._with_mtp(ms, ms) for ms in eager)
-        return low, middle, high
+    def is_partly_replayed(self, time: DecoderTime) -> bool:
+        """Whether experts run eagerly between a replay's graphs; else layers are captured whole."""
+        return self._run.ends_at_router and time.expert_launches > 0
 
     def _eager_point(self, documents: int) -> EagerPoint:
-        low, middle, high = self.eager_ms(self.at(documents))
+        """Eager times, with what layers of multi-token prediction take longer than on the GPU alone. Eager layers of
+        transformers' own are never fused."""
+        eager = self.host.eager_ms(self.at(documents), slower_kernels=self.slower_kernels)
+        low, middle, high = (self._with_mtp(ms, ms) for ms in eager)
         return EagerPoint(n_seqs=documents, ms=middle, range_ms=(low, high))
 
 

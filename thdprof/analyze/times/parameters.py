@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from thdprof.analyze.buckets.saved_tensors import Kind, layer_kinds
 from thdprof.training import Model
@@ -127,28 +128,57 @@ def state_bytes(model: Model, parameters: Parameters, ranks: int) -> tuple[float
     return rest + moments, moments
 
 
+class _Linear(NamedTuple):
+    """A linear layer, whole, or one of each of this rank's experts."""
+
+    inputs: int
+    outputs: int
+    name: str = ""
+    """The name by which adapters choose it; empty: it never has one."""
+    shared: bool = True
+    """Whether tensor-parallel ranks share it."""
+    of_experts: bool = False
+
+
+def _list_linear_layers(model: Model, kind: Kind) -> Iterator[_Linear]:
+    """The linear layers of one layer, in the order in which Megatron registers them: an attention's output projection
+    comes first. The convolution of a Mamba layer is taken as one.
+    """
+    hidden, gated, heads = model.hidden_size, model.gate_factor, model.num_attention_heads
+    if "attention" in kind and model.multi_latent_attention:
+        latent, positions = model.kv_lora_rank, model.qk_pos_emb_head_dim
+        yield _Linear(heads * model.v_head_dim, hidden, "linear_proj")
+        if model.q_lora_rank:
+            yield _Linear(hidden, model.q_lora_rank, shared=False)
+        yield _Linear(model.q_lora_rank or hidden, heads * (model.qk_head_dim + positions), "linear_q_up_proj")
+        yield _Linear(hidden, latent + positions, shared=False)
+        yield _Linear(latent, heads * (model.qk_head_dim + model.v_head_dim), "linear_kv_up_proj")
+    elif "attention" in kind:
+        yield _Linear(heads * model.head_dim, hidden, "linear_proj")
+        yield _Linear(hidden, (heads + 2 * model.query_groups) * model.head_dim, "linear_qkv")
+    if "mlp" in kind:
+        yield _Linear(hidden, gated * model.ffn_size, "linear_fc1")
+        yield _Linear(model.ffn_size, hidden, "linear_fc2")
+    if kind == "mamba":
+        inner = model.mamba_heads * model.mamba_head_dim
+        states = 2 * model.mamba_num_groups * model.mamba_state_dim
+        yield _Linear(hidden, 2 * inner + states + model.mamba_heads)
+        yield _Linear(inner, hidden)
+        yield _Linear(inner + states, _CONVOLUTION)
+    if "moe" in kind:
+        yield _Linear(hidden, gated * model.expert_ffn_size, "linear_fc1", of_experts=True)
+        yield _Linear(model.expert_ffn_size, hidden, "linear_fc2", of_experts=True)
+        if width := model.moe_shared_expert_intermediate_size:
+            yield _Linear(hidden, gated * width)
+            yield _Linear(width, hidden)
+
+
 def list_adapted_widths(model: Model, kind: Kind) -> list[float]:
     """For every linear layer of one layer that has an adapter, the width of its input and its output together, on one
     rank. Experts share one adapter for each of their two linear layers.
     """
-    hidden, gated = model.hidden_size, model.gate_factor
-    widths: dict[str, float] = {}
-    if "attention" in kind:
-        heads = model.num_attention_heads
-        if model.multi_latent_attention:
-            queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-            values = heads * model.v_head_dim
-            widths["linear_proj"] = values + hidden
-            widths["linear_q_up_proj"] = (model.q_lora_rank or hidden) + queries
-            widths["linear_kv_up_proj"] = model.kv_lora_rank + heads * model.qk_head_dim + values
-        else:
-            queries, keys = heads * model.head_dim, model.query_groups * model.head_dim
-            widths |= {"linear_proj": queries + hidden, "linear_qkv": hidden + queries + 2 * keys}
-    ffn = model.ffn_size if "mlp" in kind else model.expert_ffn_size if "moe" in kind else 0
-    if ffn:
-        widths |= {"linear_fc1": hidden + gated * ffn, "linear_fc2": ffn + hidden}
-    tensor = model.tensor_model_parallel_size
-    return [width / tensor for name, width in widths.items() if name in model.lora_target_modules]
+    tensor, names = model.tensor_model_parallel_size, model.lora_target_modules
+    return [(one.inputs + one.outputs) / tensor for one in _list_linear_layers(model, kind) if one.name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,41 +192,16 @@ class Matrix:
 
 
 def _layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
-    """The large parameters of one layer on one rank, in the order in which Megatron registers them: an attention's
-    output projection comes first, and all experts' first products come before their second ones.
+    """The large parameters of one layer on one rank, in the order in which Megatron registers them: all experts' first
+    products come before their second ones.
 
     Norms, biases and the router are left out.
     """
-    hidden, tensor, gated = model.hidden_size, model.tensor_model_parallel_size, model.gate_factor
     found: list[Matrix] = []
-
-    def split(*sizes: float) -> None:
-        found.extend(Matrix(elements=elements / tensor) for elements in sizes if elements)
-
-    def whole(*sizes: float) -> None:
-        found.extend(Matrix(elements=elements) for elements in sizes if elements)
-
-    heads = model.num_attention_heads
-    if "attention" in kind and model.multi_latent_attention:
-        split(heads * model.v_head_dim * hidden)
-        whole(hidden * (model.q_lora_rank or 0))
-        split((model.q_lora_rank or hidden) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim))
-        whole(hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim))
-        split(model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim))
-    elif "attention" in kind:
-        split(heads * model.head_dim * hidden, hidden * (heads + 2 * model.query_groups) * model.head_dim)
-    if "mlp" in kind:
-        split(hidden * model.ffn_size * gated, hidden * model.ffn_size)
-    if kind == "mamba":
-        inner = model.mamba_heads * model.mamba_head_dim
-        states = 2 * model.mamba_num_groups * model.mamba_state_dim
-        split(hidden * (2 * inner + states + model.mamba_heads), inner * hidden, (inner + states) * _CONVOLUTION)
-    if "moe" in kind:
-        one = hidden * model.expert_ffn_size / model.expert_tensor_size
-        own = (model.num_experts or 1) // model.expert_model_parallel_size
-        found += [Matrix(elements=elements, of_expert=True) for elements in (gated * one, one) for _ in range(own)]
-        shared = model.moe_shared_expert_intermediate_size or 0
-        split(hidden * shared * gated, hidden * shared)
+    for one in _list_linear_layers(model, kind):
+        ranks = model.expert_tensor_size if one.of_experts else model.tensor_model_parallel_size if one.shared else 1
+        count = (model.num_experts or 1) // model.expert_model_parallel_size if one.of_experts else 1
+        found += [Matrix(elements=one.inputs * one.outputs / ranks, of_expert=one.of_experts)] * count
     return found
 
 
