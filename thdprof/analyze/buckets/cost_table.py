@@ -241,8 +241,8 @@ def load_costs(path: Path) -> CostTable:
     """
     where = f"--cost-table {path}"
     loaded = read_yaml(path, where=where)
-    if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
-        schema = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
+    schema = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
+    if schema != SCHEMA:
         raise DataError(f"{where}: not a cost table: schema is {schema!r}, not {SCHEMA!r}")
     table = validate(CostTable, loaded, where=where)
     keys = [(p.max_seqs, p.max_seqlen) for p in table.replay]

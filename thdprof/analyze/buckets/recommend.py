@@ -42,9 +42,8 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     return sorted({costs.round_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
 
 
-def _candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
-    """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
-    top = max(longest_possible, profile.max_seqlen.percentile(100.0))
+def _candidate_lengths(profile: Profile, costs: CostTable, top: int) -> list[int]:
+    """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only `top`, the largest."""
     if not costs.needs_max_seqlen:
         return [top]
     step = costs.max_seqlen_granularity
@@ -304,47 +303,42 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
     table, profile = run.table, run.profile
-    asked, own_caps = _asked(table, profile), candidate_caps(profile, costs)
-    asked_caps = own_caps if asked is profile else candidate_caps(asked, costs)
-    rounded = {*own_caps, *asked_caps}
+    joint = _profile_joint(table, profile)
+    profiles = {min(run.longest_possible): joint} if table.groups is None else Profile.by_cp_size(table, table.groups)
+    caps_of = {part: candidate_caps(part, costs) for part in {profile, joint, *profiles.values()}}
+    rounded = {*caps_of[profile], *caps_of[joint]}
     caps = sorted(rounded)
     if costs.max_seqs_steps:  # the curve shows the percentiles, too, that candidates were rounded up from
-        percentiles = {part.n_seqs.percentile(p) for part in (profile, asked) for p in PERCENTILES.values()}
+        percentiles = {part.n_seqs.percentile(p) for part in (profile, joint) for p in PERCENTILES.values()}
         caps = sorted(rounded | {max(1, n) for n in percentiles})
-    run_cp_size = min(run.longest_possible)
-    profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, table.groups)
-    shapes = {}
+    longest = find_longest_captured(profiles, run.longest_possible)
+    shapes: list[list[Bucket]] = []
     for cp_size, part in profiles.items():
-        tokens = _candidate_lengths(part, costs, run.longest_possible[cp_size])
-        of_part = asked_caps if part is asked else candidate_caps(part, costs)
-        shapes[cp_size] = [Bucket(n, s, run.n_tokens, cp_size) for n in of_part for s in tokens]
-    every = [bucket for part in shapes.values() for bucket in part]
+        tokens = _candidate_lengths(part, costs, longest[cp_size])
+        shapes.append([Bucket(n, s, run.n_tokens, cp_size) for n in caps_of[part] for s in tokens])
+    every = [bucket for buckets in shapes for bucket in buckets]
     lengths = sorted({b.max_seqlen for b in every})
     step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
-    num_slots, most_bytes, least = run.num_slots, limits.graph_memory_bytes, 1 - costs.least_gain
-
-    def mean_ms(buckets: tuple[Bucket, ...]) -> float:
-        return float(step_costs.step_ms([buckets])[0])
+    most_bytes, least = limits.graph_memory_bytes, 1 - costs.least_gain
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
-        return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
+        return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
-    eager_ms = mean_ms(())
-    for buckets_of_size in shapes.values():
-        refuse_long_search(len(buckets_of_size), limits.num_buckets)
-    choices = choices_of(list(shapes.values()), limits.num_buckets, step_costs)
+    eager_ms = step_costs.choice_ms(())
+    for buckets in shapes:
+        refuse_long_search(len(buckets), limits.num_buckets)
+    choices = choices_of(shapes, limits.num_buckets, step_costs)
     stride = search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
     within = [most_bytes is None or (memory(c) or 0) <= most_bytes for c in choices]
     times_within = np.where(within, times, np.inf)
     chosen = choose_quickest(choices, times_within, step_costs, limits.max_fallback_rate)
-    step_ms = mean_ms(chosen)
+    step_ms = step_costs.choice_ms(chosen)
     if chosen and limits.num_buckets > 1 and limits.cover_largest:
         most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - step_ms))
         if covering := choose_covering(choices, times_within, step_costs, most_ms=most_ms):
-            chosen, step_ms = covering, mean_ms(covering)
-    longest = find_longest_captured(profiles, run.longest_possible)
-    options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in shapes) for n in caps]
+            chosen, step_ms = covering, step_costs.choice_ms(covering)
+    options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in profiles) for n in caps]
     curve = cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = most_bytes is None or (memory(options[0]) or 0) <= most_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
@@ -376,7 +370,7 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     )
 
 
-def _asked(table: MicrobatchTable, profile: Profile) -> Profile:
+def _profile_joint(table: MicrobatchTable, profile: Profile) -> Profile:
     """The profile of what ranks that decide together ask for; `profile` where every rank decides for itself."""
     if table.shared_capture_ranks == 1:
         return profile

@@ -58,9 +58,9 @@ class Histogram:
         return Percentiles(mean=self.mean, **{name: self.percentile(p) for name, p in PERCENTILES.items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
-    """Histograms of the micro-batches of a run."""
+    """Histograms of the micro-batches of a run; equal to itself alone."""
 
     n_seqs: Histogram
     """Documents of a micro-batch."""

@@ -225,6 +225,10 @@ class StepCosts:
             times[here] = self._mean_step_ms(weights[:, here], squared, stride)
         return times
 
+    def choice_ms(self, choice: Sequence[Bucket]) -> float:
+        """Mean step time under one choice of buckets over all steps, in milliseconds."""
+        return float(self.step_ms([choice])[0])
+
     def _mean_step_ms(
         self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None, stride: int
     ) -> NDArray[np.float64]:

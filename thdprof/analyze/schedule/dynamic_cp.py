@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -368,19 +369,18 @@ def dynamic_cp(document_tokens: NDArray[np.int32], settings: TrainingSettings) -
     )
 
 
-def _warnings(placement: Placement, table: MicrobatchTable, settings: TrainingSettings) -> list[str]:
+def _warnings(placement: Placement, table: MicrobatchTable, settings: TrainingSettings) -> Iterator[str]:
     """Reasons why Megatron may stop, although the scheduler places the documents."""
-    warnings = []
     ranks = settings.data_parallel_size * settings.context_parallel_size
     if settings.packer == "dynamic_cp" and ranks % 2:
-        warnings.append(
+        yield (
             f"{ranks} data-parallel x context-parallel ranks: Megatron-LM refuses dynamic context parallelism on an "
             "odd number of ranks when training starts"
         )
     stopped, least = placement.stopped_steps, settings.min_dynamic_context_parallel_size
     powers = "and a least size that are powers" if least & (least - 1) else "that is a power"
     if stopped.size:
-        warnings.append(
+        yield (
             f"step {stopped[0]}: Megatron-LM's default_dynamic_cp would stop training with an IndexError, because it "
             f"cannot give work to all {ranks} data-parallel x context-parallel ranks. That happens in {stopped.size} "
             f"of {table.num_steps} steps, whose micro-batches here are a guess: use a number of ranks {powers} of 2"
@@ -388,31 +388,30 @@ def _warnings(placement: Placement, table: MicrobatchTable, settings: TrainingSe
     parts = np.where(placement.cp_size > 1, 2 * placement.cp_size, 1)
     uneven = int((placement.tokens % parts != 0).sum())
     if uneven:
-        warnings.append(
+        yield (
             f"{uneven} documents run on a group of ranks of whose double their tokens are no multiple, and Megatron "
             f"cannot cut them: --pad-seq-to-mult {2 * math.lcm(ranks, 1 << (ranks.bit_length() - 1))} pads them"
         )
     size, most = placement.cp_size, 1 << max(0, ranks.bit_length() - 2)
     grouped = (size == 1) | (size == ranks) | ((size <= most) & (placement.first_rank % size == 0))
     if not grouped.all():
-        warnings.append(
+        yield (
             f"{int((~grouped).sum())} documents run on ranks that Megatron makes no process group of: its groups begin "
             f"at multiples of their size, which is at most {most} or all {ranks}; training may stop or hang there"
         )
     uncut, cap = placement.uncut_steps, settings.max_docs_per_pack
     if uncut.size:
-        warnings.append(
+        yield (
             f"step {uncut[0]}: Megatron-LM's default_dynamic_cp cannot cut rounds until their number is a multiple of "
             f"{settings.microbatch_group}, as the virtual pipeline wants it, and would stop or hang. That happens in "
             f"{uncut.size} of {table.num_steps} steps, whose micro-batches here are a guess"
         )
     over = 0 if cap is None else int((table.n_seqs > cap).sum())
     if over:
-        warnings.append(
+        yield (
             f"{over} of {len(table)} micro-batches have more documents than {name_setting('max_docs_per_pack', cap)}: "
             "default_dynamic_cp does not keep to such a cap (--thd-max-packed-sequences), and training stops on them"
         )
-    return warnings
 
 
 def capacity(table: MicrobatchTable, settings: TrainingSettings) -> NDArray[np.int64]:
@@ -525,7 +524,7 @@ def _table(placement: Placement, num_steps: int, settings: TrainingSettings) -> 
     samples = Samples(documents, longest, squared, total).fill(tail, settings.tail_policy, last)
     microbatch, ran = compiled.run(_number, len(first), step, first, width, num_steps, ranks)
     by_rank = np.lexsort((microbatch, first, step))
-    return samples.apply(lambda values: values[by_rank]).table(
+    return samples.take(by_rank).table(
         settings,
         ran.max(axis=1).astype(np.int32),
         exact=placement.stopped_steps.size == 0 and placement.uncut_steps.size == 0,

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,7 +157,7 @@ def gpt_samples(
         random.shuffle(shuffled[before:])
     if bits is not None:
         return _unpack_samples(shuffled, bits, seq_length)
-    return samples.apply(lambda values: values[shuffled])
+    return samples.take(shuffled)
 
 
 def _bits(n_seqs: NDArray[np.integer], seq_length: int) -> tuple[int, int] | None:
@@ -321,21 +322,16 @@ def schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings,
         """The samples of one token stream's training split; None samples: one epoch."""
         path, lengths = streams[number].path, streams[number].sequence_tokens
         lengths = lengths[train_share(settings.split, len(lengths))]
-        seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
+        how: dict[str, Any] = {name: getattr(settings, name) for name in ("seq_length", "seed", "add_extra_token")}
         low, high = ends[number : number + 2]
+
+        def show(done: float) -> None:
+            tick(low + (high - low) * done)
+
         return memo.get(
             ("samples", path),
-            (len(lengths), seq_length, num_samples, seed, add_extra_token),
-            lambda: gpt_samples(
-                lengths,
-                seq_length=seq_length,
-                num_samples=num_samples,
-                seed=seed,
-                add_extra_token=add_extra_token,
-                where=path,
-                tick=lambda done: tick(low + (high - low) * done),
-                memo=memo,
-            ),
+            (len(lengths), num_samples, *how.values()),
+            lambda: gpt_samples(lengths, num_samples=num_samples, **how, where=path, tick=show, memo=memo),
         )
 
     paths = [stream.path for stream in streams]
@@ -382,7 +378,7 @@ def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
     steps, warnings = samplers.num_steps(num_samples, settings)
     if settings.loader == "cyclic":
         rows = samplers.cyclic_rows(num_samples, steps, settings)
-        read = samples.apply(lambda values: values[rows])
+        read = samples.take(rows)
     else:
         read = samples.apply(lambda values: samplers.deal_in_order(values, steps, settings))
     table = read.merge_rows(settings).table(settings, exact=settings.loader is not None)

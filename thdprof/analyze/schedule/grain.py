@@ -79,7 +79,7 @@ def schedule_grain(document_tokens: NDArray[np.int32], settings: TrainingSetting
         def read(stream: int, epochs: int) -> tuple[PackedRows, int]:
             own = slice(stream * share + min(stream, more), (stream + 1) * share + min(stream + 1, more))
             documents = np.concatenate([lengths[order_of(epoch)[own]] for epoch in range(epochs)])
-            parts, _ = packers.split(documents[documents > 0], settings.seq_length)
+            parts, _ = packers.split_documents(documents[documents > 0], settings.seq_length)
             return pack(parts, run, bins, seed if drawn else None)
 
     else:

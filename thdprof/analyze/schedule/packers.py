@@ -108,12 +108,11 @@ def pack_rows(
     lengths, packer, pack_tokens = document_tokens.astype(np.int64), settings.packer, settings.seq_length
     notes: list[str] = []
     place: Place = first_fit
-    rule: RowRule = "concatenate"
+    rule: RowRule = "bridge" if packer.startswith("first_fit") else "concatenate" if packer == "next_fit" else "trl"
     together = (packer == "greedy_knapsack" and settings.packing_batch) or _TRL_BATCH
     batches, note_on_batches = _map_batches(len(lengths), settings.packing_processes, together)
     match packer:
         case "first_fit_decreasing" | "first_fit_shuffle":
-            rule = "bridge"
             lengths = np.sort(_fit_bridge(lengths, pack_tokens, settings.pad_seq_to_mult, notes))
             if packer == "first_fit_shuffle":
                 np.random.RandomState(settings.seed).shuffle(lengths)
@@ -123,13 +122,12 @@ def pack_rows(
             place = _next_fit
             lengths = cut(lengths, pack_tokens, settings.pad_seq_to_mult, notes)
         case "best_fit_decreasing" | "best_fit_split":
-            rule = "trl"
             if packer == "best_fit_decreasing":
                 lengths = cut(lengths, pack_tokens, 1, notes)
             else:
                 if num_long := int((lengths > pack_tokens).sum()):
                     notes.append(f"{num_long} documents longer than {pack_tokens} tokens were split")
-                lengths, ends = split(lengths, pack_tokens)
+                lengths, ends = split_documents(lengths, pack_tokens)
                 batches = np.append(0, ends)[batches].tolist()
             if empty := int((lengths == 0).sum()):
                 notes.append(f"{empty} empty documents were left out")
@@ -137,30 +135,27 @@ def pack_rows(
             lengths = np.concatenate([np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)] or [lengths])
             place = partial(_best_fit, batches=batches)
         case "greedy_knapsack":
-            rule = "trl"
             packs_of = _greedy_knapsack(cut(lengths, pack_tokens - 1, 1, notes), pack_tokens - 1, batches)
             lengths, place = _place_as(packs_of)
         case "binpack" | "swift_sequential":
-            rule = "trl"
             lengths = _leave_out(lengths, 1, pack_tokens, notes)
             parts = _swift_parts(len(lengths), settings.packing_processes)
             place = _in_parts(_next_fit, parts)
             if packer == "binpack":
                 lengths, place = _place_as(_binpack(lengths, pack_tokens, parts))
         case "multipack" | "multipack_sequential":
-            rule = "trl"
             lengths = _leave_out(lengths, _AXOLOTL_LEAST, pack_tokens, notes)
             pack_tokens *= settings.micro_batch_size
             groups = [*range(0, len(lengths), settings.packing_batch or _AXOLOTL_GROUP), len(lengths)]
             place = _next_fit if packer == "multipack_sequential" else _in_parts(first_fit, groups)
         case "none":
-            rule, place = "trl", _place_alone
+            place = _place_alone
             kept = (lengths > 0) if trained_from is None else trained_from <= pack_tokens
             if left_out := int((~kept).sum()):
                 notes.append(f"{left_out} documents of which no token is trained were left out")
             lengths = cut(lengths[kept], pack_tokens, 1, notes)
         case "wrapped":
-            rule, place = "trl", _place_alone
+            place = _place_alone
             lengths = _wrap(lengths, pack_tokens, batches)
             notes += note_on_batches if len(lengths) else ["none has tokens"]
         case _:
@@ -240,7 +235,7 @@ def _map_batches(num_documents: int, processes: int, together: int) -> tuple[lis
     return [*batches, num_documents], notes
 
 
-def split(lengths: NDArray[np.int64], longest: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_documents(lengths: NDArray[np.int64], longest: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Cut documents into parts of `longest` tokens and a rest; also where each document's parts end.
 
     An empty document is an empty part.
@@ -255,7 +250,7 @@ def split(lengths: NDArray[np.int64], longest: int) -> tuple[NDArray[np.int64], 
 def _wrap(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int]) -> NDArray[np.int64]:
     """Tokens of the rows that each batch is cut into, whatever its documents are; the last row of a batch is short."""
     totals = np.add.reduceat(lengths, batches[:-1]) if len(lengths) else lengths
-    return split(totals[totals > 0], pack_tokens)[0]
+    return split_documents(totals[totals > 0], pack_tokens)[0]
 
 
 def _place_alone(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:

@@ -83,10 +83,7 @@ def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTab
             counts.append(len(step))
     read = np.concatenate(parts)
     present = read != NO_ROW
-    n_seqs, max_seqlen, squared, n_tokens = Samples.from_rows(rows).apply(
-        lambda values: np.where(present, values[read], 0)
-    )
-    collated = Samples(n_seqs.sum(axis=1), max_seqlen.max(axis=1), squared.sum(axis=1), np.sum(n_tokens, axis=1))
+    collated = Samples.from_rows(rows).apply(lambda values: np.where(present, values[read], 0)).join()
     padded = collated.pad(settings.pad_seq_to_mult)
     room = settings.micro_batch_size * settings.seq_length
     tail = np.maximum(room + (-room % settings.pad_seq_to_mult) - padded.n_tokens, 0)
@@ -108,11 +105,12 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
             f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}"
             f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
         )
-    distinct = rows.num_rows() // settings.micro_batch_size
+    stored = rows.num_rows()
+    distinct = stored // settings.micro_batch_size
     if settings.loader == "trainer":
         return Schedule(table=trainer_table(rows, settings), distinct=distinct)
-    mapping = _sample_mapping(rows.num_rows(), settings)
-    num_rows = rows.num_rows() if mapping is None else len(mapping)
+    mapping = _sample_mapping(stored, settings)
+    num_rows = stored if mapping is None else len(mapping)
     steps, warnings = samplers.num_steps(num_rows, settings)
     read = {
         "single": samplers.sequential_rows,
@@ -125,8 +123,8 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     if rows.rule == "bridge":
         table = _bridge_table(rows, read, settings)
         together = settings.num_microbatches if settings.loader == "batch" else 1
-        return Schedule(table=table, warnings=warnings, distinct=min(len(table), rows.num_rows()) // together)
-    samples = fill_rows(rows, settings).apply(lambda values: values[read]).merge_rows(settings)
+        return Schedule(table=table, warnings=warnings, distinct=min(len(table), stored) // together)
+    samples = fill_rows(rows, settings).take(read).merge_rows(settings)
     if rows.rule == "trl":
         samples = samples.pad(settings.pad_seq_to_mult)
     table = samples.table(settings, exact=settings.loader is not None)
@@ -152,7 +150,7 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
     row is collated alone. Rows that are collated together get equal lengths, and `cu_seqlens` as long as those of the
     row with the most documents.
     """
-    samples = Samples.from_rows(rows).apply(lambda values: values[read])
+    samples = Samples.from_rows(rows).take(read)
     totals = np.asarray(samples.n_tokens)
     together = settings.loader == "batch"
     if settings.pad_to_max_length:

@@ -87,22 +87,30 @@ class Samples(NamedTuple):
         return cls(rows.num_documents(), rows.longest(), rows.squared(), rows.num_tokens())
 
     def apply(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> Samples:
-        """The samples whose arrays are `function` of these, such as some of them in another order."""
+        """The samples whose arrays are `function` of these."""
         n_seqs, max_seqlen, squared, n_tokens = self
         tokens = n_tokens if isinstance(n_tokens, int) else function(n_tokens)
         return Samples(function(n_seqs), function(max_seqlen), function(squared), tokens)
+
+    def take(self, indices: NDArray[np.integer]) -> Samples:
+        """The samples at `indices`, in the shape of these."""
+        return self.apply(lambda values: values[indices])
 
     def merge_rows(self, settings: TrainingSettings) -> Samples:
         """Every `micro_batch_size` rows of a rank and step as a micro-batch, as Megatron-LM flattens them."""
         if settings.micro_batch_size == 1:
             return self
         shape = (*self.n_seqs.shape[:2], settings.num_microbatches, settings.micro_batch_size)
-        n_seqs, max_seqlen, squared, n_tokens = self.apply(lambda values: values.reshape(shape))
+        return self.apply(lambda values: values.reshape(shape)).join()
+
+    def join(self) -> Samples:
+        """All sequences along the last axis as one."""
+        n_seqs, max_seqlen, squared, n_tokens = self
         return Samples(
-            n_seqs.sum(axis=3, dtype=np.int64),
-            max_seqlen.max(axis=3),
-            squared.sum(axis=3),
-            n_tokens * settings.micro_batch_size if isinstance(n_tokens, int) else n_tokens.sum(axis=3),
+            n_seqs.sum(axis=-1, dtype=np.int64),
+            max_seqlen.max(axis=-1),
+            squared.sum(axis=-1),
+            n_tokens * n_seqs.shape[-1] if isinstance(n_tokens, int) else n_tokens.sum(axis=-1),
         )
 
     def pad(self, multiple: int) -> Samples:

@@ -231,7 +231,7 @@ class Work:
     tokens: int
     """Tokens of the rank: those of the micro-batch, shared out over context-parallel ranks."""
     squared: float
-    """Sum of the squared lengths of the micro-batch's documents."""
+    """Sum of the squared lengths of the micro-batch's documents, over all these ranks."""
     max_seqs: int
     """Documents that attention is called for: the cap of a graph, or the micro-batch's own number."""
     cp_size: int = 1
@@ -273,12 +273,8 @@ class Decoder:
         """Layers of the rank."""
         return len(self._layers)
 
-    def time(
-        self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1, grouped: bool = False
-    ) -> DecoderTime:
-        """The time of one micro-batch. Arguments are those of `Work`, with `tokens` of all context-parallel ranks."""
-        here = max(1, tokens // cp_size)
-        work = Work(tokens=here, squared=squared, max_seqs=max_seqs, cp_size=cp_size, grouped=grouped)
+    def time(self, work: Work) -> DecoderTime:
+        """The time of one micro-batch."""
         made = {kind: self._layer(kind, work) for kind in set(self._layers)}
         us, launches, light = 0.0, 0.0, 0.0
         expert, expert_light = 0.0, 0.0

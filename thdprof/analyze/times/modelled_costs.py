@@ -15,7 +15,7 @@ from pathlib import Path
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, round_documents
+from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, Work, round_documents
 from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.parameters import stage_parameters, stages
@@ -47,7 +47,7 @@ _SPREAD = 1.3
 (benchmarks/results/decoder-times.md)."""
 HOST_SCHEMA = "thdprof.host/1"
 _SECONDS = 60
-"""Longest time that the measurement may take."""
+"""Longest time that a command which is run may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +73,21 @@ class HostRate:
 
         The host launches the experts' kernels alone.
         """
-        low, high = self.launch_ms(time, of_experts=True)
-        return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
+        gpu = time.gpu_ms
+        return _hide_shorter((gpu, gpu, gpu * _GAPS), self.launch_ms(time, of_experts=True))
 
     def eager_ms(self, time: DecoderTime, *, slower_kernels: float = 1.0) -> tuple[float, float, float]:
         """Eager time of a micro-batch, the larger of GPU time and launches: lowest, middle and highest, in
         milliseconds. `slower_kernels` is the factor by which eager kernels may take longer than those of `time`.
         """
-        low, high = self.launch_ms(time)
-        most = _GAPS * slower_kernels
-        middle = _larger(time.gpu_ms * most**0.5, math.sqrt(low * high))
-        return max(time.gpu_ms, low), middle, _larger(time.gpu_ms * most, high)
+        gpu, most = time.gpu_ms, _GAPS * slower_kernels
+        return _hide_shorter((gpu, gpu * most**0.5, gpu * most), self.launch_ms(time))
+
+
+def _hide_shorter(gpu_ms: tuple[float, float, float], launch_ms: Range) -> tuple[float, float, float]:
+    """The lowest, middle and highest time of work on the GPU and its launches, of which the longer hides the other."""
+    low, high = launch_ms
+    return max(gpu_ms[0], low), _larger(gpu_ms[1], math.sqrt(low * high)), _larger(gpu_ms[2], high)
 
 
 def _larger(gpu: float, host: float) -> float:
@@ -111,12 +115,18 @@ def measure_launch_us() -> float | None:
     """Microseconds in which this machine launches a kernel from torch; None where there is no GPU or no torch."""
     if not has_gpu() or importlib.util.find_spec("torch") is None:
         return None
-    command = [sys.executable, "-m", "thdprof.runtime.timing"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        return float(json.loads(done.stdout)["launch_us"])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return float(json.loads(_read_output(sys.executable, "-m", "thdprof.runtime.timing"))["launch_us"])
+    except (ValueError, KeyError, TypeError):
         return None
+
+
+def _read_output(*command: str) -> str:
+    """What the command prints; "" where it fails."""
+    try:
+        return subprocess.run([*command], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def load_host(path: Path) -> HostRate:
@@ -192,14 +202,15 @@ class ModelledTimes:
         return self._time(max_seqs, self._squared, replayed=replayed)
 
     def _time(self, max_seqs: int, squared: float, *, replayed: bool) -> DecoderTime:
-        cp, tokens = self.settings.context_parallel_size, self._run.n_tokens
-        return self.decoder.time(
-            tokens=tokens * cp,
-            squared=squared * (_FLASH_ATTENTION_2 if self.settings.is_of_trainer else 1.0),
+        of_trainer = self.settings.is_of_trainer
+        work = Work(
+            tokens=self._run.n_tokens,
+            squared=squared * (_FLASH_ATTENTION_2 if of_trainer else 1.0),
             max_seqs=max_seqs,
-            cp_size=cp,
-            grouped=self._grouped and (replayed or self.settings.is_of_trainer),
+            cp_size=self.settings.context_parallel_size,
+            grouped=self._grouped and (replayed or of_trainer),
         )
+        return self.decoder.time(work)
 
     def outside(self) -> Range:
         """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
@@ -376,9 +387,4 @@ def local_gpu() -> Gpu | None:
 @functools.cache
 def name_gpu() -> str:
     """The first GPU's name by nvidia-smi, on virtual machines whose driver describes none; "" where it fails."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.partition("\n")[0]
+    return _read_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]

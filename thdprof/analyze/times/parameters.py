@@ -83,17 +83,14 @@ def stage_parameters(model: Model, stage: Stage) -> Parameters:
         last = _of_layer(model, layer_kinds(model)[-1])
         dense += model.mtp_num_layers * (last[0] + count_joined_elements(model))
         experts += model.mtp_num_layers * last[1]
-    largest = max((count[2] for count in counts), default=0.0)
-    if model.lora_dim is None:
-        return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest)
-    adapted = [[width * model.lora_dim for width in list_adapted_widths(model, kind)] for kind in stage.layers]
-    return Parameters(
-        dense=dense + outside,
-        experts=experts,
-        outside=outside,
-        largest=max((count for counts in adapted for count in counts), default=0.0),
-        adapters=sum(sum(counts) for counts in adapted),
-    )
+    largest, adapters = max((count[2] for count in counts), default=0.0), None
+    if model.lora_dim is not None:
+        trained = [[one.elements for one in list_trained_matrices(model, kind)] for kind in stage.layers]
+        largest, adapters = (
+            max((elements for layer in trained for elements in layer), default=0.0),
+            sum(map(sum, trained)),
+        )
+    return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest, adapters=adapters)
 
 
 def expert_ranks(model: Model, ranks: int) -> int:
