@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_lm import table
 
-from thdprof.analyze.times.decoder import Decoder
+from thdprof.analyze.times.decoder import Decoder, Work
 from thdprof.analyze.times.gpus import find_gpu
 from thdprof.analyze.times.modelled_costs import STATED
 from thdprof.training import Model
@@ -39,8 +39,10 @@ def compared(row: dict[str, Any], gpu: str) -> tuple[str, float, bool, tuple[str
     model = Model(**{k: tuple(v) if isinstance(v, list) else v for k, v in row["model"].items() if k in fields})
     batch, squared = row["batch"], float(sum(n * n for n in row["lengths"]))
     decoder = Decoder(model, find_gpu(gpu))
-    replayed = decoder.time(tokens=batch["tokens"], squared=squared, max_seqs=batch["cap"])
-    low, _, high = STATED.eager_ms(decoder.time(tokens=batch["tokens"], squared=squared, max_seqs=batch["documents"]))
+    replayed, eagerly = (
+        decoder.time(Work(tokens=batch["tokens"], squared=squared, max_seqs=batch[n])) for n in ("cap", "documents")
+    )
+    low, _, high = STATED.eager_ms(eagerly)
     kind = "fitted" if row["fitted"] else "later" if row["case"] in LATER else "held out"
     ratio, eager = replayed.replay_ms / row["replay_ms"], row["eager_queued_ms"]
     inside = low * 0.99 <= eager <= high

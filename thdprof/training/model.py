@@ -209,6 +209,26 @@ class Model:
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def gate_factor(self) -> int:
+        """Width of an MLP's first product beside that inside it: 2 where it is gated."""
+        return 2 if self.gated_linear_unit else 1
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share the weights of one expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a number in `precision`."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def gradients_in_fp32(self) -> bool:
         """Whether gradients are kept and reduced in float32, by Megatron's rule where nothing says so."""
         if self.grad_reduce_in_fp32 is None or self.precision == "fp32":
@@ -348,7 +368,7 @@ def _check_pattern(model: Model, pattern: str) -> Iterator[Problem]:
         field = "num_experts" if model.num_experts is None else "num_moe_layers"
         yield field, f"hybrid_layer_pattern has experts (E) in {kinds['E']} of its layers"
     if kinds["M"]:
-        heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+        heads = model.mamba_heads
         text = f"the heads of a Mamba layer, {heads}, must be a multiple of it"
         if heads < 1 or heads % model.mamba_num_groups:
             yield "mamba_num_groups", text

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from thdprof import __version__
-from thdprof.analyze.buckets.cost_table import CostTable, Count, Milliseconds, StoredPart
+from thdprof.analyze.buckets.cost_table import CostTable, Milliseconds, StoredPart
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
@@ -41,7 +41,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing
-from thdprof.plan import FallbackRate, Training, validate
+from thdprof.plan import Count, FallbackRate, Training, validate
 from thdprof.training import DYNAMIC_CP, TrainingSettings, definitions_of
 from thdprof.words import html_table, make_printable, shorten, write_count
 

@@ -44,6 +44,14 @@ class PackedRows:
     """Row r holds documents row_offsets[r] to row_offsets[r + 1], shape [rows + 1]; no row is empty."""
     rule: RowRule = "concatenate"
 
+    @classmethod
+    def from_sizes(
+        cls, document_tokens: NDArray[np.integer], sizes: NDArray[np.integer], rule: RowRule = "concatenate"
+    ) -> PackedRows:
+        """Rows of `sizes` documents each, shape [rows], which have `document_tokens`, shape [documents]."""
+        offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        return cls(document_tokens=document_tokens.astype(np.int32, copy=False), row_offsets=offsets, rule=rule)
+
     def num_rows(self) -> int:
         """Number of stored rows."""
         return len(self.row_offsets) - 1
@@ -359,9 +367,5 @@ def check_rows(values: NDArray[np.int64], offsets: NDArray[np.int64], where: str
 
 def join_rows(shards: Sequence[Shard], rule: RowRule) -> PackedRows:
     """Join the rows of several files, in their order; each shard has the two arrays of `Rows`."""
-    counts = [np.diff(shard.arrays[1]) for shard in shards]
-    return PackedRows(
-        document_tokens=np.concatenate([shard.arrays[0] for shard in shards]),
-        row_offsets=np.concatenate(([0], np.cumsum(np.concatenate(counts), dtype=np.int64))),
-        rule=rule,
-    )
+    tokens = np.concatenate([shard.arrays[0] for shard in shards])
+    return PackedRows.from_sizes(tokens, np.concatenate([np.diff(shard.arrays[1]) for shard in shards]), rule)
