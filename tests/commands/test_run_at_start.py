@@ -166,7 +166,7 @@ def train_as_rank(free, command, rank, world, store):
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": host, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
     startup.find_device_apart = lambda index: startup.Device(H100.name, free[rank] * GIB, 0, 79 * GIB)
-    mock.patch.object(run, "_find_unserved_packages", lambda options: []).start()
+    mock.patch.object(run, "_find_unserved_packages", return_value=[]).start()
     megatron_lm.following = following
     with open(f"{store}-{rank}.err", "w") as errors:
         os.dup2(errors.fileno(), 2)
