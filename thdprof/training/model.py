@@ -31,6 +31,7 @@ _PART = Interval(ge=0, lt=1)
 _FIXED = Setting(panel="Model", everyday=False, in_every_plan=False, swept=False)
 _CHOICE = replace(_FIXED, swept=True)
 """A field that runs of one architecture choose differently, so that a sweep can vary it."""
+_COMMUNICATION = replace(_CHOICE, of_communication=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,39 +147,39 @@ class Model:
     """Dropout of what adapters take; 0: no dropout kernel keeps a mask."""
     use_distributed_optimizer: Annotated[bool, _CHOICE] = False
     """Whether data-parallel ranks share the optimizer's state out among them."""
-    overlap_grad_reduce: Annotated[bool, _CHOICE] = False
+    overlap_grad_reduce: Annotated[bool, _COMMUNICATION] = False
     """Whether Megatron reduces gradients over data-parallel ranks while the backward of other layers runs."""
-    overlap_param_gather: Annotated[bool, _CHOICE] = False
+    overlap_param_gather: Annotated[bool, _COMMUNICATION] = False
     """Whether Megatron gathers parameters of data-parallel ranks while the forward of other layers runs."""
-    overlap_param_gather_with_optimizer_step: Annotated[bool, _CHOICE] = False
+    overlap_param_gather_with_optimizer_step: Annotated[bool, _COMMUNICATION] = False
     """Whether Megatron starts the first gather of parameters in the optimizer's step: gradients are one bucket then."""
-    ddp_bucket_size: Annotated[int | None, _SIZE, _CHOICE] = None
+    ddp_bucket_size: Annotated[int | None, _SIZE, _COMMUNICATION] = None
     """Parameters of a bucket that is reduced and gathered together, at least; null: 40 million, or 1 million for each
     data- and context-parallel rank if that is more.
     """
-    ddp_num_buckets: Annotated[int | None, _SIZE, _CHOICE] = None
+    ddp_num_buckets: Annotated[int | None, _SIZE, _COMMUNICATION] = None
     """Buckets into which a rank's parameters are divided, instead of `ddp_bucket_size`."""
-    ddp_pad_buckets_for_high_nccl_busbw: Annotated[bool, _CHOICE] = False
+    ddp_pad_buckets_for_high_nccl_busbw: Annotated[bool, _COMMUNICATION] = False
     """Whether buckets are padded to multiples of 65,536 parameters."""
-    ddp_average_in_collective: Annotated[bool, _CHOICE] = False
+    ddp_average_in_collective: Annotated[bool, _COMMUNICATION] = False
     """Whether reductions average gradients, so that they are not scaled before."""
-    calculate_per_token_loss: Annotated[bool, _CHOICE] = False
+    calculate_per_token_loss: Annotated[bool, _COMMUNICATION] = False
     """Whether the loss is averaged over the tokens of a step: gradients are scaled after their reduction then."""
-    grad_reduce_in_fp32: Annotated[bool | None, _CHOICE] = None
+    grad_reduce_in_fp32: Annotated[bool | None, _COMMUNICATION] = None
     """Whether gradients are kept and reduced in float32; null: with precision bf16, as Megatron-LM does."""
-    fp8_param_gather: Annotated[bool, _CHOICE] = False
+    fp8_param_gather: Annotated[bool, _COMMUNICATION] = False
     """Whether the parameters of linear layers are kept and gathered in FP8."""
-    align_param_gather: Annotated[bool, _CHOICE] = True
+    align_param_gather: Annotated[bool, _COMMUNICATION] = True
     """Whether pipeline stages start the gathers of all buckets of a chunk at the same time; with a virtual pipeline
     alone.
     """
-    align_grad_reduce: Annotated[bool, _CHOICE] = True
+    align_grad_reduce: Annotated[bool, _COMMUNICATION] = True
     """Whether pipeline stages start the reductions of all buckets of a chunk at the same time, after its last backward;
     with a virtual pipeline alone.
     """
-    num_distributed_optimizer_instances: Annotated[int, _SIZE, _CHOICE] = 1
+    num_distributed_optimizer_instances: Annotated[int, _SIZE, _COMMUNICATION] = 1
     """Groups of data-parallel ranks, each of which has the optimizer's whole state among its ranks."""
-    check_for_nan_in_grad: Annotated[bool, _CHOICE] = True
+    check_for_nan_in_grad: Annotated[bool, _COMMUNICATION] = True
     """Whether Megatron checks every bucket of gradients for NaN before it reduces it, which the host waits for."""
     gradient_accumulation_fusion: Annotated[bool, _CHOICE] = True
     """Whether the products that make weight gradients add them to main_grad (fp32) themselves."""

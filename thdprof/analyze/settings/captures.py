@@ -75,15 +75,6 @@ def resolve_captures(
 # --- ranks that share collectives inside graphs -----------------------------------------------------------------------
 
 
-def communicates_inside(given: Mapping[str, Any], *, global_aux_loss: bool) -> bool:
-    """Whether passes of the run communicate over data-parallel ranks inside graphs, by the training settings `given`.
-
-    `global_aux_loss` says whether routers add up their loads over all data-parallel ranks.
-    """
-    experts = given.get("experts", "none")
-    return experts == "padded" or (experts == "dropless" and global_aux_loss)
-
-
 def shared_captures(
     given: Mapping[str, Any], model: Mapping[str, Any], *, global_aux_loss: bool = False
 ) -> dict[str, int]:
@@ -92,16 +83,17 @@ def shared_captures(
     Args:
         given: the training settings.
         model: fields of the run's `Model`; parallel sizes that it lacks are 1.
-        global_aux_loss: as for `communicates_inside`.
+        global_aux_loss: whether routers add up their loads over all data-parallel ranks.
     """
     data, context = given.get("data_parallel_size"), given.get("context_parallel_size")
-    if not isinstance(data, int) or not communicates_inside(given, global_aux_loss=global_aux_loss):
+    is_padded = given.get("experts") == "padded"
+    communicates = is_padded or (given.get("experts") == "dropless" and global_aux_loss)
+    if not communicates or not isinstance(data, int) or data < 1:
         return {}
-    is_padded = given["experts"] == "padded"
     ranks = shared_capture_ranks(
         data_parallel_size=data,
         tensor_model_parallel_size=model.get("tensor_model_parallel_size", 1),
-        context_parallel_size=context if isinstance(context, int) else 1,
+        context_parallel_size=context if isinstance(context, int) and context > 0 else 1,
         expert_model_parallel_size=model.get("expert_model_parallel_size", 1) if is_padded else 1,
         expert_tensor_parallel_size=model.get("expert_tensor_parallel_size") if is_padded else None,
         global_aux_loss=global_aux_loss,
