@@ -186,6 +186,19 @@ _READ_BY = ("tokenizer_model", "sft_tokenizer_prompt_format", "chat_template", "
 Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments | Conversations
 
 
+def _boundaries(content: Content) -> list[list[NDArray[Any]]]:
+    """Tokens of documents, and the other arrays that tell where documents end; in parts, where files are apart."""
+    match content:
+        case PackedRows():
+            return [[content.document_tokens, content.row_offsets]]
+        case UnpackedDocuments():
+            return [[part for part in (content.document_tokens, content.trained_from) if part is not None]]
+        case Conversations():
+            return [[file.conversation_tokens, file.line_offsets] for file in content.files]
+        case streams:
+            return [[stream.sequence_tokens] for stream in streams]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """A dataset read from disk, before any training setting is applied."""
@@ -204,6 +217,9 @@ class Dataset:
     usual_packer: Packer | None = None
     """The packer of those who train on such files, where the Trainer does; None: Megatron-Bridge's default."""
 
+    stored_rows: tuple[int, ...] = ()
+    """Rows of each file; empty where there is one file, or `content` tells them."""
+
     @classmethod
     def from_content(
         cls,
@@ -211,46 +227,30 @@ class Dataset:
         paths: Iterable[Path | str],
         content: Content,
         *,
+        shards: Sequence[Shard] = (),
         digest: str | None = None,
-        pack_tokens: int | None = None,
-        notes: tuple[str, ...] = (),
-        usual_packer: Packer | None = None,
+        **values: Any,
     ) -> Dataset:
-        """The dataset in `paths`; without a `digest` its fingerprint is of the boundaries in `content`."""
-        parts: list[NDArray[np.integer]]
-        if digest is None:
-            match content:
-                case PackedRows():
-                    parts = [content.document_tokens, content.row_offsets]
-                case UnpackedDocuments():
-                    parts = [content.document_tokens]
-                    if content.trained_from is not None:
-                        parts.append(content.trained_from)
-                case Conversations():
-                    parts = [part for file in content.files for part in (file.conversation_tokens, file.line_offsets)]
-                case streams:
-                    parts = [stream.sequence_tokens for stream in streams]
-            digest = fingerprint(parts)
+        """The dataset in `paths`, made of `shards`; without a `digest` its fingerprint is of the boundaries."""
+        rows = [
+            len(shard.arrays[1]) - 1 if isinstance(content, PackedRows) else len(shard.arrays[0]) for shard in shards
+        ]
+        digest = digest or fingerprint(part for parts in _boundaries(content) for part in parts)
         uris = tuple(map(str, paths))
-        return cls(
-            format=format,
-            uris=uris,
-            fingerprint=digest,
-            content=content,
-            pack_tokens=pack_tokens,
-            notes=notes,
-            usual_packer=usual_packer,
-        )
+        return cls(format=format, uris=uris, fingerprint=digest, content=content, stored_rows=tuple(rows), **values)
 
-    def _lengths(self) -> list[NDArray[np.int32]]:
+    def _lengths(self) -> list[NDArray[Any]]:
         """Tokens of the documents whose boundaries training can see, file by file where they are apart."""
+        return [tokens for tokens, *_ in _boundaries(self.content)]
+
+    def rows_of_files(self) -> Sequence[int]:
+        """Number of rows of each file."""
         match self.content:
             case PackedRows() | UnpackedDocuments():
-                return [self.content.document_tokens]
+                return self.stored_rows or [self.num_rows()]
             case Conversations():
-                return [file.conversation_tokens for file in self.content.files]
-            case streams:
-                return [stream.sequence_tokens for stream in streams]
+                return [len(file.line_numbers) for file in self.content.files]
+        return list(map(len, self._lengths()))
 
     def num_rows(self) -> int:
         """Number of stored rows; for token streams and unpacked documents, of stored sequences."""
@@ -302,8 +302,8 @@ class Format:
     """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
     scan: Scan
     """Reads each of some files, wherever this runs; raises a DataError that names file, row and value."""
-    join: Callable[[Sequence[Path], Sequence[Shard], Reading], Dataset]
-    """The dataset of all files, in order."""
+    join: Callable[[str, Sequence[Path], Sequence[Shard], Reading], Dataset]
+    """Given the format's name: the dataset of all files, in order."""
     key: Callable[[Sequence[Path], Reading], Any] | None = lambda paths, reading: None
     """What decides on a shard besides its file, as JSON; None: shards are not kept."""
     counts_text: bool = False
@@ -365,3 +365,9 @@ def join_rows(shards: Sequence[Shard], rule: RowRule) -> PackedRows:
         row_offsets=np.concatenate(([0], np.cumsum(np.concatenate(counts), dtype=np.int64))),
         rule=rule,
     )
+
+
+def join_documents(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    """Join the documents of several files, in their order; each shard has their tokens."""
+    documents = np.concatenate([shard.arrays[0] for shard in shards])
+    return Dataset.from_content(name, paths, UnpackedDocuments(document_tokens=documents), shards=shards)

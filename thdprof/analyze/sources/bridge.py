@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +141,7 @@ def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Re
     size = pack_size(paths, int(rows.num_tokens().max()))
     digests = [shard.facts["digest"] for shard in shards if "digest" in shard.facts]  # of parquet
     digest = fingerprint(map(str.encode, digests)) if len(digests) > 1 else next(iter(digests), None)
-    return Dataset.from_content(name, paths, rows, digest=digest, pack_tokens=size)
+    return Dataset.from_content(name, paths, rows, shards=shards, digest=digest, pack_tokens=size)
 
 
 def _rows_of_parquet(file: ParquetFile) -> base.Rows:
@@ -165,7 +164,7 @@ PARQUET = Format(
     suffixes=(".parquet", ".pq"),
     recognises=_is_packed_parquet,
     scan=each(_scan_parquet),
-    join=partial(_join, "bridge"),
+    join=_join,
 )
 
 
@@ -191,5 +190,5 @@ NPY = Format(
     suffixes=(".npy",),
     recognises=_is_packed_npy,
     scan=each(_scan_npy),
-    join=partial(_join, "bridge-npy"),
+    join=_join,
 )

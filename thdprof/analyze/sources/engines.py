@@ -313,7 +313,7 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
     finally:
         if cache is not None:
             cache.close()
-    dataset = format_.join(paths, [shards[at] for at in range(len(paths))], reading)
+    dataset = format_.join(format_.name, paths, [shards[at] for at in range(len(paths))], reading)
     if not (text and new and cache is not None and cache.fault is not None):
         return dataset
     note = f"the counted tokens could not be kept in {cache.directory} ({cache.fault}): give another --cache"

@@ -56,11 +56,11 @@ def _scan(path: Path) -> Shard:
     return Shard((check_lengths(lengths, str(path), "sequence"),))
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     """One token stream for each of `paths`; several streams are a blend."""
     pairs = zip(paths, shards, strict=True)
     streams = [TokenStream(path=str(path), sequence_tokens=shard.arrays[0]) for path, shard in pairs]
-    return Dataset.from_content(FORMAT.name, paths, streams)
+    return Dataset.from_content(name, paths, streams)
 
 
 def read_tokens(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

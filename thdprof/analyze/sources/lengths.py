@@ -81,7 +81,7 @@ def _scan(path: Path, keys: Keys) -> Shard:
     return Shard(read, {**facts, "one_list": len(read[1]) == 2 and _is_list(path)})
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     """The dataset of all files, those of a log in the order of its steps."""
     content: Content
     order = _order_of_steps(paths)
@@ -99,9 +99,10 @@ def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> D
     tokens = any(shard.facts["tokens"] for shard in shards)
     packers = {shard.facts["packer"] for shard in shards}
     return Dataset.from_content(
-        FORMAT.name,
+        name,
         paths,
         content,
+        shards=shards,
         notes=(note,) if tokens else (),
         usual_packer=packers.pop() if len(packers) == 1 and isinstance(content, UnpackedDocuments) else None,
     )
@@ -218,6 +219,3 @@ def make_format(reading: Reading) -> Format:
         key=lambda paths, reading: reading.length_column,
         yields=partial(_holds_tokens, keys=keys),
     )
-
-
-FORMAT = make_format(Reading())

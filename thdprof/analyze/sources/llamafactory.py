@@ -47,10 +47,10 @@ def _scan(path: Path) -> Shard:
     return Shard(rows, {"pack_tokens": sizes.pop() if len(sizes) == 1 else None})
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     sizes = {shard.facts["pack_tokens"] for shard in shards}
     size = sizes.pop() if len(sizes) == 1 else None
-    return Dataset.from_content(FORMAT.name, paths, base.join_rows(shards, "trl"), pack_tokens=size)
+    return Dataset.from_content(name, paths, base.join_rows(shards, "trl"), shards=shards, pack_tokens=size)
 
 
 def _read_boundaries(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -114,7 +114,7 @@ def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
     return shards
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     files = tuple(
         ConversationFile(
             path=str(path),
@@ -125,7 +125,7 @@ def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> D
         )
         for path, shard in zip(paths, shards, strict=True)
     )
-    return Dataset.from_content(FORMAT.name, paths, Conversations(files=files))
+    return Dataset.from_content(name, paths, Conversations(files=files))
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:

@@ -29,7 +29,6 @@ from thdprof.analyze.sources.readers.parquet import column_names
 from thdprof.errors import DataError, UsageError
 from thdprof.words import install_line
 
-NAME = "trl-text"
 _ROOT = Path(__file__).parents[3]
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
@@ -61,14 +60,16 @@ def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
     return [Shard(tuple(part)) for part in np.split(counts, np.cumsum(rows)[:-1], axis=1)]
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     tokenizer = _tokenizer_of(paths, reading)
     notes = []
     if any((tokenizer / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
         notes.append(f"{tokenizer}: has a processor, with which TRL reads text; its tokenizer alone counted it")
     counts = [np.concatenate(parts) for parts in zip(*(shard.arrays for shard in shards), strict=True)]
     content = UnpackedDocuments(document_tokens=counts[0], trained_from=counts[1] if len(counts) > 1 else None)
-    return Dataset.from_content(NAME, paths, content, notes=tuple(notes), usual_packer="best_fit_decreasing")
+    return Dataset.from_content(
+        name, paths, content, shards=shards, notes=tuple(notes), usual_packer="best_fit_decreasing"
+    )
 
 
 def _tokenizer_of(paths: Sequence[Path], reading: Reading) -> Path:
@@ -225,7 +226,7 @@ def _refused(reading: Reading, *, kind: str, error: str) -> Exception:
 def make_format(reading: Reading) -> Format:
     """The format, by the run's own name of the column of plain text."""
     return Format(
-        name=NAME,
+        name="trl-text",
         summary="all text: the tokens of every row as TRL makes them, by the run's own tokenizer",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".pq", ".arrow"),
         recognises=partial(_recognises, reading=reading),
@@ -234,6 +235,3 @@ def make_format(reading: Reading) -> Format:
         key=_key,
         counts_text=True,
     )
-
-
-FORMAT = make_format(Reading())
