@@ -66,24 +66,19 @@ def collect_documents(
         DataError: no document is left.
     """
     content, notes, row_counts = dataset.content, _note_splits(dataset), dataset.rows_of_files()
-    stored_more = 0
+    lengths, rule, stored_more = dataset.document_tokens(), "cut", 0
+    counts = np.ones(len(lengths), dtype=np.int64)
     match content:
         case PackedRows():
-            lengths, rule = content.document_tokens, "cut"
-            counts = np.diff(content.row_offsets)
-            stored_more = int(content.rule == "bridge")
+            counts, stored_more = np.diff(content.row_offsets), int(content.rule == "bridge")
         case UnpackedDocuments():
-            lengths, rule = content.document_tokens, _overlong_rule(settings)
+            rule = _overlong_rule(settings)
             if settings.packer == "none" and content.trained_from is not None:
                 lengths = np.where(content.trained_from <= seq_length, lengths, 0)
-            counts = np.ones(len(lengths), dtype=np.int64)
         case Conversations():
-            lengths = np.concatenate([file.conversation_tokens for file in content.files])
             counts = np.concatenate([np.diff(file.line_offsets) for file in content.files])
-            rule = "cut"
-        case streams:
-            lengths, rule = np.concatenate([stream.sequence_tokens for stream in streams]), "split"
-            counts = np.ones(len(lengths), dtype=np.int64)
+        case _:
+            rule = "split"
     if for_bridge:
         rule = "leave out"
         if not stored_more:

@@ -18,7 +18,7 @@ from typing import Any
 from thdprof.analyze.sources import engines
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick
 from thdprof.analyze.sources.readers.npy import MAGIC
-from thdprof.analyze.sources.remote import find_matches, is_remote, locate, stamp
+from thdprof.analyze.sources.remote import begins_with, find_matches, is_remote, locate, stamp
 from thdprof.errors import DataError, UsageError
 
 _PLACES = {
@@ -177,9 +177,8 @@ def _index_of(path: Path) -> Path:
     """The file beside a token file that tells where its documents end; any other file itself."""
     beside = _INDEXES.get(path.suffix)
     index = path.with_suffix(beside) if beside else path
-    if beside == ".csv.gz" and index.is_file():
-        with path.open("rb") as file:
-            return path if file.read(len(MAGIC)) == MAGIC else index
+    if beside == ".csv.gz" and index.is_file() and begins_with(path, MAGIC):
+        return path
     return index if index.is_file() else path
 
 

@@ -65,7 +65,7 @@ def _read_metadata(path: Path) -> NDArray[np.int64]:
 
 
 def _scan(path: Path, read_file: Callable[[Path], NDArray[np.int64]]) -> Shard:
-    lengths = check_lengths(read_file(path), str(path), "document")
+    lengths = check_lengths(read_file(path), lambda at: f"{path}: document {at}")
     if len(lengths) == 0:
         raise DataError(f"{path}: holds no documents; write it again with data")
     return Shard((lengths,))

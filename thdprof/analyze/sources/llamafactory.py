@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_schema
+from thdprof.analyze.sources.readers.arrow import ArrowFile, is_arrow
+from thdprof.analyze.sources.readers.parquet import schema_of
 from thdprof.errors import DataError
 
 COLUMN, BOUNDARIES = "packing_params", "sequence_boundaries"
@@ -27,7 +28,7 @@ def recognises(path: Path) -> bool:
     """Whether the file has a column `packing_params` with lists `sequence_boundaries`."""
     import pyarrow.types as types
 
-    schema = arrow_schema(path)
+    schema = schema_of(path) if is_arrow(path) else None
     if schema is None or schema.get_field_index(COLUMN) < 0:
         return False
     kind = schema.field(COLUMN).type
