@@ -17,8 +17,7 @@ from thdprof.dispatch import Bucket
 from thdprof.megatron_limits.run import find_experts
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
-from thdprof.runtime.isolation.result import Isolation, Mode
-from thdprof.runtime.isolation.verify import Settings, Subject, verify
+from thdprof.runtime.isolation import Isolation, Mode, Settings, Subject, verify
 from thdprof.runtime.megatron import (
     decoder_surroundings,
     grouped_experts,
@@ -479,9 +478,7 @@ class Installation:
             random_states=[lambda: tracker.set_states(dict(saved))] if has_tensors else (),
             extra_state=decoder_surroundings.expert_metrics,
         )
-        settings = Settings(
-            modes=modes, gradients=gradients, tolerance=tolerance, seed=seed, token_dim=0, output_token_dim=0
-        )
+        settings = Settings(modes, token_dim=0, gradients=gradients, tolerance=tolerance, seed=seed)
         return verify(subject, packed, [hidden_states], settings)
 
     def recapture(self) -> None:
