@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -27,11 +26,9 @@ from thdprof.dispatch import Bucket, Shape
 from thdprof.errors import DataError
 from thdprof.files import write_text
 from thdprof.megatron_limits.run import is_dynamic
+from thdprof.plan import Plan
 from thdprof.runtime.rank_totals import rank_and_size
 from thdprof.runtime.stats import Stats
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
 
 COMPARED_EVERY = 100
 """Steps between two comparisons of the observed shares with the plan's."""

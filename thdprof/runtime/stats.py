@@ -12,13 +12,11 @@ from math import isfinite
 from operator import or_
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason, Shape
 from thdprof.files import json_text
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
+from thdprof.plan import Plan
 
 SCHEMA = "thdprof.stats/1"
 _OUTLIER = 1.5

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
@@ -167,8 +168,6 @@ def expert_metrics() -> Sequence[torch.Tensor]:
 @contextmanager
 def marked_as_capturing() -> Iterator[None]:
     """Make megatron-core believe, inside the block, that a graph is being captured."""
-    from megatron.core.transformer import cuda_graphs
-
     already = cuda_graphs.is_graph_capturing()
     cuda_graphs._set_capture_start()
     try:

@@ -8,13 +8,16 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.megatron_limits.run import find_experts
+from thdprof.plan import Plan
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation import Isolation, Mode, Settings, Subject, verify
@@ -45,11 +48,6 @@ from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings, warn_of_unread_fields
 from thdprof.runtime.padding import PackedSequence
 from thdprof.runtime.stats import Prediction, Stats
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from thdprof.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +152,6 @@ def captures_experts(plan: Plan, config: Any) -> bool:
 
 def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:
     """Warn of settings that have another effect under the plan than the user may expect."""
-    from megatron.core import parallel_state
-
     graphs = plan.graphs
     if graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
@@ -187,8 +183,6 @@ def _prepare(
     timeout: timedelta | None,
 ) -> Installation:
     """The decoders of this rank and what will run each of them; nothing is changed yet."""
-    from megatron.core import parallel_state
-
     dynamic, rank = is_dynamic(plan), parallel_state.get_pipeline_model_parallel_rank()
     peers = peers_of(config, plan, timeout)
     decisions = Decisions(len(models), enabled=debug, across_context=not dynamic, peers=peers)
@@ -566,8 +560,6 @@ def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device
 
 def _refuse_for_isolation(config: Any) -> None:
     """Raise ValueError where passes need other ranks, or documents share scaling factors by design."""
-    from megatron.core import parallel_state
-
     sizes = {name: getattr(config, name, 1) or 1 for name in refusals.COMMUNICATING}
     large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if large:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from megatron.core.transformer import cuda_graphs
 
 from thdprof.runtime.megatron import rotary
 from thdprof.runtime.megatron.replacing import Shared, replaced
@@ -68,8 +69,6 @@ def keeping_activations(config: Any) -> Iterator[None]:
     A recomputation would draw random numbers that no graph has registered, and megatron-core itself makes none while it
     captures layers.
     """
-    from megatron.core.transformer import cuda_graphs
-
     if repeats_of(config) is None or cuda_graphs.is_graph_warmup():
         yield
         return

@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_hooked_parameters
@@ -44,9 +48,6 @@ def unwrap_model(chunk: nn.Module) -> Any:
 
 def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> refusals.Facts:
     """What the checks of settings must know of the `models` in this rank's `chunks` besides their configuration."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-
     decoders: list[Any] = [model.decoder for model in models]
     name = type(chunks[0]).__name__
     is_wrapped = isinstance(chunks[0], DistributedDataParallel)
@@ -143,8 +144,6 @@ def remaking_fused_operations(block: nn.Module, *, but: Sequence[nn.Module] = ()
 
 def is_mamba(layer: nn.Module) -> bool:
     """Whether `layer` is a MambaLayer, which reads the document of every token (`seq_idx`)."""
-    from megatron.core.ssm.mamba_layer import MambaLayer
-
     return isinstance(layer, MambaLayer)
 
 
@@ -175,8 +174,6 @@ def has_gated_delta_net(layer: nn.Module) -> bool:
 
 def find_foreign_layers(layers: Sequence[nn.Module]) -> Iterator[str]:
     """Names of the classes of layers, or of parts of layers, that thdprof has not checked in a graph."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
     for layer in layers:
         if not isinstance(layer, TransformerLayer) and not is_mamba(layer):
             yield type(layer).__name__
@@ -186,8 +183,6 @@ def find_foreign_layers(layers: Sequence[nn.Module]) -> Iterator[str]:
 
 def find_capturable(layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """Those of `layers` that can be graphs of their own."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
     known = (layer for layer in layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
     return tuple(layer for layer in known if not (has_gated_delta_net(layer) or find_fused_parts(layer)))
 

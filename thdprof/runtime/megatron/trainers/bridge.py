@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from thdprof.plan import Plan
 
 try:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -31,9 +33,6 @@ from thdprof.runtime.megatron.trainers.training_loops import (
     find_host_timeout,
     packed_schedule_plans,
 )
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
 
 
 class ThdprofCallback(Callback):  # type: ignore[misc]

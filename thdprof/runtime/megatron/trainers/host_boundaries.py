@@ -19,6 +19,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from megatron.core import utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import RerunDataIterator
 from numpy.typing import NDArray
 from torch import distributed
 
@@ -198,10 +201,6 @@ def host_boundaries(peer_timeout: Callable[[], timedelta | None] = lambda: timed
             None where no gloo group may be made: then Megatron's own functions send them from GPU to GPU. Asked when
             the first micro-batch comes.
     """
-    from megatron.core import utils
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
     of_rank = _of_tensor_parallel_rank(utils.get_batch_on_this_tp_rank, TensorParallelPeers(peer_timeout))
     with ExitStack() as stack:
         for owner, name, value in (

@@ -8,23 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
+from megatron.core.utils import get_model_config
 
 from thdprof.megatron_limits.run import find_kind
+from thdprof.plan import Plan
 from thdprof.runtime.megatron.decoder.packed_seq_params import is_of_a_bucket
 from thdprof.runtime.megatron.install import Installation, check_model, install
 from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.observer import Observer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from thdprof.plan import Plan
-
 
 _LOOP = "train"
 """Name of the function that holds the training loop, in Megatron-LM as in Megatron-Bridge."""
@@ -80,15 +79,11 @@ class FollowedRun:
 
     def install(self, model: Any, **how: Any) -> None:
         """Install the plan's graphs on the model, which has loaded its checkpoint; `how` goes to `install`."""
-        from megatron.core.utils import get_model_config
-
         config = get_model_config(model[0])
         self._installation = install(model, self.plan, config, replay=self.replay, say=self.say, **how)
 
     def find_refusals(self, model: Any) -> list[str]:
         """Every setting of the model as it was built that the plan's graphs cannot serve; nothing is changed."""
-        from megatron.core.utils import get_model_config
-
         try:
             check_model(model, self.plan, get_model_config(model[0]), replay=self.replay)
         except SettingsError as error:
@@ -164,8 +159,6 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
     Args:
         on_restore: called when the machine has taken random states back to those of the step's beginning.
     """
-    from megatron.core.rerun_state_machine import RerunStateMachine
-
     own = {name: getattr(RerunStateMachine, name) for name in ("validate_result", "_restore_state")}
     waiting: WeakKeyDictionary[Any, list[_Check]] = WeakKeyDictionary()
 
@@ -225,8 +218,6 @@ def _can_wait(machine: Any, result: Any) -> bool:
     """Whether a check may be made at the end of the passes: of one number, in a step, by a machine that injects nothing
     (injection draws random numbers of Python in the order of the checks).
     """
-    from megatron.core.rerun_state_machine import RerunState
-
     running = (RerunState.INITIAL_RUN, RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
     return (
         isinstance(result, torch.Tensor)
@@ -275,7 +266,6 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
     documents of a row attend to each other then, and there is nothing that a graph could be replayed for.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     made: list[Any] = []
     reported: list[str] = []
