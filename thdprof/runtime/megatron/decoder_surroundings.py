@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer import cuda_graphs
 from torch import nn
 
@@ -27,9 +28,7 @@ capture, but all of them have equal counts, so that the bias stays where it is."
 
 def generators() -> tuple[torch.Generator, ...]:
     """The CUDA generators of Megatron's RNG tracker now; loading a checkpoint replaces them."""
-    from megatron.core.tensor_parallel.random import get_all_rng_states
-
-    return tuple(get_all_rng_states().values())
+    return tuple(tensor_parallel.random.get_all_rng_states().values())
 
 
 def prepare_experts(config: Any, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
@@ -443,8 +443,6 @@ class Installation:
             ValueError: the model runs over several ranks besides pipeline and data parallelism; or there is nothing to
                 compare, as `thdprof.runtime.verify_isolation` says.
         """
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
         decoder, run = self._decoders[chunk], self._runs[chunk]
         _refuse_for_isolation(getattr(decoder.block, "config", None))
         if getattr(params, "local_cp_size", None) not in (None, 1):
@@ -459,7 +457,7 @@ class Installation:
         def call(tensors: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
             return decoder.call_block(tensors[0], _written(metadata, params, hidden_states.device))
 
-        tracker = get_cuda_rng_tracker()
+        tracker = tensor_parallel.random.get_cuda_rng_tracker()
         states = tracker.get_states() if tracker.is_initialized() else {}
         saved = {name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in states.items()}
         has_tensors = any(isinstance(state, torch.Tensor) for state in saved.values())

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer import cuda_graphs
 
 from thdprof.runtime.megatron import rotary
@@ -96,8 +97,6 @@ def recompute_later(layer: Any, function: Callable[..., Any], *tensors: torch.Te
 
     `function` is a part of `layer`, or runs it; it may read other tensors that take no gradient.
     """
-    from megatron.core import tensor_parallel
-
     output: Any
     if layer.config.fp8 or layer.config.fp4:
         from megatron.core.extensions.transformer_engine import te_checkpoint
@@ -117,9 +116,7 @@ def repeating_random_numbers(repeats: Repeats | None) -> AbstractContextManager[
 
 @contextmanager
 def _recomputing_through(repeats: Repeats) -> Iterator[None]:
-    from megatron.core import tensor_parallel
-    from megatron.core.tensor_parallel import random
-
+    random = tensor_parallel.random
     own, without_output = random.checkpoint, random.CheckpointWithoutOutput.checkpoint
 
     def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
@@ -149,12 +146,11 @@ def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
     except ImportError:
         yield
         return
-    from megatron.core.transformer.cuda_graphs import is_graph_warmup
-
     own = distributed.checkpoint
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if repeats.captured is None and is_graph_warmup():  # Megatron's own `checkpoint` keeps activations then
+        # Megatron's own `checkpoint` keeps activations then
+        if repeats.captured is None and cuda_graphs.is_graph_warmup():
             return function(*args, **{name: value for name, value in kwargs.items() if name not in _ENGINES_OWN})
         return own(_repeated(repeats, function), *args, **kwargs)
 
@@ -167,14 +163,10 @@ def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., A
 
     Both of its runs rotate tokens the same way: a padded micro-batch's backward runs long after its forward.
     """
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
-
-    if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
+    if repeats.captured is None and (cuda_graphs.is_graph_capturing() or cuda_graphs.is_graph_warmup()):
         return function
     return repeats.repeated(rotary.as_now(function))
 
 
 def _find_random_states() -> tuple[torch.Generator, Any]:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    return torch.cuda.default_generators[torch.cuda.current_device()], get_cuda_rng_tracker()
+    return torch.cuda.default_generators[torch.cuda.current_device()], tensor_parallel.random.get_cuda_rng_tracker()

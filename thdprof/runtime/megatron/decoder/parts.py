@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -74,9 +74,7 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> refusals.Fac
 
 def has_graph_safe_rng() -> bool:
     """Whether every state of Megatron's RNG tracker can be registered with a graph."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
+    tracker = tensor_parallel.random.get_cuda_rng_tracker()
     return bool(getattr(tracker, "use_cudagraphable_rng", type(tracker).__name__ == "TECudaRNGStatesTracker"))
 
 

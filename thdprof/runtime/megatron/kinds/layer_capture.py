@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
@@ -462,10 +463,8 @@ class LayerCapture:
 
     def _blocks_rng(self) -> AbstractContextManager[Any]:
         """The context of random states in which the decoder's own forward runs its layers."""
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
         if self._in_block and self._decoder.draws_apart():
-            forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+            forked: AbstractContextManager[Any] = tensor_parallel.random.get_cuda_rng_tracker().fork()
             return forked
         return nullcontext()
 
