@@ -46,10 +46,6 @@ class Prediction:
         """The prediction of `plan`."""
         return cls(fallback_rate=plan.predictions.fallback_rate.microbatch, shares=plan.shares)
 
-    def share(self, bucket: Bucket) -> float:
-        """Predicted share of `bucket`; 0 if the plan has no such bucket."""
-        return self.shares.get(bucket, 0.0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -332,7 +328,7 @@ class Stats:
         total, plan = max(1, self.microbatches), self.prediction
         lines = [f"{self.microbatches} micro-batches, {self.captures} captures"]
         for bucket, n in sorted(self.replays.items()):
-            beside = f", predicted {plan.share(bucket):.1%}" if plan is not None else ""
+            beside = f", predicted {plan.shares.get(bucket, 0.0):.1%}" if plan is not None else ""
             lines.append(
                 f"  replayed {bucket.max_seqs} documents of {bucket.max_seqlen} tokens: {n} ({n / total:.1%}{beside})"
             )

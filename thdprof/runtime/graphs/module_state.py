@@ -552,16 +552,20 @@ def spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
         alias.main_grad = spare  # type: ignore[attr-defined]
 
 
-class _NoGradient(torch.autograd.Function):
-    """A function that returns no gradient to its second input."""
+class NoGradient(torch.autograd.Function):
+    """A function of `x` that returns no gradient to its second input, and calls `note` in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
+        """A copy of `x`."""
+        ctx.note = note
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient of `x` alone."""
+        ctx.note()
+        return grad, None, None
 
 
 @cache
@@ -570,5 +574,5 @@ def _fires_without_gradient() -> bool:
     fired: list[torch.Tensor] = []
     parameter, x = nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
     parameter.register_post_accumulate_grad_hook(fired.append)
-    _NoGradient.apply(x, parameter).backward()
+    NoGradient.apply(x, parameter, lambda: None).backward()
     return bool(fired)

@@ -15,7 +15,7 @@ from torch import nn
 from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
 from thdprof.runtime.megatron import grouped_experts, recompute, rotary
 from thdprof.runtime.megatron.quantized import find_quantization
-from thdprof.runtime.megatron.replacing import Shared, replaced
+from thdprof.runtime.megatron.replacing import replaced, shared
 from thdprof.runtime.options import Surroundings
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -133,23 +133,17 @@ def without_gathering(module: nn.Module) -> Iterator[None]:
             of_part.update(own)
 
 
+@shared
 def room_for_compiled_captures() -> AbstractContextManager[None]:
     """A context in which torch compiles twice as many variants of a function as it does otherwise. Several may overlap.
 
     A capture's static inputs are other variants than those of eager micro-batches, of which recompute and FP8 make
     several already. Past its limit torch runs a function as it is, where dropout draws other masks.
     """
-    return _ROOM.owned()
-
-
-def _twice_as_many_variants() -> AbstractContextManager[None]:
     from torch._dynamo import config
 
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # until torch 2.6
     return replaced(config, name, 2 * getattr(config, name))
-
-
-_ROOM = Shared(_twice_as_many_variants)
 
 
 def foreign_hooks(block: nn.Module) -> tuple[str, ...]:

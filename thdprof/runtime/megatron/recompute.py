@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer import cuda_graphs
 
 from thdprof.runtime.megatron import rotary
-from thdprof.runtime.megatron.replacing import Shared, replaced
+from thdprof.runtime.megatron.replacing import replaced, shared
 from thdprof.runtime.random_states import Repeats
 
 
@@ -111,9 +111,10 @@ def recompute_later(layer: Any, function: Callable[..., Any], *tensors: torch.Te
 
 def repeating_random_numbers(repeats: Repeats | None) -> AbstractContextManager[None]:
     """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap."""
-    return nullcontext() if repeats is None else _REPEATING.owned(repeats)
+    return nullcontext() if repeats is None else _recomputing_through(repeats)
 
 
+@shared
 @contextmanager
 def _recomputing_through(repeats: Repeats) -> Iterator[None]:
     random = tensor_parallel.random
@@ -133,9 +134,6 @@ def _recomputing_through(repeats: Repeats) -> Iterator[None]:
         stack.enter_context(replaced(random.CheckpointWithoutOutput, "checkpoint", checkpoint_without_output))
         stack.enter_context(_in_transformer_engine(repeats))
         yield
-
-
-_REPEATING = Shared(_recomputing_through)
 
 
 @contextmanager

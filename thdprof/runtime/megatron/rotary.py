@@ -22,7 +22,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed, nn
 
-from thdprof.runtime.megatron.replacing import Shared, replaced
+from thdprof.runtime.megatron.replacing import replaced, shared
 
 _BUFFERS = ("cos_cached", "sin_cached")
 _STATE = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
@@ -196,18 +196,12 @@ Shifted = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor whose documents are shifted, and the sum of its elements where it is needed."""
 
 
+@shared
 def shifting_together() -> AbstractContextManager[None]:
     """A context in which megatron-core shifts all documents of a micro-batch at once. Several may overlap."""
-    return _TOGETHER.owned()
-
-
-def _replacing_shift() -> AbstractContextManager[None]:
     from megatron.core.transformer import multi_token_prediction
 
     return replaced(multi_token_prediction, _SHIFT, _shift_as(vars(multi_token_prediction)[_SHIFT]))
-
-
-_TOGETHER = Shared(_replacing_shift)
 
 
 def _shift_as(own: Callable[..., Shifted]) -> Callable[..., Shifted]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from thdprof.runtime.graphs.module_state import NoGradient
 from thdprof.words import install_line
 
 logger = logging.getLogger(__name__)
@@ -49,20 +50,6 @@ class Package:
     """
 
 
-class _Node(torch.autograd.Function):
-    """Notes its backward, and returns no gradient to its parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
-        ctx.note = note
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.note()
-        return grad, None, None
-
-
 def _hooks_run_between_nodes() -> bool:
     """Whether hooks on a gradient's accumulation run before the backward of the node before, as pieces need it."""
     log: list[str] = []
@@ -73,7 +60,7 @@ def _hooks_run_between_nodes() -> bool:
         node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         node.register_hook(lambda *_, name=name: log.append(f"hook {name}"))
         held.append(node)  # which only its owner keeps alive
-        x = _Node.apply(x, parameter, lambda name=name: log.append(f"backward {name}"))
+        x = NoGradient.apply(x, parameter, lambda name=name: log.append(f"backward {name}"))
     x.sum().backward()
     return log == ["backward b", "hook b", "backward a", "hook a"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -202,14 +202,12 @@ def host_boundaries(peer_timeout: Callable[[], timedelta | None] = lambda: timed
             the first micro-batch comes.
     """
     of_rank = _of_tensor_parallel_rank(utils.get_batch_on_this_tp_rank, TensorParallelPeers(peer_timeout))
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (RerunDataIterator, "__next__", _next(RerunDataIterator.__next__)),
-            (utils, "get_batch_on_this_tp_rank", of_rank),
-            (utils, "flatten_batch_for_packed_sequences", _flattened(utils.flatten_batch_for_packed_sequences)),
-            (PackedSeqParams, "__post_init__", _post_init(PackedSeqParams)),
-        ):
-            stack.enter_context(replaced(owner, name, value))
+    with (
+        replaced(RerunDataIterator, "__next__", _next(RerunDataIterator.__next__)),
+        replaced(utils, "get_batch_on_this_tp_rank", of_rank),
+        replaced(utils, "flatten_batch_for_packed_sequences", _flattened(utils.flatten_batch_for_packed_sequences)),
+        replaced(PackedSeqParams, "__post_init__", _post_init(PackedSeqParams)),
+    ):
         yield
 
 

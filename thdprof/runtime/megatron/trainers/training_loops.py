@@ -176,7 +176,10 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
         checks = waiting.pop(machine, [])
         read = functools.cache(lambda: _read([check.value for check in checks]))  # when the first one is needed
         for number, check in enumerate(checks):
-            rejects = functools.partial(_rejects_on_host, check.rejection_func, read, number)
+
+            def rejects(_: Any, check: _Check = check, number: int = number) -> bool:
+                return bool(check.rejection_func(read()[number]))
+
             own["validate_result"](machine, check.value, rejects, *check.args, **check.more)
         _keep_scaled(machine, checks)
 
@@ -234,13 +237,6 @@ def _is_of_values(rejection_func: Any, machine: Any) -> bool:
     return isinstance(rejection_func, functools.partial) and rejection_func.func == machine.is_unexpectedly_large
 
 
-def _rejects_on_host(
-    rejection_func: Callable[[Any], Any], read: Callable[[], list[torch.Tensor]], number: int, result: Any
-) -> bool:
-    del result
-    return bool(rejection_func(read()[number]))
-
-
 def _keep_scaled(machine: Any, checks: list[_Check]) -> None:
     """Where the machine keeps a copy for a comparison, give it the tensor itself, which it would have kept."""
     results = {id(check.value): check.result for check in checks}
@@ -294,11 +290,9 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
                 say(GIVEN)
         return own_build(*call.args, **call.kwargs)
 
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (PackedSeqParams, "__post_init__", post_init),
-            (GPTModel, "forward", forward),
-            (GPTModel, "build_schedule_plan", build_schedule_plan),
-        ):
-            stack.enter_context(replaced(owner, name, value))
+    with (
+        replaced(PackedSeqParams, "__post_init__", post_init),
+        replaced(GPTModel, "forward", forward),
+        replaced(GPTModel, "build_schedule_plan", build_schedule_plan),
+    ):
         yield
