@@ -63,11 +63,14 @@ class Call:
 
         return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
 
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """The call with `tensors` in place of its tensors, in order."""
+        args, kwargs = self.substitute(tensors, self.packed)
+        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tuple(tensors))
+
     def without_values(self) -> Call:
         """The call with meta tensors, which hold no memory, in place of its tensors: it can be kept as a sample."""
-        tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
-        args, kwargs = self.substitute(tensors, self.packed)
-        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
+        return self.with_tensors([t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors])
 
 
 def describe_argument(value: Any) -> Any:

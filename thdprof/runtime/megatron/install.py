@@ -539,21 +539,15 @@ def _global_rank() -> int:
 
 def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device) -> PackedSeqParams:
     """`like` with the boundaries of `packed`, which stay on the host, too."""
-    assert packed.host is not None  # `verify` gives what `read` and `MicroBatch.padded` have made
-    if packed.cu_seqlens.data_ptr() == like.cu_seqlens_q.data_ptr():
-        return like
+    assert packed.host is not None  # `verify` gives what `read` and `MicroBatch` have made
     padded = packed.cu_seqlens_padded
-    made = packed_seq_params.packed_seq_params(
-        packed.host,
-        cu_seqlens_padded=packed.host_padded if padded is not None else None,
-        max_seqlen=packed.max_seqlen,
-        pad_between_seqs=like.pad_between_seqs,
-        local_cp_size=like.local_cp_size,
-        device=device,
-    )
-    made.qkv_format = like.qkv_format
-    made.tokens_per_sample = like.tokens_per_sample
-    return made
+    placed = {
+        "cu_seqlens": packed.cu_seqlens.to(device),
+        "cu_seqlens_padded": None if padded is None else padded.to(device),
+    }
+    params = packed_seq_params.write(replace(packed, **placed), like)
+    packed_seq_params.attach_host(params, packed.host, packed.host_padded)
+    return params
 
 
 def _refuse_for_isolation(config: Any) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thdprof.plan import Plan
+from thdprof.plan import Plan, load_plan
 
 try:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -70,8 +70,6 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         Raises:
             DataError: the file is no plan.
         """
-        from thdprof.plan import load_plan
-
         path = Path(plan) if isinstance(plan, str | Path) else None
         loaded = load_plan(plan) if isinstance(plan, str | Path) else plan
         self._follow = partial(FollowedRun, replay=replay, stats=None if stats is None else Path(stats), say=_say)
