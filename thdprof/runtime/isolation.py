@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from thdprof.dispatch import Bucket, Dispatcher, advice
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import unchanged
+from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, pad_cu_seqlens, shape_of, to_device
 from thdprof.words import write_count
 
@@ -326,7 +327,7 @@ def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Sett
         raise TypeError(f"the tensors are {names}: give the module's tensor arguments, and other arguments by call=")
     if tensors[0].dim() == 0:
         raise ValueError("the first tensor has no dimension: one of its dimensions must run over tokens")
-    if packed.cp_size > 1 or any(one.token_shards > 1 for one in subject.dispatched):
+    if packed.cp_size > 1 or any(one.options.token_shards > 1 for one in subject.dispatched):
         raise ValueError(
             f"the micro-batch is shared out among ranks (cp_size {packed.cp_size}): verify the model on one rank, "
             "without context or sequence parallelism"
@@ -384,12 +385,12 @@ class MicroBatch:
     ) -> None:
         """The micro-batch of the arguments of `verify`; ValueError where there is nothing to compare."""
         self.subject, self.settings, self._packed = subject, settings, packed
-        first = subject.dispatched[0] if subject.dispatched else None
-        self.dim = settings.token_dim if settings.token_dim is not None else (first.token_dim if first else 0)
+        options = subject.dispatched[0].options if subject.dispatched else GraphOptions()
+        self.dim = options.token_dim if settings.token_dim is None else settings.token_dim
         if not -tensors[0].dim() <= self.dim < tensors[0].dim():
             raise ValueError(f"token_dim {self.dim}: the first tensor has shape {tuple(tensors[0].shape)}")
         self._first, self.n_tokens = tensors[0], tensors[0].shape[self.dim]
-        self._policy = first.tail_policy if first else "none"
+        self._policy = options.tail_policy
         self._boundaries = boundaries_of(packed, self.n_tokens, self._policy)
         self.regions = regions_of(self._boundaries, self.n_tokens)
         self.documents = tuple(region for region in self.regions if region.kind == "document")

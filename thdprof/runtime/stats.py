@@ -297,11 +297,8 @@ class Stats:
                 raise ModuleNotFoundError(
                     "Stats.write_tensorboard needs tensorboard: pip install tensorboard"
                 ) from error
-            writer = SummaryWriter(str(target))
-            try:
+            with SummaryWriter(str(target)) as writer:
                 self.write_tensorboard(writer, step)
-            finally:
-                writer.close()
             return
         for tag, value in self.scalars().items():
             target.add_scalar(tag, value, step)

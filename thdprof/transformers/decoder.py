@@ -22,6 +22,7 @@ from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
 from thdprof.runtime.padding import PackedSequence, boundaries_of, pack, pad_cu_seqlens, shape_of
+from thdprof.runtime.replacing import attributes, replaced, shared
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
 from thdprof.transformers.router_logits import NAME, RouterLogits
 
@@ -155,8 +156,7 @@ def without_random_states(decoder: nn.Module) -> Iterator[None]:
         for module in decoder.modules():
             own = module.__dict__.get(_FUNCTION)
             if own is not None:
-                stack.callback(module.__dict__.__setitem__, _FUNCTION, own)
-                module.__dict__[_FUNCTION] = partial(own, preserve_rng_state=False)
+                stack.enter_context(attributes(module, **{_FUNCTION: partial(own, preserve_rng_state=False)}))
         yield
 
 
@@ -181,11 +181,11 @@ def changed_layers(layers: nn.ModuleList, routers: RouterLogits | None, *, compi
             if kind not in of_type:
                 plain = kind.forward if routers is None else routers.returned_by(kind.forward)
                 of_type[kind] = plain, torch.compile(plain, fullgraph=True) if compile else plain
-            layer.__dict__["forward"] = _forward(layer, *of_type[kind], routers)
-            stack.callback(layer.__dict__.pop, "forward")
+            stack.enter_context(attributes(layer, forward=_forward(layer, *of_type[kind], routers)))
         yield
 
 
+@shared
 @contextmanager
 def constant_compute_capability() -> Iterator[None]:
     """Let torch.compile find the present GPU's compute capability as a constant inside the block.
@@ -193,18 +193,7 @@ def constant_compute_capability() -> Iterator[None]:
     transformers looks it up before each grouped product of experts (`integrations/moe.py`), by a function of torch that
     torch itself refuses to trace.
     """
-    own = torch.cuda.get_device_capability
-    if own.__name__ == _constant_capability.__name__:  # another run inside this one's time
-        yield
-        return
-    torch.cuda.get_device_capability = _constant_capability([own(gpu) for gpu in range(torch.cuda.device_count())])
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_capability = own
-
-
-def _constant_capability(found: Sequence[tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    found = [torch.cuda.get_device_capability(gpu) for gpu in range(torch.cuda.device_count())]
     present = torch.cuda.current_device()
 
     def get_device_capability(device: torch.device | str | int | None = None) -> tuple[int, int]:
@@ -213,8 +202,8 @@ def _constant_capability(found: Sequence[tuple[int, int]]) -> Callable[..., tupl
         number = device.index if isinstance(device, torch.device) else device
         return found[present if number is None else number]
 
-    get_device_capability.__name__ = _constant_capability.__name__
-    return get_device_capability
+    with replaced(torch.cuda, "get_device_capability", get_device_capability):
+        yield
 
 
 def _forward(
@@ -267,7 +256,6 @@ class GraphedDecoder:
     def following(self) -> Iterator[None]:
         """Let the model's forward run its layers as the plan says inside the block. The graphs are freed at its end."""
         own = self._model.forward
-        had = "forward" in self._model.__dict__
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             boundaries = kwargs.pop(BATCH_KEY, None)
@@ -275,15 +263,13 @@ class GraphedDecoder:
                 return self._run(own, args, kwargs, boundaries)
             return self._run_plain(own, args, kwargs)
 
-        self._model.__dict__["forward"] = forward
         try:
-            with changed_layers(self._stack.layers, self._routers, compile=self._compile):
+            with (
+                attributes(self._model, forward=forward),
+                changed_layers(self._stack.layers, self._routers, compile=self._compile),
+            ):
                 yield
         finally:
-            if had:
-                self._model.__dict__["forward"] = own
-            else:
-                del self._model.__dict__["forward"]
             self.graphed.close()
 
     def _run(
@@ -317,11 +303,8 @@ class GraphedDecoder:
             asked = kwargs.get(f"output_{NAME}")
             self._routers.wanted = bool(getattr(self._config, f"output_{NAME}", False) if asked is None else asked)
             kwargs[f"output_{NAME}"] = False
-        self._model.__dict__["layers"] = [stand_in] * count
-        try:
+        with attributes(self._model, layers=[stand_in] * count):
             result = own(*args, **kwargs)
-        finally:
-            del self._model.__dict__["layers"]
         if len(calls) != count:
             raise UsageError(f"the model called {len(calls)} of its {count} decoder layers, which run as one stack")
         if logits:
@@ -344,11 +327,8 @@ class GraphedDecoder:
             self._routers.wanted = False
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
-        end = self.choose_attention(self._own_attention)
-        try:
+        with replaced(self._config, "_attn_implementation", self._own_attention):
             return own(*args, **kwargs)
-        finally:
-            end()
 
     def _run_stack(
         self, hidden_states: torch.Tensor, calls: list[dict[str, Any]], boundaries: HostBoundaries
@@ -385,7 +365,7 @@ class GraphedDecoder:
 
         Without replays its boundaries are returned as the graphs of the chosen bucket would read them.
         """
-        policy = self.graphed.tail_policy
+        policy = self.graphed.options.tail_policy
         choice = self._dispatcher.decide(shape_of(packed, boundaries_of(packed, n_tokens, policy), n_tokens))
         self.graphed.stats().decided[choice] += 1
         if self._replay or not isinstance(choice, Bucket) or packed.host is None:

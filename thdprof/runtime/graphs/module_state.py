@@ -153,13 +153,13 @@ class _Gradient:
     """A parameter's gradients as they are now: `.grad`, `main_grad`, and what kernels note of them."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
+        self._parameter: Any = parameter
         self._tensors = {name: getattr(parameter, name, None) for name in ("grad", "main_grad")}
         self._values = {name: None if t is None else t.detach().clone() for name, t in self._tensors.items()}
         self._added: Any = getattr(parameter, "grad_added_to_main_grad", None)
         self._hooks: Any = parameter._post_accumulate_grad_hooks
         if self._hooks:
-            self._set_hooks(None)
+            self._parameter._post_accumulate_grad_hooks = None
 
     def put_back(self) -> None:
         parameter = self._parameter
@@ -172,12 +172,9 @@ class _Gradient:
         if self._tensors["grad"] is None:
             parameter.grad = None
         if self._added is not None:
-            parameter.grad_added_to_main_grad = self._added  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = self._added
         if self._hooks:
-            self._set_hooks(self._hooks)
-
-    def _set_hooks(self, hooks: Any) -> None:
-        self._parameter._post_accumulate_grad_hooks = hooks
+            parameter._post_accumulate_grad_hooks = self._hooks
 
 
 @contextmanager

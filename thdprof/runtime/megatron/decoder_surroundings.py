@@ -15,8 +15,8 @@ from torch import nn
 from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
 from thdprof.runtime.megatron import grouped_experts, recompute, rotary
 from thdprof.runtime.megatron.quantized import find_quantization
-from thdprof.runtime.megatron.replacing import replaced, shared
 from thdprof.runtime.options import Surroundings
+from thdprof.runtime.replacing import replaced, shared
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _COUNTS = frozenset(("local_tokens_per_expert",))

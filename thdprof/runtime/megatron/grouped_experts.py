@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes
+from thdprof.runtime.replacing import attributes
 
 logger = logging.getLogger(__name__)
 

@@ -447,7 +447,7 @@ class Installation:
         _refuse_for_isolation(getattr(decoder.block, "config", None))
         if getattr(params, "local_cp_size", None) not in (None, 1):
             raise ValueError(f"local_cp_size {params.local_cp_size}: verify a micro-batch that is on one rank")
-        packed = packed_seq_params.read(params, cp_size=1, tail=run.tail_policy)
+        packed = packed_seq_params.read(params, cp_size=1, tail=run.options.tail_policy)
         if packed.host is None:
             raise TypeError(
                 "the boundaries are only on the device: make the metadata with "

@@ -16,8 +16,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer import cuda_graphs
 
 from thdprof.runtime.megatron import rotary
-from thdprof.runtime.megatron.replacing import replaced, shared
 from thdprof.runtime.random_states import Repeats
+from thdprof.runtime.replacing import replaced, shared
 
 
 class MegatronTracker:

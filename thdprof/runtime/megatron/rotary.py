@@ -22,7 +22,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed, nn
 
-from thdprof.runtime.megatron.replacing import replaced, shared
+from thdprof.runtime.replacing import replaced, shared
 
 _BUFFERS = ("cos_cached", "sin_cached")
 _STATE = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")

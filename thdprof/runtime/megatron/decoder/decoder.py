@@ -25,9 +25,9 @@ from thdprof.runtime.megatron import decoder_surroundings, recompute, rotary
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.packed_seq_params import ContextGroups
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes, replaced
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.replacing import attributes, replaced
 from thdprof.training import TailPolicy
 
 KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})

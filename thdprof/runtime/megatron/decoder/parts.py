@@ -15,8 +15,8 @@ from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import decoder_surroundings, refusals
-from thdprof.runtime.megatron.replacing import attributes
 from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.replacing import attributes
 
 
 def find_whole_model(chunk: nn.Module) -> Any:

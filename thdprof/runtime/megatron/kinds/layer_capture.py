@@ -33,10 +33,10 @@ from thdprof.runtime.megatron.kinds.expert_layers import Split
 from thdprof.runtime.megatron.layer_offload import LayerMoves, Moves
 from thdprof.runtime.megatron.quantized import is_quantized
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes, same_attributes
 from thdprof.runtime.options import Surroundings
 from thdprof.runtime.padding import PackedSequence
 from thdprof.runtime.random_states import RegisteredStates, with_default
+from thdprof.runtime.replacing import attributes, same_attributes
 
 
 class LayerPass(nn.Module):

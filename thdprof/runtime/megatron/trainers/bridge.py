@@ -24,7 +24,6 @@ from thdprof.runtime import startup
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers import bridge_runs
 from thdprof.runtime.megatron.trainers.observer import write_scalars
 from thdprof.runtime.megatron.trainers.training_loops import (
@@ -33,6 +32,7 @@ from thdprof.runtime.megatron.trainers.training_loops import (
     find_host_timeout,
     packed_schedule_plans,
 )
+from thdprof.runtime.replacing import replaced
 
 
 class ThdprofCallback(Callback):  # type: ignore[misc]

@@ -17,8 +17,8 @@ from thdprof.megatron_limits.run import ends_at_router, find_experts
 from thdprof.plan import Plan
 from thdprof.runtime.megatron.decoder.packed_seq_params import keep_on_host
 from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import attach_host_values, host_boundaries
+from thdprof.runtime.replacing import replaced
 from thdprof.runtime.startup import Inputs, NoPlanError, digest_files, files_of
 from thdprof.training import shared_capture_ranks
 

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import distributed
 
 from thdprof.runtime.megatron.decoder.packed_seq_params import attach_host
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.padding import moved
+from thdprof.runtime.replacing import replaced
 
 
 class HostKnown(torch.Tensor):

@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from thdprof.plan import Plan
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import write_scalars
 from thdprof.runtime.megatron.trainers.training_loops import (
@@ -21,6 +20,7 @@ from thdprof.runtime.megatron.trainers.training_loops import (
     find_host_timeout,
     packed_schedule_plans,
 )
+from thdprof.runtime.replacing import replaced
 
 
 def left_to_the_plan(args: Any) -> AbstractContextManager[None]:

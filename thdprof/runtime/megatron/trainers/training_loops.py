@@ -22,8 +22,8 @@ from thdprof.plan import Plan
 from thdprof.runtime.megatron.decoder.packed_seq_params import is_of_a_bucket
 from thdprof.runtime.megatron.install import Installation, check_model, install
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.observer import Observer
+from thdprof.runtime.replacing import replaced
 
 _LOOP = "train"
 """Name of the function that holds the training loop, in Megatron-LM as in Megatron-Bridge."""
