@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
 from thdprof.runtime.padding import PackedSequence, boundaries_of, pack, pad_cu_seqlens, shape_of
 from thdprof.runtime.replacing import attributes, replaced, shared
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
-from thdprof.transformers.router_logits import NAME, RouterLogits
 
 NOT_FOR_LAYERS = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
@@ -138,6 +137,77 @@ def _restored(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(value, Place):
         return tensors[value.index]
     return tuple(_restored(part, tensors) for part in value) if isinstance(value, tuple) else value
+
+
+_LOGITS = "router_logits"
+"""The field of a model's result that has them; with `output_` before it, the argument that asks for them."""
+
+
+class RouterLogits:
+    """Which modules of a decoder are routers, and whether the present micro-batch wants their logits.
+
+    transformers makes its load-balancing loss of them, and keeps them by hooks, which a replay does not run and
+    torch.compile cannot follow. Here each router keeps its own for a moment, and its layer returns them beside hidden
+    states, so that graphs and checkpoints know of them.
+    """
+
+    def __init__(self, kind: type[nn.Module], index: int, path: str) -> None:
+        """Routers of class `kind`, which return logits at `index`, at `path` inside of each layer that has one."""
+        self._kind, self._index, self._path = kind, index, path.split(".")
+        self.wanted = False
+        """Whether layers return them."""
+
+    @classmethod
+    def find(cls, decoder: nn.Module) -> Self | None:
+        """Those of `decoder`; None where transformers records none of it.
+
+        `_can_record_outputs` of its class says which modules transformers itself would put hooks on.
+        """
+        recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get(_LOGITS)
+        if recorder is None:
+            return None
+        kind = recorder.target_class
+        layers: Any = decoder.layers
+        paths = {name for layer in layers for name, part in layer.named_modules() if isinstance(part, kind)}
+        return cls(kind, recorder.index, paths.pop()) if len(paths) == 1 else None
+
+    @contextmanager
+    def kept(self, layers: nn.ModuleList) -> Iterator[None]:
+        """Let the routers of `layers` keep their logits inside the block."""
+        index = self._index
+
+        class Keeping(self._kind):  # type: ignore[name-defined,misc]
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                result = super().forward(*args, **kwargs)
+                self.kept_logits = result[index]
+                return result
+
+        found = [part for part in layers.modules() if type(part) is self._kind]
+        for part in found:
+            part.__class__ = Keeping
+        try:
+            yield
+        finally:
+            for part in found:
+                part.__class__ = self._kind
+                part.__dict__.pop("kept_logits", None)
+
+    def returned_by(self, forward: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """`forward` of a layer's class, which also returns the logits of the layer's router, [tokens, experts]."""
+        path = self._path
+
+        def run(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            result = forward(layer, *args, **kwargs)
+            hidden = result[0] if isinstance(result, tuple) else result
+            router: Any = layer
+            for name in path:
+                router = getattr(router, name, None)
+            if router is None:
+                return (hidden,)
+            logits, router.kept_logits = router.kept_logits, None
+            return hidden, logits
+
+        return run
 
 
 _FUNCTION = "_gradient_checkpointing_func"
@@ -300,15 +370,15 @@ class GraphedDecoder:
                 raise UsageError(f"the model is called with {name}=True, which its layers in graphs do not return")
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_LAYERS}
         if self._routers is not None:  # the stack returns them: transformers' own hooks would keep padded ones
-            asked = kwargs.get(f"output_{NAME}")
-            self._routers.wanted = bool(getattr(self._config, f"output_{NAME}", False) if asked is None else asked)
-            kwargs[f"output_{NAME}"] = False
+            asked = kwargs.get(f"output_{_LOGITS}")
+            self._routers.wanted = bool(getattr(self._config, f"output_{_LOGITS}", False) if asked is None else asked)
+            kwargs[f"output_{_LOGITS}"] = False
         with attributes(self._model, layers=[stand_in] * count):
             result = own(*args, **kwargs)
         if len(calls) != count:
             raise UsageError(f"the model called {len(calls)} of its {count} decoder layers, which run as one stack")
         if logits:
-            result[NAME] = tuple(logits)
+            result[_LOGITS] = tuple(logits)
         return result
 
     def _run_plain(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
