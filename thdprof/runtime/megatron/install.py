@@ -338,16 +338,12 @@ class Installation:
 
     def _attach(self, models: Sequence[Any], plan: Plan, config: Any) -> None:
         """Lead the micro-batches of this rank's `models` to the graphs of `plan`."""
-        cp_size, shards, tail = (
-            config.context_parallel_size,
-            refusals.count_token_shards(config),
-            plan.graphs.tail_policy,
-        )
+        cp_size = config.context_parallel_size
         groups = [packed_seq_params.groups_of(plan, decoder.block) for decoder in self._decoders]
         for decoder, run, own in zip(self._decoders, self._runs, groups, strict=True):
-            decoder.attach(run, cp_size=cp_size, shards=shards, tail=tail, groups=own)
+            decoder.attach(run, cp_size=cp_size, groups=own)
         for layer, run in self._predicting:
-            layer.attach(run, cp_size=cp_size, shards=shards, tail=tail)
+            layer.attach(run, cp_size=cp_size)
         for plans in self._plans:
             plans.attach()
         for run in self._all_runs():

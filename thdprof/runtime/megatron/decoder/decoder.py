@@ -28,7 +28,6 @@ from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 from thdprof.runtime.padding import PackedSequence
 from thdprof.runtime.replacing import attributes, replaced
-from thdprof.training import TailPolicy
 
 KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})
 """Arguments of a decoder's forward that graphs take: their tensors are copied into static ones."""
@@ -259,20 +258,13 @@ class Decoder(nn.Module):
         """A context in which the layers compute positions for micro-batches that `cp_size` ranks share."""
         return nullcontext() if self._groups is None else self._groups.around(cp_size)
 
-    def attach(
-        self,
-        run: DispatchedModule,
-        *,
-        cp_size: int,
-        shards: int,
-        tail: TailPolicy,
-        groups: ContextGroups | None = None,
-    ) -> None:
+    def attach(self, run: DispatchedModule, *, cp_size: int, groups: ContextGroups | None = None) -> None:
         """Send the decoder's packed micro-batches through `run`, which calls this module.
 
-        `cp_size` context-parallel ranks share the rows, and `shards` further ranks the tokens. `groups` are given where
-        micro-batches have context-parallel sizes of their own.
+        `cp_size` context-parallel ranks share the rows. `groups` are given where micro-batches have context-parallel
+        sizes of their own.
         """
+        shards, tail = run.options.token_shards, run.options.tail_policy
         self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
         self._layers_tables = keep_tables(self.block, run.longest())
