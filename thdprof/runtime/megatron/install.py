@@ -235,9 +235,6 @@ def runner_of(
 
     `common` are arguments of every kind of DispatchedModule, and `wrapper` reduces the model chunk's gradients
     (megatron-core's DistributedDataParallel). Graphs that Megatron replays (local) are not verified.
-
-    Raises:
-        SettingsError: `graphs.impl` is not known.
     """
     graphs = plan.graphs
     if not (replay and decoder.layers):
@@ -269,16 +266,14 @@ def runner_of(
             offload=_layer_offloading(decoder, plan, config),
             **common,
         )
-    if graphs.impl in ("chunk", "none"):
-        return (chunk.SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
-            decoder,
-            plan.captured,
-            num_slots=slots,
-            layers_per_graph=None if isinstance(decoder, PredictionLayer) else graphs.layers_per_graph,
-            offload=offload_of(plan),
-            **common,
-        )
-    raise refusals.SettingsError(f"graphs.impl is {graphs.impl}: set it to chunk, local, transformer_engine or none")
+    return (chunk.SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
+        decoder,
+        plan.captured,
+        num_slots=slots,
+        layers_per_graph=None if isinstance(decoder, PredictionLayer) else graphs.layers_per_graph,
+        offload=offload_of(plan),
+        **common,
+    )
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> layer_offload.Offloading | None:
