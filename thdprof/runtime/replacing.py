@@ -1,4 +1,4 @@
-"""Attributes of other packages' objects that are replaced for as long as a block runs."""
+"""Attributes of objects, most of them of other packages, that are replaced for as long as a block runs."""
 
 from __future__ import annotations
 
