@@ -152,14 +152,14 @@ def states_of(device: torch.device, generators: Sequence[torch.Generator]) -> li
 class _Gradient:
     """A parameter's gradients as they are now: `.grad`, `main_grad`, and what kernels note of them."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter: Any = parameter
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
         self._tensors = {name: getattr(parameter, name, None) for name in ("grad", "main_grad")}
         self._values = {name: None if t is None else t.detach().clone() for name, t in self._tensors.items()}
         self._added: Any = getattr(parameter, "grad_added_to_main_grad", None)
         self._hooks: Any = parameter._post_accumulate_grad_hooks
         if self._hooks:
-            self._parameter._post_accumulate_grad_hooks = None
+            parameter._post_accumulate_grad_hooks = None
 
     def put_back(self) -> None:
         parameter = self._parameter

@@ -531,12 +531,9 @@ def _global_rank() -> int:
 def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device) -> PackedSeqParams:
     """`like` with the boundaries of `packed`, which stay on the host, too."""
     assert packed.host is not None  # `verify` gives what `read` and `MicroBatch` have made
-    padded = packed.cu_seqlens_padded
-    placed = {
-        "cu_seqlens": packed.cu_seqlens.to(device),
-        "cu_seqlens_padded": None if padded is None else padded.to(device),
-    }
-    params = packed_seq_params.write(replace(packed, **placed), like)
+    valid, padded = packed.cu_seqlens.to(device), packed.cu_seqlens_padded
+    padded = None if padded is None else padded.to(device)
+    params = packed_seq_params.write(replace(packed, cu_seqlens=valid, cu_seqlens_padded=padded), like)
     packed_seq_params.attach_host(params, packed.host, packed.host_padded)
     return params
 
