@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_with(error, report_on="LOCAL_RANK")
     except ThdprofError as error:  # of arguments, which all ranks have alike
         return exit_with(error, report_on="RANK")
-    return _train_alone(options) if plan is None else _train(options, plan, is_refused)
+    return _train(options, plan, is_refused)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -292,14 +292,11 @@ def _take_place_of_script(options: argparse.Namespace) -> None:
     sys.path[0] = str(options.script.resolve().parent)
 
 
-def _train_alone(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace, plan: Plan | None, is_refused: IsRefused | None) -> int:
     _take_place_of_script(options)
-    runpy.run_path(str(options.script), run_name="__main__")
-    return 0
-
-
-def _train(options: argparse.Namespace, plan: Plan, is_refused: IsRefused | None) -> int:
-    _take_place_of_script(options)
+    if plan is None:
+        runpy.run_path(str(options.script), run_name="__main__")
+        return 0
     try:
         from thdprof.runtime.megatron.refusals import SettingsError
         from thdprof.runtime.megatron.trainers.megatron_lm import following

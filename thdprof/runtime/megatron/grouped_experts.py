@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes
+from thdprof.runtime.replacing import attributes
 
 logger = logging.getLogger(__name__)
 
@@ -92,35 +92,26 @@ class Rows:
         return by_expert[::-1] if self.reverse else by_expert
 
 
-class _Spread(torch.autograd.Function):
-    """Hidden states of the rows, of those of the tokens."""
+class _Between(torch.autograd.Function):
+    """Hidden states of the rows, of those of the tokens (`to_rows`), or the other way round. A backward goes back."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return hidden.index_select(0, rows.tokens)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _sum_rows(grad, ctx.rows), None
-
-
-class _Combine(torch.autograd.Function):
-    """Hidden states of the tokens: the sum of those of their rows, always in the same order."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return _sum_rows(hidden, rows)
+    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows, to_rows: bool) -> torch.Tensor:
+        ctx.rows, ctx.to_rows = rows, to_rows
+        return _spread_tokens(hidden, rows) if to_rows else _sum_rows(hidden, rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.index_select(0, ctx.rows.tokens), None
+        return _sum_rows(grad, ctx.rows) if ctx.to_rows else _spread_tokens(grad, ctx.rows), None, None
+
+
+def _spread_tokens(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return hidden.index_select(0, rows.tokens)
 
 
 def _sum_rows(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The sum of the rows of each token, always in the same order."""
     return hidden.index_select(0, rows.token_rows.reshape(-1)).view(*rows.token_rows.shape, -1).sum(dim=1)
 
 
@@ -209,7 +200,7 @@ class LocalDispatcher:
         reverse = weights[-1].data_ptr() < weights[0].data_ptr()
         self._shape, self._rows = hidden.shape, Rows(routing_map, self._top_k, reverse=reverse)
         by_expert = probs.T.flip(0) if reverse else probs.T
-        spread: torch.Tensor = _Spread.apply(hidden.reshape(-1, hidden.shape[-1]), self._rows)
+        spread: torch.Tensor = _Between.apply(hidden.reshape(-1, hidden.shape[-1]), self._rows, True)
         return spread, by_expert.reshape(-1).index_select(0, self._rows.places)
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +226,7 @@ class LocalDispatcher:
     def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of the tokens, of the shape that they had, from those of the rows."""
         rows, self._rows = self._rows, None  # whose memory may be a graph's
-        combined: torch.Tensor = _Combine.apply(hidden, rows)
+        combined: torch.Tensor = _Between.apply(hidden, rows, False)
         return combined.view(self._shape)
 
 
