@@ -126,16 +126,14 @@ def script_run(
     environment: Mapping[str, str] | None = None,
     limit: float = 300,
     log: Path | None = None,
-    by: Path | None = None,
 ) -> Ran:
     """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one.
 
-    `by` is a script that stands for thdprof.run. With several `hosts` there are so many ranks on each GPU.
+    With several `hosts` there are so many ranks on each GPU.
     """
     command, ranks = launcher(gpus, hosts)
     if plan is not None:
-        command += [str(by)] if by else ["-m", "thdprof.run"]
-        command += ["--plan", str(plan), "--replay", "on" if replay else "off"]
+        command += ["-m", "thdprof.run", "--plan", str(plan), "--replay", "on" if replay else "off"]
         command += ["--stats", str(stats)] if stats is not None else []
     command += [str(script), *flags]
     command += ["--tensorboard-dir", str(tensorboard), "--tensorboard-log-interval", "1"] if tensorboard else []

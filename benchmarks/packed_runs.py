@@ -3,12 +3,10 @@
     PYTHONPATH=.:tests python benchmarks/packed_runs.py trl --gpu h200 --directory build/packed-trl
     PYTHONPATH=.:tests python benchmarks/packed_runs.py ranks --gpu h200 --directory build/packed-ranks
     PYTHONPATH=.:tests python benchmarks/packed_runs.py sft --megatron-lm ~/Megatron-LM --directory build/packed-sft
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py losses --directory build/packed-losses
 
 `trl` and `sft` train one epoch on one GPU, by SFTTrainer and by Megatron-LM's own pretrain_gpt.py. `ranks` times each
-micro-batch of packs of 32,768 tokens on one GPU; a step of two ranks takes as long as the slower of its two. `losses`
-trains a small model on a processor by the order of `thdprof pack` and by random ones. With `--dry` all but `losses` are
-tiny: `trl` and `ranks` train on a processor, and `sft` ends before the training.
+micro-batch of packs of 32,768 tokens on one GPU; a step of two ranks takes as long as the slower of its two. With
+`--dry` all are tiny: `trl` and `ranks` train on a processor, and `sft` ends before the training.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from transformers_sft import SAME
 from transformers_sft import SHAPES as TRL_SHAPES
 
 SIDES = ("before", "after")
-LOSS_STEPS, LOSS_BATCH, LOSS_ROW, SEEDS = 100, 8, 256, 5
 
 
 def write_before(path: Path, rows: int, row: int, mean: float, sigma: float, vocabulary: int) -> None:
@@ -181,69 +178,10 @@ def print_sides(said: dict[str, Any], measured: dict[str, float], losses: dict[s
     print("\n".join(table(rows)))
 
 
-def train_small(rows: list[dict[str, list[int]]]) -> list[float]:
-    """The loss of each step of a small model on packed rows in their order; documents do not see each other."""
-    import torch
-    from support.trl_training import small_model
-
-    model = small_model(hidden_size=64, intermediate_size=128, max_position_embeddings=LOSS_ROW)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    for step in range(LOSS_STEPS):
-        shape = LOSS_BATCH, LOSS_ROW
-        tokens, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
-        places, documents = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        for at, row in enumerate(rows[step * LOSS_BATCH : (step + 1) * LOSS_BATCH]):
-            ids, ends = torch.tensor(row["input_ids"]), np.cumsum(row["seq_lengths"])
-            tokens[at, : len(ids)] = labels[at, : len(ids)] = ids
-            labels[at, ends - row["seq_lengths"]] = -100
-            documents[at, : len(ids)] = 1 + torch.repeat_interleave(torch.tensor(row["seq_lengths"]))
-            places[at, : len(ids)] = torch.cat([torch.arange(n) for n in row["seq_lengths"]])
-        seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-        logits = model(tokens, attention_mask=torch.where(seen, 0.0, -1e9), position_ids=places).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def run_losses(options: argparse.Namespace) -> None:
-    """Losses of a small model by the order of `thdprof pack` with each seed, and by random orders of the same packs."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    directory = options.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    rng, tables, words = np.random.default_rng(5), 4, 64
-    successors = rng.integers(tables, words, (tables, words, 2))
-    documents, tokens = [], 0
-    while tokens < LOSS_STEPS * LOSS_BATCH * LOSS_ROW:
-        number = int(rng.integers(tables))
-        found = [number, tables + number]
-        for choice in rng.integers(2, size=int(np.clip(rng.lognormal(4, 1.2), 8, LOSS_ROW)) - 2):
-            found.append(int(successors[number, found[-1], choice]))
-        documents.append(found)
-        tokens += len(found)
-    pq.write_table(pa.table({"input_ids": documents}), directory / "documents.parquet")
-    rows = [["order", *(f"seed {seed}" for seed in range(SEEDS)), "mean", "standard deviation"]]
-    for name, window in (("random", ["--window", "0"]), ("thdprof pack", [])):
-        last = []
-        for seed in range(SEEDS):
-            packs = directory / f"{name.replace(' ', '-')}-{seed}.parquet"
-            command = ["pack", str(directory / "documents.parquet"), "--seq-length", str(LOSS_ROW), "--packer", "bfd"]
-            command += ["--data-parallel-size", "4", "--gradient-accumulation", str(LOSS_BATCH // 4)]
-            run_thdprof([*command, "--seed", str(seed), *window, "--to", "trl", "-o", str(packs), "--force"])
-            last.append(fmean(train_small(pq.read_table(packs).to_pylist())[-20:]))
-            print(name, seed, f"{last[-1]:.4f}", file=sys.stderr, flush=True)
-        rows.append([name, *(f"{loss:.4f}" for loss in last), f"{np.mean(last):.4f}", f"{np.std(last, ddof=1):.4f}"])
-    print("\n".join(table(rows)))
-
-
 def main() -> None:
     """Run one of the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trl", "ranks", "sft", "losses"))
+    parser.add_argument("what", choices=("trl", "ranks", "sft"))
     parser.add_argument("--directory", type=Path, required=True, help="data, packs and plans are kept here")
     parser.add_argument("--megatron-lm", type=Path, help="checkout of Megatron-LM, for sft")
     parser.add_argument("--gpu", default="h200", help="the GPU that is predicted for [h200]")
@@ -254,7 +192,7 @@ def main() -> None:
     options.mode = "padded" if options.dry else "plan"
     if options.what == "sft" and options.megatron_lm is None and not options.dry:
         parser.error("sft needs --megatron-lm")
-    {"sft": run_megatron, "losses": run_losses}.get(options.what, run_trl)(options)
+    (run_megatron if options.what == "sft" else run_trl)(options)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with 
         over, and --out is written after each case
 learned Qwen3-0.6B and Llama 3.2 1B on documents that they learn: beside --replay off, bit for bit, and five runs by the
         plan beside five eager ones; runs begin until --seconds are over, and runs.jsonl in --keep holds the finished
-stages  the cases of `exact` whose pipelines train on documents that a model learns; their ranks share one GPU
 watch   the shape of `speed`, half of its steps with verified micro-batches and half without
 lives   checkpoints, resumption, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
-soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
-        and the same command goes on until it is done
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ import megatron_lm
 import trainer_cases
 import trainer_learned
 import trainer_lives
-import trainer_soak
 import trainer_watch
 from megatron_lm import (
     APEX_STAND_IN,
@@ -94,7 +90,7 @@ VERIFY = {"unverified": None, "verified": "1/16"}
 WATCHED = "1/64"
 """Rate of verified micro-batches of `watch`."""
 STEPS, WARM = 40, 10
-USUAL_STEPS = {"exact": trainer_cases.STEPS, "soak": 20_000, "watch": trainer_watch.STEPS}
+USUAL_STEPS = {"exact": trainer_cases.STEPS, "watch": trainer_watch.STEPS}
 
 
 # --- timed runs -----------------------------------------------------------------------------------------------------
@@ -315,13 +311,6 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     return [note, "", *compared_rows(rows, args, directory, hosts=args.hosts, note=note)]
 
 
-def stages(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The table of `stages`: cases of `exact`, whose ranks share one GPU."""
-    rows = [row for row in trainer_cases.ROWS if "learned" in row.options and named(row.name, args.rows)]
-    made = (compared_rows([row], args, directory, hosts=row.gpus) for row in rows)
-    return [line for lines in made for line in [*lines, ""]]
-
-
 def compared_rows(
     rows: Sequence[trainer_cases.Row], args: argparse.Namespace, directory: Path, *, hosts: int, note: str = ""
 ) -> list[str]:
@@ -364,13 +353,8 @@ def learned(args: argparse.Namespace, directory: Path) -> list[str]:
     return [*table(trainer_learned.exact_lines(runs)), "", *table(trainer_learned.chance_lines(runs))]
 
 
-def soak(args: argparse.Namespace, directory: Path) -> list[str]:
-    """What a part of `soak` shows of the whole run so far."""
-    return trainer_soak.soak(args.megatron_lm, directory, steps=args.steps, minutes=args.minutes)
-
-
 MODES: Mapping[str, Callable[[argparse.Namespace, Path], list[str]]] = {
-    mode.__name__: mode for mode in (speed, overlap, experts, exact, learned, stages, watch, lives, soak)
+    mode.__name__: mode for mode in (speed, overlap, experts, exact, learned, watch, lives)
 }
 
 
@@ -396,13 +380,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     option("--out", type=Path, required=True, help="markdown file to write")
     option("--gpus", default="1", help="exact, experts: rows of so many GPUs: 1,2 [1]")
-    option("--rows", default="", help="not speed, watch, soak: only rows with one of these texts, or =NAME: CP;EP")
-    option("--jobs", type=int, default=6, help="exact, lives, stages: runs at once [6]")
+    option("--rows", default="", help="not speed, watch: only rows with one of these texts, or =NAME: CP;EP")
+    option("--jobs", type=int, default=6, help="exact, lives: runs at once [6]")
     option("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")
     option("--seconds", type=float, default=7200, help="exact, learned: seconds after which no run begins [7200]")
     option("--hosts", type=int, default=1, help="exact: rows run on so many times fewer GPUs, as if on hosts [1]")
     option("--steps", type=int, help=f"steps of each run, but for lives [{STEPS}; {USUAL_STEPS}]")
-    option("--minutes", type=int, default=7, help="soak: length of one part [7]")
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
     option("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
     option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
@@ -417,13 +400,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.gpus = [int(n) for n in args.gpus.split(",")]
     args.steps = args.steps or USUAL_STEPS.get(args.mode, STEPS)
     args.variants = [name for name in args.variants.split(",") if name]
-    least = {"watch": trainer_watch.BEFORE + 1, "exact": 2, "stages": 2}.get(args.mode, 1)
+    least = {"watch": trainer_watch.BEFORE + 1, "exact": 2}.get(args.mode, 1)
     if args.steps < least:
         parser.error(f"{args.mode} needs at least {least} --steps")
     if any(gpus % args.hosts for gpus in args.gpus):
         parser.error(f"--hosts {args.hosts} shares GPUs out evenly: other --gpus")
-    if args.mode == "soak" and args.keep is None:
-        parser.error("soak needs --keep, the folder from which its next part goes on")
     return args
 
 
