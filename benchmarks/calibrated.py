@@ -99,14 +99,13 @@ class Trainer:
         """The script's arguments on this data."""
         return [*self._flags, "--data-path", str(self._directory / data)]
 
-    def train(self, kind: str, words: Sequence[str], **how: Any) -> float:
+    def train(self, kind: str, words: Sequence[str], plan: Path | None = None) -> float:
         """Mean milliseconds of a step.
 
         Raises:
             RuntimeError: the run failed.
         """
-        output = {"tensorboard": self._directory / f"{self.stem}-{kind}"}
-        ran = script_run(self._script, words, **output, log=self._directory / f"{self.stem}-{kind}.log", **how)
+        ran = script_run(self._script, words, self._directory, f"{self.stem}-{kind}", plan=plan)
         self.ran[kind], ms = ran, ran.step_ms(after=self.warm)
         print(self.name, kind, ran.code, ms, file=sys.stderr, flush=True)
         if ran.code or not ms:
@@ -121,8 +120,8 @@ class Trainer:
         """
         flags, stem = self.flags(Path("demo/megatron/documents")), self._directory / self.stem
         plan = plan_of(flags, self._directory, f"{self.stem}-first", caps=FIRST_CAPS)
-        costs, stats = stem.with_suffix(".yaml"), stem.with_suffix(".jsonl")
-        self.train("first", flags, plan=plan, stats=stats)
+        costs, stats = stem.with_suffix(".yaml"), self._directory / f"{self.stem}-first.jsonl"
+        self.train("first", flags, plan)
         eager = f"--eager-step-ms={self.train('first-eager', flags)}"
         run_thdprof(["calibrate", f"--stats={stats}", eager, "-o", str(costs), "--force"])
         return plan, costs
@@ -139,8 +138,8 @@ class Trainer:
 
         if not load_plan(plan).graphs.buckets:
             with_caps(plan, plan.with_suffix(".parquet"), [0.97])
-        measured = {"replayed_ms": self.train("replayed", words, plan=plan), "eager_ms": self.train("eager", words)}
-        return measured | {"replays": self.ran["replayed"].replayed, "fallbacks": self.ran["replayed"].eager}
+        measured = {"replayed_ms": self.train("replayed", words, plan), "eager_ms": self.train("eager", words)}
+        return measured | {"replays": self.ran["replayed"].count("replayed"), "fallbacks": self.ran["replayed"].eager}
 
 
 def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -199,7 +198,7 @@ def caps_rows(name: str, args: argparse.Namespace, directory: Path) -> Iterator[
     said, rates = plan.predictions, plan.predictions.fallback_rate
 
     def measure(kind: str, predicted: Sequence[float | None], followed: Path | None) -> dict[str, Any]:
-        ms, ran = trainer.train(kind, flags, plan=followed), trainer.ran[kind]
+        ms, ran = trainer.train(kind, flags, followed), trainer.ran[kind]
         counts = Counter[int]()
         for reason, values in ran.scalars.items():
             if reason.startswith("thdprof/eager/") and not reason.endswith("not_training"):

@@ -150,8 +150,7 @@ def run_megatron(options: argparse.Namespace) -> None:
         if options.dry:
             print(f"{side}: {steps} steps, {plan}, {shlex.join(words)}")
             continue
-        board = directory / f"{side}-board"
-        ran = script_run(options.megatron_lm / "pretrain_gpt.py", words, plan=plan, tensorboard=board)
+        ran = script_run(options.megatron_lm / "pretrain_gpt.py", words, directory, f"{side}-run", plan=plan)
         ms = ran.step_ms(after=options.warm)
         if ran.code or ms is None:
             raise SystemExit(f"{side}: exit code {ran.code}: {ran.error}")

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron_lm import COMMON, NO_DROPOUT, ROOT, SMALL, without, write_documents, write_learned
+from megatron_lm import (
+    COMMON,
+    DROPOUT,
+    NO_DROPOUT,
+    ROOT,
+    SMALL,
+    merge_flags,
+    without,
+    write_documents,
+    write_learned,
+)
+from support import conversations
 
 STEPS = 100
 CAPS = (0.6, 0.93)
@@ -284,9 +293,9 @@ class Row:
         return self.options.get("impl", "transformer_engine" if is_dropless else "chunk")
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """The plan's graphs.modules; empty: as `analyze` writes them."""
-        return ("attn", "moe_router", "moe_preprocess") if "preprocessed" in self.options else ()
+    def modules(self) -> tuple[str, ...] | None:
+        """The plan's graphs.modules; None: as `analyze` writes them."""
+        return ("attn", "moe_router", "moe_preprocess") if "preprocessed" in self.options else None
 
     @property
     def layers_per_graph(self) -> int | str:
@@ -294,10 +303,22 @@ class Row:
         return int(self.options.get("layers_per_graph", 0)) or "all"
 
     @property
-    def multiple(self) -> int:
-        """Documents have a multiple of so many tokens."""
+    def microbatches(self) -> int:
+        """Samples of a step, of all ranks."""
+        if found := self.options.get("microbatches"):
+            return int(found)
+        if "--pipeline-model-parallel-size" in self.flags:
+            return 4
+        shared = re.findall(r"--(?:tensor-model|context)-parallel-size (\d)", self.flags)
+        return 2 * self.gpus // math.prod(map(int, shared))
+
+    @property
+    def data(self) -> str:
+        """Name of what it trains on; documents have a multiple of the number of tokens that their name ends in."""
+        if "sft" in self.options:
+            return "conversations.jsonl"
         found = re.search(r"--context-parallel-size (\d)", self.flags)
-        return 2 * int(found[1]) if found and "sft" not in self.options else 1
+        return "learned" if "learned" in self.options else f"documents-{2 * int(found[1]) if found else 1}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -341,48 +362,40 @@ def exact_flags(row: Row, data: Path, steps: int = STEPS) -> list[str]:
         data: folder with what `exact_data` wrote.
         steps: steps of the run, with an evaluation after half of them and at its end.
     """
-    left_out = ["--global-batch-size", *["--disable-bias-linear"] * ("biases" in row.options)]
-    flags = without(shlex.split(f"{SMALL} {COMMON}"), *left_out) + shlex.split(row.flags)
-    if "--multi-latent-attention" in flags:  # which Megatron takes with heads of its own alone
-        flags = without(flags, "--group-query-attention", "--num-query-groups")
-    flags += ["--global-batch-size", row.options.get("microbatches", str(_count_microbatches(row)))]
-    flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if "dropout" in row.options else NO_DROPOUT)
-    flags += shlex.split(f"--train-iters {steps} --log-interval 10 --eval-interval {steps // 2} --eval-iters 1")
-    if "fused" in row.options:
-        flags = without(flags, "--no-gradient-accumulation-fusion")
-    if "--micro-batch-size" in row.flags:
-        flags = [*without(flags, "--micro-batch-size"), *shlex.split("--micro-batch-size 2")]
+    options, left_out = row.options, []
+    if "biases" in options:
+        left_out += ["--disable-bias-linear"]
+    if "fused" in options:
+        left_out += ["--no-gradient-accumulation-fusion"]
+    if "--multi-latent-attention" in row.flags:  # which Megatron takes with heads of its own alone
+        left_out += ["--group-query-attention", "--num-query-groups"]
     if row.script == "pretrain_hybrid.py":
-        flags = without(flags, "--num-layers")  # the pattern says how many there are
-    if "learned" in row.options:
-        flags = [*without(flags, "--lr", "--min-lr", "--lr-decay-style"), *shlex.split(LEARNED)]
-        return [*flags, "--data-path", str(data / "learned")]
-    if "sft" not in row.options:
-        return [*flags, "--data-path", str(data / f"documents-{row.multiple}")]
-    flags = without(flags, "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
-    flags += ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(data / "tokenizer")]
-    return [*flags, "--data-path", str(data / "conversations.jsonl")]
-
-
-def _count_microbatches(row: Row) -> int:
-    """Micro-batches of a step of a case that gives no number."""
-    words = shlex.split(row.flags)
-    if "--pipeline-model-parallel-size" in words:
-        return 4
-    shared = ("--tensor-model-parallel-size", "--context-parallel-size")
-    return 2 * row.gpus // math.prod(int(words[words.index(name) + 1]) for name in shared if name in words)
+        left_out += ["--num-layers"]  # the pattern says how many there are
+    if "sft" in options:
+        left_out += ["--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking"]
+    flags = merge_flags(
+        SMALL,
+        COMMON,
+        f"--global-batch-size {row.microbatches}",
+        f"--train-iters {steps} --log-interval 10 --eval-interval {steps // 2} --eval-iters 1",
+        DROPOUT if "dropout" in options else NO_DROPOUT,
+        LEARNED if "learned" in options else "",
+        row.flags,
+    )
+    flags = [*without(flags, *left_out), "--data-path", str(data / row.data)]
+    if "sft" in options:
+        flags += ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(data / "tokenizer")]
+    return flags
 
 
 def exact_data(rows: Sequence[Row], data: Path) -> None:
     """Write what the cases train on."""
-    for multiple in {row.multiple for row in rows if not {"sft", "learned"} & {*row.options}}:
-        write_documents(data / f"documents-{multiple}", tokens=2_000_000, mean=90, multiple=multiple)
-    if any("learned" in row.options for row in rows):
-        write_learned(data / "learned")
-    if any("sft" in row.options for row in rows):
-        sys.path.append(str(ROOT / "tests"))
-        from support import conversations
-
-        conversations.write_tokenizer(data / "tokenizer")
-        stored = conversations.lines(np.random.default_rng(1), 1500, most=20, longest=5)
-        conversations.write_lines(data / "conversations.jsonl", stored)
+    for name in {row.data for row in rows}:
+        if name == "learned":
+            write_learned(data / name)
+        elif name == "conversations.jsonl":
+            conversations.write_tokenizer(data / "tokenizer")
+            stored = conversations.lines(np.random.default_rng(1), 1500, most=20, longest=5)
+            conversations.write_lines(data / name, stored)
+        else:
+            write_documents(data / name, tokens=2_000_000, mean=90, multiple=int(name.rpartition("-")[2]))

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,13 @@ from megatron_lm import (
     SHAPES,
     UNTUNED,
     change_graphs,
-    environment_here,
     file_name,
+    merge_flags,
     plan_of,
     script_run,
-    without,
     write_learned,
 )
-from trainer_cases import CAPS, LEARNED
+from trainer_cases import CAPS, LEARNED, expand_parts
 
 from thdprof.plan import load_plan
 
@@ -51,11 +48,8 @@ EXACT_TOKENS, EXACT_LONGEST = 4096, 1024
 """Tokens of a micro-batch, and of the longest document, with deterministic kernels. cuDNN's backward takes 16 GiB for
 them (16 heads), and would take 128 GiB for 8,192 tokens and 32 heads; for documents of 4,096 tokens Transformer Engine
 falls to unfused attention, whose memory grows with the square of the longest one."""
-PRECISIONS = {
-    "bf16": "",
-    "FP8 current": "--fp8-format hybrid --fp8-recipe tensorwise",
-    "FP8 delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
-}
+PRECISIONS = {"bf16": "", "FP8 current": "CURRENT", "FP8 delayed": "DELAYED HISTORY"}
+"""Arguments of Megatron, by the words of `trainer_cases`."""
 EXACT_KINDS = ("on", "off")
 """Runs with deterministic kernels: the plan, and the plan with --replay off."""
 EXACT_STEPS, STEPS, RUNS = 60, 30, 5
@@ -64,23 +58,21 @@ COUNTERS = ("replayed", "verified", "mismatches", "suspicions")
 """What is kept of a run's counters, beside its eager micro-batches."""
 VERIFY = "1/64"
 """Rate of verified micro-batches."""
-SPIKE = 3.0
-"""A gradient norm so many times the median of the steps around it is called a spike."""
-_NORMS = 4
-"""Steps before and after a spike that are around it."""
+SHOWN_FALLBACK = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
+"""Lets Transformer Engine name the attention that it chooses."""
 
 
-def learned_runs(script: Path, directory: Path, kept: Path, *, rows: Sequence[str], seconds: float) -> None:
-    """Run what is not in `kept` yet, and append each finished run's losses and norms to it, a line of JSON a run.
+def learned_runs(script: Path, directory: Path, *, rows: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """Run what is not in `runs.jsonl` yet, append each finished run's losses and norms to it, and return all runs.
 
     Args:
         script: pretrain_gpt.py.
-        directory: folder for data, plans and logs.
-        kept: file of finished runs.
+        directory: folder for data, plans, logs and `runs.jsonl`, which has a line of JSON a run.
         rows: texts, one of which is in "MODEL, PRECISION, KIND" of each run to make; empty: all.
         seconds: no run begins after so many.
     """
-    until, done = time.monotonic() + seconds, {(one["row"], one["kind"]) for one in runs_in(kept)}
+    kept = directory / "runs.jsonl"
+    until, done = time.monotonic() + seconds, {(one["row"], one["kind"]) for one in _runs_in(kept)}
     for model, (_, _, fit) in MODELS.items():
         queue = []
         for precision in PRECISIONS:
@@ -92,41 +84,40 @@ def learned_runs(script: Path, directory: Path, kept: Path, *, rows: Sequence[st
             plans = {row: _plan(directory, row, exact) for row in dict.fromkeys(row for row, _ in runs)}
             runs.sort(key=lambda one: one[1] != "off")  # the longest first
             with ThreadPoolExecutor(fit // 3 if exact else fit) as pool:
-                list(pool.map(partial(_run, script, directory, kept, plans, until), runs))
+                made = [pool.submit(_run, script, directory, plans[row], row, kind, until) for row, kind in runs]
+            for one in made:
+                one.result()
+    return _runs_in(kept)
 
 
-def _run(
-    script: Path, directory: Path, kept: Path, plans: Mapping[str, Path], until: float, one: Sequence[str]
-) -> None:
+def _run(script: Path, directory: Path, plan: Path, row: str, kind: str, until: float) -> None:
     """Make one run, unless it is too late."""
-    row, kind = one
-    exact, folder = kind in EXACT_KINDS, directory / file_name(f"{row} {kind}")
     if time.monotonic() > until:
         return
+    exact = kind in EXACT_KINDS
     ran = script_run(
         script,
         flags_of(directory, row, exact),
-        plan=None if kind.startswith("eager") else plans[row],
+        directory,
+        file_name(f"{row} {kind}"),
+        plan=None if kind.startswith("eager") else plan,
         replay=kind != "off",
-        tensorboard=folder,
-        environment=_environment(exact),
+        found_first=[UNTUNED] * exact,
+        environment=FEW_THREADS | (EXACT | SHOWN_FALLBACK if exact else {}),
         limit=500,
-        log=folder.with_suffix(".log"),
     )
     line: dict[str, Any] = {"row": row, "kind": kind}
     for measure in MEASURES:
         line[measure] = [float(f"{value:.7g}") for _, value in sorted(ran.scalars.get(measure, {}).items())]
     if "thdprof/replayed" in ran.scalars:
-        totals = {name: int(max(values.values())) for name, values in ran.scalars.items()}
-        line |= {name: totals.get(f"thdprof/{name}", 0) for name in COUNTERS}
-        line["eager"] = sum(n for name, n in totals.items() if name.startswith("thdprof/eager/"))
+        line |= {"eager": ran.eager, **{name: ran.count(name) for name in COUNTERS}}
     print(row, kind, ran.code, f"{ran.seconds:.0f} s", ran.error, flush=True)
     if not ran.code:
-        with kept.open("a") as file:
+        with (directory / "runs.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def runs_in(kept: Path) -> list[dict[str, Any]]:
+def _runs_in(kept: Path) -> list[dict[str, Any]]:
     """The finished runs of a file."""
     return [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
 
@@ -156,7 +147,7 @@ def exact_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
 def chance_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """A line a row: five runs by the plan beside five eager ones, with default kernels."""
     lines = [["shape, precision", "runs", "p", "largest r", "p of losses; of norms", "last losses: by the plan; eager",
-              "eager runs differ by: losses; norms", "spikes: by the plan; eager"]]  # fmt: skip
+              "eager runs differ by: losses; norms"]]  # fmt: skip
     for row in _rows(runs):
         groups = [
             [one for one in runs if one["row"] == row and one["kind"].startswith(f"{kind} ")]
@@ -179,7 +170,6 @@ def chance_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
                 "; ".join(f"{one:.3f}" for one in single),
                 "; ".join(_range([one["lm loss"][-1] for one in group]) for group in groups),
                 "; ".join(f"{100 * one:.2g}%" for one in spread),
-                "; ".join(_spikes(group) for group in groups),
             ]
         )
     return lines
@@ -213,20 +203,6 @@ def chance(groups: Sequence[Sequence[Mapping[str, Any]]], measures: Sequence[str
     return float((ways >= ways[0] - 1e-9).mean()), float(ways[0]), names[place]
 
 
-def _spikes(group: Sequence[Mapping[str, Any]]) -> str:
-    """How many gradient norms after step 10 are spikes, of how many, and the largest ones."""
-    found, steps = [], 0
-    for one in group:
-        norms = one["grad-norm"]
-        for step in range(10, len(norms)):
-            around = [*norms[max(10, step - _NORMS) : step], *norms[step + 1 : step + 1 + _NORMS]]
-            steps += 1
-            if norms[step] > SPIKE * float(np.median(around)):
-                found.append(norms[step])
-    largest = ", ".join(f"{one:.2f}" for one in sorted(found, reverse=True)[:5])
-    return f"{len(found)} of {steps}" + (f" ({largest})" if found else "")
-
-
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.4f} to {max(values):.4f}"
 
@@ -244,12 +220,10 @@ def flags_of(directory: Path, row: str, exact: bool) -> list[str]:
     data = directory / f"learned-{longest}"
     if not data.with_suffix(".idx").exists():
         write_learned(data, tokens=3_000_000, lengths=(5.3, 1.1), longest=longest)
-    flags = shlex.split(f"{shape} {COMMON} {NO_DROPOUT}")
-    flags = without(flags, "--lr", "--min-lr", "--lr-decay-style", "--global-batch-size")
-    if exact:
-        flags = [*without(flags, "--seq-length"), "--seq-length", str(EXACT_TOKENS)]
-    flags += shlex.split(f"{LEARNED} {PRECISIONS[precision]} --global-batch-size {each} --train-iters {steps}")
-    return [*flags, *shlex.split("--log-interval 1 --eval-interval 1000 --eval-iters 1"), "--data-path", str(data)]
+    tokens = f"--seq-length {EXACT_TOKENS}" if exact else ""
+    run = f"--global-batch-size {each} --train-iters {steps} --log-interval 1 --eval-interval 1000 --eval-iters 1"
+    flags = merge_flags(shape, COMMON, NO_DROPOUT, tokens, LEARNED, expand_parts(PRECISIONS[precision]), run)
+    return [*flags, "--data-path", str(data)]
 
 
 def _plan(directory: Path, row: str, exact: bool) -> Path:
@@ -266,8 +240,3 @@ def _plan(directory: Path, row: str, exact: bool) -> Path:
         buckets = load_plan(path).graphs.buckets
         changed["buckets"] = [{**one.model_dump(mode="json"), "max_seqlen": EXACT_LONGEST} for one in buckets]
     return change_graphs(path, path, **changed)
-
-
-def _environment(exact: bool) -> dict[str, str]:
-    here = {**FEW_THREADS, "PYTHONPATH": environment_here(*[UNTUNED] * exact)["PYTHONPATH"]}
-    return {**EXACT, **here, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"} if exact else here

@@ -117,20 +117,22 @@ def test_runs_of_a_case_are_compared_step_by_step(monkeypatch, tmp_path):
     exact, rows = importlib.import_module("trainer_exact"), cases().read_cases("one GPU\nPP 2 | a")
     began = []
 
-    def script_run(script, flags, *, tensorboard, environment, **more):
-        name = tensorboard.parent.name
-        began.append((name, tensorboard.name, environment["CUDA_VISIBLE_DEVICES"]))
-        losses = {1: 4.0, 2: 3.5 if (name, tensorboard.name) == ("PP-2", "on") else 3.0}
+    def script_run(script, flags, folder, kind, *, environment, **more):
+        began.append((folder.name, kind, environment["CUDA_VISIBLE_DEVICES"]))
+        losses = {1: 4.0, 2: 3.5 if (folder.name, kind) == ("PP-2", "on") else 3.0}
         return exact.Ran(code=0, log="", seconds=9.0, scalars={"lm loss": losses, "grad-norm": losses})
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(exact, "script_run", script_run)
     monkeypatch.setattr(exact, "plan_of", lambda *args, **more: tmp_path / "plan.yaml")
-    limits = {"jobs": 1, "limit": 100.0, "seconds": 1000.0}
-    head, one, two = exact.run_rows(rows, tmp_path, tmp_path, tell=lambda lines: None, **limits)
+    trainer, pages = importlib.import_module("trainer"), []
+    options = ["--megatron-lm", str(tmp_path), "--out", str(tmp_path / "out.md"), "--jobs", "1", "--seconds"]
+    args = trainer.arguments(["exact", *options, "1000"])
+    head, one, two = exact.run_rows(rows, args, tmp_path, pages.append)
     assert [(name, kind) for name, kind, _ in began[:4]] == [(n, k) for n in ("one-GPU", "PP-2") for k in ("on", "off")]
     assert {gpus for name, _, gpus in began if name == "PP-2"} == {"0,1"}
     assert head[2] == "losses differ"
     assert (one[1:4], two[1:4]) == (["0, 0, 0", "0 of 2", "0 of 2"], ["0, 0, 0", "1 of 2", "1 of 2"])
-    late = exact.run_rows(rows, tmp_path, tmp_path, tell=lambda lines: None, **{**limits, "seconds": 1.0})
+    assert pages[-1] == [head, one, two]
+    late = exact.run_rows(rows, trainer.arguments(["exact", *options, "1"]), tmp_path, pages.append)
     assert [line[1] for line in late[1:]] == ["not run", "not run"]
