@@ -32,20 +32,18 @@ EXACT = {
 }
 """Environment in which two runs of the same work give the same bits, unless they tune Triton's kernels: runs that begin
 together tune them each for itself (untuned/ lets them do without)."""
-QWEN3_06B = (
-    "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
-    "--num-query-groups 8 --kv-channels 128 --qk-layernorm --seq-length 4096 --max-position-embeddings 4096"
-)
-LLAMA3_70B_QUARTER = (
-    "--num-layers 6 --hidden-size 8192 --ffn-hidden-size 7168 --num-attention-heads 16 --group-query-attention "
-    "--num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096"
-)
-"""What one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its communication."""
-LLAMA32_1B = (
-    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention "
-    "--num-query-groups 8 --kv-channels 64 --rotary-base 500000 --seq-length 8192 --max-position-embeddings 8192"
-)
-SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama3.2-1b": LLAMA32_1B, "llama3-70b-quarter": LLAMA3_70B_QUARTER}
+SHAPES = {
+    "qwen3-0.6b": "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
+    "--group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --seq-length 4096 "
+    "--max-position-embeddings 4096",
+    "llama3.2-1b": "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --kv-channels 64 --rotary-base 500000 --seq-length 8192 "
+    "--max-position-embeddings 8192",
+    "llama3-70b-quarter": "--num-layers 6 --hidden-size 8192 --ffn-hidden-size 7168 --num-attention-heads 16 "
+    "--group-query-attention --num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096",
+}
+"""The last one is what one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its
+communication."""
 SMALL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024"
@@ -233,22 +231,14 @@ def heading(title: str, *packages: str) -> list[str]:
 
     from thdprof.runtime.megatron.run_stamp import stamp_here
 
-    here = stamp_here()
-    versions = {"torch": here["torch"], "Transformer Engine": here["transformer_engine"], "cuDNN": here["cudnn"]}
-    versions |= {"megatron-core": here["megatron_core"]}
-    versions |= {name: importlib.metadata.version(name) for name in packages}
-    script = Path(sys.argv[0]).resolve()
-    command = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
-    return [
-        f"# {title}",
-        "",
-        f"{torch.cuda.device_count()} x {here['gpu']}, {here['processor']}; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}",
-        "",
-        f"`python {shlex.join([str(command), *sys.argv[1:]])}`",
-        "",
-    ]
+    here, script = stamp_here(), Path(sys.argv[0]).resolve()
+    host = f"{torch.cuda.device_count()} x {here['gpu']}, {here['processor']}"
+    stamped = {"torch": "torch", "Transformer Engine": "transformer_engine", "cuDNN": "cudnn"}
+    versions = [f"{name} {here[key]}" for name, key in (stamped | {"megatron-core": "megatron_core"}).items()]
+    versions += [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    command = shlex.join([str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script), *sys.argv[1:]])
+    return [f"# {title}", "", f"{host}; {', '.join(versions)}; {today}", "", f"`python {command}`", ""]
 
 
 def scalars_of(directory: Path) -> dict[str, dict[int, float]]:
@@ -341,6 +331,12 @@ def merge_flags(*parts: str) -> list[str]:
     return merged
 
 
+def train_conversations(flags: Sequence[str], tokenizer: Path) -> list[str]:
+    """The flags, for a script that trains on conversations (--sft) with this tokenizer."""
+    kept = without(flags, "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
+    return [*kept, "--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(tokenizer)]
+
+
 def without(flags: Sequence[str], *names: str) -> list[str]:
     """The flags without these and their values."""
     kept, dropping = [], False
@@ -413,9 +409,10 @@ def with_caps(plan: Path, table: Path, shares: Sequence[float], *, impl: str = "
     """
     import pyarrow.parquet as pq
 
-    from thdprof.plan import BucketPart, load_plan
+    from thdprof.plan import Plan, load_plan
 
     loaded = load_plan(plan)
+    values = loaded.model_dump(mode="json", by_alias=True)
     counted = pq.read_table(table, columns=["step", "dp_rank", "microbatch", "n_seqs"]).to_pandas()
     ranks = counted["dp_rank"] // loaded.training.shared_capture_ranks
     n_seqs = counted.groupby([counted["step"], ranks, counted["microbatch"]])["n_seqs"].transform("max").to_numpy()
@@ -425,14 +422,8 @@ def with_caps(plan: Path, table: Path, shares: Sequence[float], *, impl: str = "
     for cap in caps:
         held = int((n_seqs <= cap).sum())
         share = (held - below) / len(n_seqs)
-        buckets.append(BucketPart(max_seqs=cap, max_seqlen=longest, cp_size=cp_size, share=share))
+        buckets.append({"max_seqs": cap, "max_seqlen": longest, "cp_size": cp_size, "share": share})
         below = held
-    rates = loaded.predictions.fallback_rate.model_copy(update={"microbatch": 1 - below / len(n_seqs)})
-    loaded.model_copy(
-        update={
-            "graphs": loaded.graphs.model_copy(
-                update={"buckets": buckets, "impl": impl if loaded.graphs.impl == "none" else loaded.graphs.impl}
-            ),
-            "predictions": loaded.predictions.model_copy(update={"fallback_rate": rates}),
-        }
-    ).save(plan, force=True)
+    values["predictions"]["fallback_rate"]["microbatch"] = 1 - below / len(n_seqs)
+    values["graphs"] |= {"buckets": buckets} | ({"impl": impl} if loaded.graphs.impl == "none" else {})
+    Plan.model_validate(values).save(plan, force=True)

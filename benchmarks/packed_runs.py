@@ -1,8 +1,8 @@
 """Trains on packs before and after `thdprof pack`: predicted and measured step times, and losses of the same documents.
 
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py trl --gpu h200 --directory build/packed-trl
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py ranks --gpu h200 --directory build/packed-ranks
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py sft --megatron-lm ~/Megatron-LM --directory build/packed-sft
+    python benchmarks/packed_runs.py trl --gpu h200 --directory build/packed-trl
+    python benchmarks/packed_runs.py ranks --gpu h200 --directory build/packed-ranks
+    python benchmarks/packed_runs.py sft --megatron-lm ~/Megatron-LM --directory build/packed-sft
 
 `trl` and `sft` train one epoch on one GPU, by SFTTrainer and by Megatron-LM's own pretrain_gpt.py. `ranks` times each
 micro-batch of packs of 32,768 tokens on one GPU; a step of two ranks takes as long as the slower of its two. With
@@ -14,39 +14,26 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import megatron_lm as lm
 import numpy as np
-from megatron_lm import COMMON, NO_DROPOUT, SHAPES, SMALL, plan_of, run_thdprof, script_run, table, without
-from transformers_sft import SAME
+from support import conversations
+from transformers_sft import SAME, run_modes, write_rows
 from transformers_sft import SHAPES as TRL_SHAPES
 
 SIDES = ("before", "after")
-
-
-def write_before(path: Path, rows: int, row: int, mean: float, sigma: float, vocabulary: int) -> None:
-    """Rows as TRL packs documents of log-normal lengths, cut to `row` tokens."""
-    from datasets import Dataset
-    from trl import pack_dataset
-
-    rng = np.random.default_rng(0)
-    drawn = np.clip(rng.lognormal(mean, sigma, rows * row).astype(int), 8, row)
-    lengths = drawn[: np.searchsorted(np.cumsum(drawn), rows * row)]
-    documents = [rng.integers(10, vocabulary, n).tolist() for n in lengths]
-    pack_dataset(Dataset.from_dict({"input_ids": documents}), row, "bfd").to_parquet(str(path))
 
 
 def run_trl(options: argparse.Namespace) -> None:
     """Train SFTTrainer on both, with eight micro-batches a step; or one by one, as two ranks would."""
     import pyarrow.parquet as pq
 
-    alone = options.what == "ranks"
+    alone, shape = options.what == "ranks", "tiny" if options.dry else options.shape
     row, rows, accumulation = (32_768, 64, 1) if alone else (4096, 320, 8)
-    lengths = (6.5, 1.6) if alone else (5.5, 1.3)
-    shape = "tiny" if options.dry else options.shape
+    mean, sigma = (6.5, 1.6) if alone else (5.5, 1.3)
     if options.dry:
         row, rows = row // 16, rows // 8
     directory, config = options.directory, options.directory / "config.json"
@@ -54,68 +41,45 @@ def run_trl(options: argparse.Namespace) -> None:
         (directory / side).mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps({**SAME, **TRL_SHAPES[shape], "tie_word_embeddings": True}))
     before, after = (directory / side / "packed.parquet" for side in SIDES)
-    write_before(before, rows, row, *lengths, TRL_SHAPES[shape].get("vocab_size", 151_936))
-    run = [
-        "--loader",
-        "trainer",
-        "--seq-length",
-        str(row),
-        "--seed",
-        "42",
-        "--model",
-        str(config),
-        "--gpu",
-        options.gpu,
-    ]
-    run += ["--gradient-accumulation", str(accumulation)]
-    words = ["pack", str(before), *run, "--data-parallel-size", "2" if alone else "1", "--to", "trl", "-o", str(after)]
-    said = pack(words)
+    rng = np.random.default_rng(0)
+    drawn = np.clip(rng.lognormal(mean, sigma, rows * row).astype(int), 8, row)
+    lengths = drawn[: np.searchsorted(np.cumsum(drawn), rows * row)]
+    write_rows(before, rng, lengths, row=row, vocabulary=TRL_SHAPES[shape].get("vocab_size", 151_936))
+    run = f"--loader trainer --seq-length {row} --seed 42 --gpu {options.gpu} --gradient-accumulation {accumulation}"
+    words = [*run.split(), "--model", str(config)]
+    ranks = "2" if alone else "1"
+    packed = pack(["pack", str(before), *words, "--data-parallel-size", ranks, "--to", "trl", "-o", str(after)])
     order = directory / "sequential.yaml"
     order.write_text("sampling: sequential\n")
-    found: dict[str, dict[str, Any]] = {}
-    for side, file in zip(SIDES, (before, after), strict=True):
+    measured, losses = {}, {}
+    for side, file, sampling in zip(SIDES, (before, after), ("random", "sequential"), strict=True):
         settings = ["--settings", str(order)] if side == "after" else []
         steps = pq.ParquetFile(file).metadata.num_rows // accumulation
         settings += ["--train-iters", str(steps), "-o", str(directory / side / "plan.yaml"), "--force"]
-        run_thdprof(["analyze", str(file), *run, *settings])
-        words = ["--shape", shape, "--modes", options.mode, "--steps", str(steps), "--accumulation", str(accumulation)]
-        words += ["--directory", str(directory / side), "--out", str(directory / f"{side}.jsonl"), "--gpu", options.gpu]
-        words += ["--sampling", "sequential" if side == "after" else "random"]
-        found[side] = run_sft(words, directory / f"{side}.jsonl")
-    measured = {}
-    for side in SIDES:
-        seconds = np.array(found[side]["seconds"][options.warm :])
-        if alone:
-            pairs = np.array(found[side]["seconds"])[options.warm // 2 * 2 :]
-            seconds = pairs[: len(pairs) // 2 * 2].reshape(-1, 2).max(axis=1)
-        measured[side] = 1000 * float(seconds.mean())
-    print_sides(said, measured, {side: fmean(found[side]["losses"]) for side in SIDES})
+        lm.run_thdprof(["analyze", str(file), *words, *settings])
+        run = f"--shape {shape} --modes {options.mode} --steps {steps} --accumulation {accumulation}"
+        run += f" --gpu {options.gpu} --sampling {sampling}"
+        kept = ["--directory", str(directory / side), "--out", str(directory / f"{side}.jsonl")]
+        found = run_modes([*run.split(), *kept])
+        if not found:
+            raise SystemExit(f"{side}: the run failed")
+        seconds, warm = np.array(found[0]["seconds"]), options.warm
+        if alone:  # each two steps are one of two ranks, which takes as long as the slower of them
+            seconds, warm = seconds[: len(seconds) // 2 * 2].reshape(-1, 2).max(axis=1), options.warm // 2
+        measured[side], losses[side] = 1000 * float(seconds[warm:].mean()), fmean(found[0]["losses"])
+    print_sides(packed, measured, losses)
 
 
 def pack(words: list[str]) -> dict[str, Any]:
     """The JSON that `thdprof pack` prints, after its notes."""
-    printed = run_thdprof([*words, "--json", "--force"])
+    printed = lm.run_thdprof([*words, "--json", "--force"])
     said: dict[str, Any] = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))[0]
     return said
 
 
-def run_sft(words: list[str], out: Path) -> dict[str, Any]:
-    """The line of JSON of a run of transformers_sft.py."""
-    import subprocess
-
-    out.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("transformers_sft.py")), *words], check=False)
-    if done.returncode or not out.exists():
-        raise SystemExit(f"{out}: the run failed")
-    found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
-    return found
-
-
 def run_megatron(options: argparse.Namespace) -> None:
     """Train pretrain_gpt.py --sft on lines that were filled in the order of the conversations, and on new ones."""
-    from support import conversations
-
-    directory, shape = options.directory, SMALL if options.dry else SHAPES["qwen3-0.6b"]
+    directory, shape = options.directory, lm.SMALL if options.dry else lm.SHAPES["qwen3-0.6b"]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = directory / "tokenizer"
     if not tokenizer.exists():
@@ -132,10 +96,8 @@ def run_megatron(options: argparse.Namespace) -> None:
         lines[-1] += one
         filled += tokens
     before, after = conversations.write_lines(directory / "before.jsonl", lines), directory / "after.jsonl"
-    common = without(shlex.split(COMMON), "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
-    flags = [*common, *shlex.split(f"{shape} {NO_DROPOUT} --eval-iters 0 --log-interval 1")]
-    flags = [*without(flags, "--split"), "--split", "100,0,0", "--dataloader-type", "single", "--sft"]
-    flags += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(tokenizer)]
+    run = "--eval-iters 0 --log-interval 1 --split 100,0,0 --dataloader-type single"
+    flags = lm.train_conversations(lm.merge_flags(lm.COMMON, shape, lm.NO_DROPOUT, run), tokenizer)
     script = directory / "before.sh"
     script.write_text(
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join([*flags, '--data-path', str(before)])}\n"
@@ -146,11 +108,11 @@ def run_megatron(options: argparse.Namespace) -> None:
     for side, file in zip(SIDES, (before, after), strict=True):
         steps = said[side]["packs"] // 8
         words = [*flags, "--data-path", str(file), "--train-iters", str(steps)]
-        plan = plan_of(words, directory, side, more=["--gpu", options.gpu])
+        plan = lm.plan_of(words, directory, side, more=["--gpu", options.gpu])
         if options.dry:
             print(f"{side}: {steps} steps, {plan}, {shlex.join(words)}")
             continue
-        ran = script_run(options.megatron_lm / "pretrain_gpt.py", words, directory, f"{side}-run", plan=plan)
+        ran = lm.script_run(options.megatron_lm / "pretrain_gpt.py", words, directory, f"{side}-run", plan=plan)
         ms = ran.step_ms(after=options.warm)
         if ran.code or ms is None:
             raise SystemExit(f"{side}: exit code {ran.code}: {ran.error}")
@@ -174,7 +136,7 @@ def print_sides(said: dict[str, Any], measured: dict[str, float], losses: dict[s
     gains = [times["after"] / times["before"] for times in (predicted, measured) if times]
     cells = [f"{gain:.3f}" for gain in gains] + ([f"{gains[0] / gains[1]:.3f}"] if measured else [])
     rows.append([*["after / before", "", "", *cells, *[""] * 4][: len(rows[0])]])
-    print("\n".join(table(rows)))
+    print("\n".join(lm.table(rows)))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer 
         and graphs of 4, 2 and 1 layers
 experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts small), dropless, on one GPU and by
         --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, and with one GPU
-        whole layers and whole chunks; --profile tells the kernels of a step, and those in graphs
+        whole layers and whole chunks
 exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
         --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
         over, and --out is written after each case
@@ -21,38 +21,19 @@ lives   checkpoints, resumption, evaluation, ramp-up, reruns: each beside the sa
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron_lm as lm
 import trainer_cases
 import trainer_learned
 import trainer_lives
 import trainer_watch
-from megatron_lm import (
-    APEX_STAND_IN,
-    COMMON,
-    NO_DROPOUT,
-    SHAPES,
-    Ran,
-    change_graphs,
-    file_name,
-    heading,
-    largest_difference,
-    merge_flags,
-    plan_of,
-    run_thdprof,
-    script_run,
-    table,
-    without,
-    write_documents,
-)
 from trainer_exact import run_rows
 
 from thdprof.plan import load_plan
@@ -74,11 +55,6 @@ EXPERT_SHAPES = {
     "--num-query-groups 8 --kv-channels 64 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 512",
 }
 """The first has 8 of the 48 layers of Qwen3-30B-A3B; each takes 11 GB in bf16 with states of the optimizer in fp32."""
-PROFILE = (
-    "--profile --use-pytorch-profiler --profile-ranks 0 --profile-step-start {begin} --profile-step-end {end} "
-    "--log-interval 1"
-)
-"""Megatron's arguments for a trace of one step."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
 """Megatron's own graph settings, and the arguments that each requires besides."""
 VERIFY = {"unverified": None, "verified": "1/16"}
@@ -103,22 +79,6 @@ class Timed:
     more: str = ""
     """Further arguments of Megatron."""
 
-    def run(self, args: argparse.Namespace, flags: Sequence[str], folder: Path, gpus: int) -> Ran:
-        """Run it on so many GPUs."""
-        ran = script_run(
-            args.megatron_lm / "pretrain_gpt.py",
-            [*flags, *shlex.split(self.more)],
-            folder,
-            file_name(f"{gpus} {self.name}"),
-            plan=self.plan,
-            replay=self.replay,
-            gpus=gpus,
-            found_first=[APEX_STAND_IN] * args.fused,
-            environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)},
-        )
-        print(gpus, self.name, ran.code, ran.step_ms(after=WARM), ran.error, flush=True)
-        return ran
-
 
 def planned_runs(
     kinds: Mapping[str, Mapping[str, Any]], args: argparse.Namespace, flags: Sequence[str], directory: Path, gpus: int
@@ -127,14 +87,30 @@ def planned_runs(
     runs = [Timed(name="eager")] if named("eager", args.rows) else []
     for name, how in kinds.items():
         if named(name, args.rows):
-            plan = plan_of(flags, directory, file_name(f"plan {gpus} {name}"), gpus=gpus, **how)
+            plan = lm.plan_of(flags, directory, lm.file_name(f"plan {gpus} {name}"), gpus=gpus, **how)
             runs.append(Timed(name=name, plan=plan))
     return runs
 
 
-def lines_of(ran: Mapping[str, Ran], base: str, steps: int) -> list[str]:
-    """A table with a line a run: its time and its losses beside those of the run named `base`."""
-    lines = [["run", "exit code", f"ms a step (steps {WARM + 1} to {steps})", f"of {base}", "losses differ by",
+def timed_lines(
+    runs: Sequence[Timed], args: argparse.Namespace, flags: Sequence[str], directory: Path, base: str, gpus: int
+) -> list[str]:
+    """A table with a line a run, one after the other: its time and its losses beside those of the run named `base`."""
+    ran: dict[str, lm.Ran] = {}
+    for run in runs:
+        ran[run.name] = one = lm.script_run(
+            args.megatron_lm / "pretrain_gpt.py",
+            [*flags, *shlex.split(run.more)],
+            directory,
+            lm.file_name(f"{gpus} {run.name}"),
+            plan=run.plan,
+            replay=run.replay,
+            gpus=gpus,
+            found_first=[lm.APEX_STAND_IN] * args.fused,
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)},
+        )
+        print(gpus, run.name, one.code, one.step_ms(after=WARM), one.error, flush=True)
+    lines = [["run", "exit code", f"ms a step (steps {WARM + 1} to {args.steps})", f"of {base}", "losses differ by",
               "validation loss", "replayed, eager, verified, mismatches", ""]]  # fmt: skip
     first = ran.get(base)
     base_ms = first.step_ms(after=WARM) if first and not first.code else None
@@ -147,36 +123,36 @@ def lines_of(ran: Mapping[str, Ran], base: str, steps: int) -> list[str]:
                 str(one.code),
                 f"{ms:.1f}" if ms else "-",
                 f"{ms / base_ms:.3f} ({base_ms / ms:.2f}x)" if ms and base_ms else "-",
-                f"{largest_difference(one, first, 'lm loss'):.1e} at most" if first else "-",
+                f"{lm.largest_difference(one, first, 'lm loss'):.1e} at most" if first else "-",
                 f"{validation[-1]:.4f}" if validation else "-",
                 f"{one.count('replayed')}, {one.eager}, {one.count('verified')}, {one.count('mismatches')}",
                 one.error if one.code else "",
             ]
         )
-    return table(lines)
+    return lm.table(lines)
 
 
 def timed_flags(args: argparse.Namespace, data: Path, *parts: str) -> list[str]:
     """Megatron's arguments of a timed run on this data: the usual ones, and in their place those of the parts."""
     usual = f"--train-iters {args.steps} --eval-interval 1000 --eval-iters 0 --log-interval 5"
-    flags = merge_flags(COMMON, NO_DROPOUT, usual, *parts)
-    flags = without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
+    flags = lm.merge_flags(lm.COMMON, lm.NO_DROPOUT, usual, *parts)
+    flags = lm.without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
     return [*flags, "--data-path", str(data)]
 
 
 def shape_flags(args: argparse.Namespace, directory: Path, evaluation: str) -> list[str]:
     """Megatron's arguments of a model's shape, which trains on the documents of `thdprof demo`."""
-    run_thdprof(["demo", str(directory / "demo"), "--force"])
-    parts = SHAPES[args.shape], args.more, evaluation, f"--vocab-size {args.vocabulary}"
+    lm.run_thdprof(["demo", str(directory / "demo"), "--force"])
+    parts = lm.SHAPES[args.shape], args.more, evaluation, f"--vocab-size {args.vocabulary}"
     return timed_flags(args, directory / "demo" / "megatron" / "documents", *parts)
 
 
 def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `speed`."""
     flags = shape_flags(args, directory, "--eval-interval 20 --eval-iters 2")
-    plan = plan_of(flags, directory, "plan")
+    plan = lm.plan_of(flags, directory, "plan")
     if not load_plan(plan).graphs.buckets:  # no gain was predicted: a bucket that holds all shows whether there is one
-        plan = plan_of(flags, directory, "plan", caps=(1.0,))
+        plan = lm.plan_of(flags, directory, "plan", caps=(1.0,))
     runs = []
     for name in args.variants:
         if name in STOCK:
@@ -187,19 +163,17 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
             followed = verifying(plan, VERIFY[name]) if name in VERIFY else plan
             runs.append(Timed(name=name, plan=followed, replay=name != "padded"))
     caps = ", ".join(str(bucket.max_seqs) for bucket in load_plan(plan).graphs.buckets)
-    ran = {run.name: run.run(args, flags, directory, 1) for run in runs}
-    return [f"Caps: {caps}.", "", *lines_of(ran, "eager", args.steps)]
+    return [f"Caps: {caps}.", "", *timed_lines(runs, args, flags, directory, "eager", 1)]
 
 
 def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `overlap`."""
-    write_documents(directory / "documents", tokens=400_000, mean=90)
+    lm.write_documents(directory / "documents", tokens=400_000, mean=90)
     flags = overlap_flags(directory / "documents", args)
-    chosen = load_plan(plan_of(flags, directory, "chosen", gpus=2)).graphs.layers_per_graph
+    chosen = load_plan(lm.plan_of(flags, directory, "chosen", gpus=2)).graphs.layers_per_graph
     kinds = {f"{layers} layers a graph": {"layers_per_graph": layers} for layers in ("all", 4, 2, 1)}
     runs = planned_runs(kinds, args, flags, directory, 2)
-    ran = {run.name: run.run(args, flags, directory, 2) for run in runs}
-    lines = lines_of(ran, "all layers a graph", args.steps)
+    lines = timed_lines(runs, args, flags, directory, "all layers a graph", 2)
     return [f"`analyze` chooses layers_per_graph {chosen or 'all'}.", "", *lines]
 
 
@@ -210,7 +184,7 @@ def overlap_flags(documents: Path, args: argparse.Namespace) -> list[str]:
 
 def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     """The tables of `experts`."""
-    write_documents(directory / "documents", tokens=4_000_000, mean=400)
+    lm.write_documents(directory / "documents", tokens=4_000_000, mean=400)
     parts = {
         "up to the router": ["attn", "moe_router"],
         "up to the exchange": ["attn", "moe_router", "moe_preprocess"],
@@ -221,37 +195,9 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     for gpus in args.gpus:
         flags = experts_flags(directory / "documents", args, gpus)
         kinds = of_parts if gpus > 1 else of_parts | {name: {**how, "modules": []} for name, how in whole.items()}
-        runs = planned_runs(kinds, args, flags, directory, gpus)
-        ran = {run.name: run.run(args, flags, directory, gpus) for run in runs}
-        lines = lines_of(ran, "eager", args.steps)
-        if args.profile:
-            lines += ["", *profiled_lines(runs, args, flags, directory, gpus)]
+        lines = timed_lines(planned_runs(kinds, args, flags, directory, gpus), args, flags, directory, "eager", gpus)
         pages += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *lines, ""]
     return pages
-
-
-def profiled_lines(
-    runs: Sequence[Timed], args: argparse.Namespace, flags: Sequence[str], directory: Path, gpus: int
-) -> list[str]:
-    """A table of the kernels of one step of each run, which is profiled in a run of its own."""
-    lines = [["run", "kernels of a step: in graphs, all", "GPU ms of these"]]
-    for run in runs:
-        folder = directory / file_name(f"profiled {gpus} {run.name}")
-        folder.mkdir()
-        more = PROFILE.format(begin=args.steps - 2, end=args.steps - 1)
-        replace(run, more=more).run(args, flags, folder, gpus)
-        trace = folder / "torch_profile" / "rank-0.json.gz"
-        lines.append([run.name, *(kernels_of(trace) if trace.exists() else ("no trace", "-"))])
-    return table(lines)
-
-
-def kernels_of(trace: Path) -> tuple[str, str]:
-    """How many kernels a trace of torch's profiler has in graphs and in all, and their milliseconds."""
-    with gzip.open(trace) as file:
-        kernels = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
-    inside = [kernel for kernel in kernels if kernel["args"].get("graph node id")]
-    inside_ms, all_ms = (sum(kernel["dur"] for kernel in some) / 1000 for some in (inside, kernels))
-    return f"{len(inside)} of {len(kernels)}", f"{inside_ms:.1f} of {all_ms:.1f}"
 
 
 def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[str]:
@@ -263,17 +209,17 @@ def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[
 def verifying(plan: Path, rate: str | None) -> Path:
     """A copy of a plan that verifies so many micro-batches."""
     to = plan.with_name(f"{plan.stem}-verify-{(rate or 'none').replace('/', '-')}.yaml")
-    return change_graphs(plan, to, verify=rate)
+    return lm.change_graphs(plan, to, verify=rate)
 
 
 def watch(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `watch`."""
     flags = shape_flags(args, directory, "--eval-interval 100000 --eval-iters 1")
-    plan = plan_of(flags, directory, "plan")
+    plan = lm.plan_of(flags, directory, "plan")
     every = load_plan(plan).graphs.verify_every
     if not every:
         raise SystemExit("the plan verifies no micro-batches")
-    script, found_first = args.megatron_lm / "pretrain_gpt.py", [APEX_STAND_IN] * args.fused
+    script, found_first = args.megatron_lm / "pretrain_gpt.py", [lm.APEX_STAND_IN] * args.fused
     lines = trainer_watch.watch_lines(script, flags, verifying(plan, WATCHED), directory, found_first, every=every)
     return [f"Of the micro-batches that the watch sees {WATCHED} are to be verified.", "", *lines]
 
@@ -288,14 +234,14 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     if args.hosts > 1:
         note = f"Each GPU stands for GPUs of {args.hosts} hosts: ranks of a case share it, and talk through sockets."
     trainer_cases.exact_data(rows, directory / "data")
-    lines = run_rows(rows, args, directory, lambda lines: write_page(args, [note, "", *table(lines)]))
-    return [note, "", *table(lines)]
+    lines = run_rows(rows, args, directory, lambda lines: write_page(args, [note, "", *lm.table(lines)]))
+    return [note, "", *lm.table(lines)]
 
 
 def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `lives`."""
     chosen = [life for life in trainer_lives.LIVES if named(life.name, args.rows)]
-    return table(trainer_lives.run_lives(chosen, args.megatron_lm / "pretrain_gpt.py", directory, jobs=args.jobs))
+    return lm.table(trainer_lives.run_lives(chosen, args.megatron_lm / "pretrain_gpt.py", directory, jobs=args.jobs))
 
 
 def learned(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -303,7 +249,7 @@ def learned(args: argparse.Namespace, directory: Path) -> list[str]:
     rows = [text for text in args.rows.split(";") if text]
     script = args.megatron_lm / "pretrain_gpt.py"
     runs = trainer_learned.learned_runs(script, directory, rows=rows, seconds=args.seconds)
-    return [*table(trainer_learned.exact_lines(runs)), "", *table(trainer_learned.chance_lines(runs))]
+    return [*lm.table(trainer_learned.exact_lines(runs)), "", *lm.table(trainer_learned.chance_lines(runs))]
 
 
 MODES: Mapping[str, Callable[[argparse.Namespace, Path], list[str]]] = {
@@ -322,7 +268,7 @@ def named(name: str, texts: str) -> bool:
 
 def write_page(args: argparse.Namespace, lines: Sequence[str]) -> str:
     """Write a mode's page; returns it."""
-    head = heading(f"Megatron-LM's pretrain_gpt.py, unchanged, by a plan: {args.mode}")
+    head = lm.heading(f"Megatron-LM's pretrain_gpt.py, unchanged, by a plan: {args.mode}")
     text = "\n".join([*head, *lines]) + "\n"
     args.out.write_text(text)
     return text
@@ -343,9 +289,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--hosts", type=int, default=1, help="exact: rows run on so many times fewer GPUs, as if on hosts [1]")
     option("--steps", type=int, help=f"steps of each run, but for lives [{STEPS}; {USUAL_STEPS}]")
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
-    option("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
+    option("--shape", choices=lm.SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
     option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
-    option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
     option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
     option("--connections", type=int, default=1, help="speed, overlap, experts: CUDA_DEVICE_MAX_CONNECTIONS [1]")
     option("--fused", action="store_true", help="speed, watch, overlap, experts: fused gradient accumulation")

@@ -7,19 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import megatron_lm as lm
 import numpy as np
-from megatron_lm import (
-    COMMON,
-    DROPOUT,
-    NO_DROPOUT,
-    ROOT,
-    SMALL,
-    merge_flags,
-    without,
-    write_documents,
-    write_learned,
-)
 from support import conversations
 
 STEPS = 100
@@ -27,7 +18,7 @@ CAPS = (0.6, 0.93)
 """Shares of micro-batches at which cases have their buckets; the rest runs eagerly."""
 LEARNED = "--lr 6e-4 --min-lr 1e-4 --lr-warmup-iters 10 --lr-decay-iters 100 --lr-decay-style cosine --clip-grad 1.0"
 """Learning rates of runs on documents that `write_learned` writes."""
-ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
+ADAPTERS_SCRIPT = str(lm.ROOT / "tests" / "support" / "pretrain.py")
 """A script of Megatron's own loop with Megatron-Bridge's adapters and config switches, which pretrain_gpt.py lacks."""
 PARTS = {
     "TP": "--tensor-model-parallel-size 2",
@@ -287,20 +278,14 @@ class Row:
         return ADAPTERS_SCRIPT if re.search("--adapters|--switch-on", self.flags) else "pretrain_gpt.py"
 
     @property
-    def impl(self) -> str:
-        """The plan's graphs.impl."""
+    def graphs(self) -> dict[str, Any]:
+        """What its plan captures, as arguments of `plan_of`."""
         is_dropless = "--num-experts" in self.flags and "--moe-pad-expert-input-to-capacity" not in self.flags
-        return self.options.get("impl", "transformer_engine" if is_dropless else "chunk")
-
-    @property
-    def modules(self) -> tuple[str, ...] | None:
-        """The plan's graphs.modules; None: as `analyze` writes them."""
-        return ("attn", "moe_router", "moe_preprocess") if "preprocessed" in self.options else None
-
-    @property
-    def layers_per_graph(self) -> int | str:
-        """The plan's graphs.layers_per_graph."""
-        return int(self.options.get("layers_per_graph", 0)) or "all"
+        return {
+            "impl": self.options.get("impl", "transformer_engine" if is_dropless else "chunk"),
+            "modules": ["attn", "moe_router", "moe_preprocess"] if "preprocessed" in self.options else None,
+            "layers_per_graph": int(self.options.get("layers_per_graph", 0)) or "all",
+        }
 
     @property
     def microbatches(self) -> int:
@@ -371,31 +356,27 @@ def exact_flags(row: Row, data: Path, steps: int = STEPS) -> list[str]:
         left_out += ["--group-query-attention", "--num-query-groups"]
     if row.script == "pretrain_hybrid.py":
         left_out += ["--num-layers"]  # the pattern says how many there are
-    if "sft" in options:
-        left_out += ["--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking"]
-    flags = merge_flags(
-        SMALL,
-        COMMON,
+    flags = lm.merge_flags(
+        lm.SMALL,
+        lm.COMMON,
         f"--global-batch-size {row.microbatches}",
         f"--train-iters {steps} --log-interval 10 --eval-interval {steps // 2} --eval-iters 1",
-        DROPOUT if "dropout" in options else NO_DROPOUT,
+        lm.DROPOUT if "dropout" in options else lm.NO_DROPOUT,
         LEARNED if "learned" in options else "",
         row.flags,
     )
-    flags = [*without(flags, *left_out), "--data-path", str(data / row.data)]
-    if "sft" in options:
-        flags += ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(data / "tokenizer")]
-    return flags
+    flags = [*lm.without(flags, *left_out), "--data-path", str(data / row.data)]
+    return lm.train_conversations(flags, data / "tokenizer") if "sft" in options else flags
 
 
 def exact_data(rows: Sequence[Row], data: Path) -> None:
     """Write what the cases train on."""
     for name in {row.data for row in rows}:
         if name == "learned":
-            write_learned(data / name)
+            lm.write_learned(data / name)
         elif name == "conversations.jsonl":
             conversations.write_tokenizer(data / "tokenizer")
             stored = conversations.lines(np.random.default_rng(1), 1500, most=20, longest=5)
             conversations.write_lines(data / name, stored)
         else:
-            write_documents(data / name, tokens=2_000_000, mean=90, multiple=int(name.rpartition("-")[2]))
+            lm.write_documents(data / name, tokens=2_000_000, mean=90, multiple=int(name.rpartition("-")[2]))

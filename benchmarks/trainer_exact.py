@@ -16,23 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_lm import (
-    APEX_STAND_IN,
-    EXACT,
-    FEW_THREADS,
-    MEASURES,
-    UNTUNED,
-    Ran,
-    different_steps,
-    environment_here,
-    file_name,
-    kill_descendants,
-    largest_difference,
-    plan_of,
-    script_run,
-    without,
-)
-from megatron_lm import run as run_command
+import megatron_lm as lm
 from trainer_cases import CAPS, Row, exact_flags
 
 UNMEASURED = {"THDPROF_UNMEASURED": "allow"}
@@ -40,7 +24,7 @@ UNMEASURED = {"THDPROF_UNMEASURED": "allow"}
 LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
-NOTHING = Ran(code=-1, log="", seconds=0.0)
+NOTHING = lm.Ran(code=-1, log="", seconds=0.0)
 """What a run did that did not begin."""
 WARM = 10
 """Steps that are not timed."""
@@ -89,28 +73,26 @@ class _Work:
     folder: Path
     """For the plan and logs of this row."""
     plan: Future[Path] = field(default_factory=Future)
-    ran: dict[str, Ran] = field(default_factory=dict)
+    ran: dict[str, lm.Ran] = field(default_factory=dict)
 
     def make_plan(self) -> Path:
         """The row's plan."""
-        row = self.row
-        graphs = {"layers_per_graph": row.layers_per_graph, "impl": row.impl, "modules": row.modules}
-        flags = exact_flags(row, self.data, self.args.steps)
-        return plan_of(flags, self.folder, "plan", gpus=row.gpus, caps=CAPS, **graphs)
+        flags = exact_flags(self.row, self.data, self.args.steps)
+        return lm.plan_of(flags, self.folder, "plan", gpus=self.row.gpus, caps=CAPS, **self.row.graphs)
 
-    def run(self, name: str, gpus: Mapping[str, str], limit: float) -> Ran:
+    def run(self, name: str, gpus: Mapping[str, str], limit: float) -> lm.Ran:
         """One of its runs, on GPUs that this environment names."""
         row, is_planned = self.row, name != "unchanged"
         try:
             plan = self.plan.result()
         except Exception as error:  # which the row's line shows
-            return Ran(code=-1, log=f"Error: {error}", seconds=0.0)
+            return lm.Ran(code=-1, log=f"Error: {error}", seconds=0.0)
         flags = exact_flags(row, self.data, self.args.steps)
-        if name == "on" and row.impl == "local":
+        if name == "on" and row.graphs["impl"] == "local":
             flags += ["--cuda-graph-impl", "local"]  # the switch of Megatron's own graphs
         if row.has_own_tracker and not is_planned:
-            flags = without(flags, "--te-rng-tracker")
-        return script_run(
+            flags = lm.without(flags, "--te-rng-tracker")
+        return lm.script_run(
             self.args.megatron_lm / row.script,
             flags,
             self.folder,
@@ -119,8 +101,8 @@ class _Work:
             replay=name == "on",
             gpus=row.gpus // self.args.hosts,
             hosts=self.args.hosts,
-            found_first=[UNTUNED, *[APEX_STAND_IN] * ("fused" in row.options)],
-            environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **gpus},
+            found_first=[lm.UNTUNED, *[lm.APEX_STAND_IN] * ("fused" in row.options)],
+            environment={**lm.EXACT, **lm.FEW_THREADS, **UNMEASURED, **row.environment, **gpus},
             limit=limit,
         )
 
@@ -131,7 +113,7 @@ class _Work:
         verdict, counted = "-", self.folder / "on.jsonl"
         if counted.exists():
             command = [sys.executable, "-m", "thdprof", "compare", str(self.plan.result()), str(counted)]
-            compared, code = run_command(command, environment_here(), limit=60)
+            compared, code = lm.run(command, lm.environment_here(), limit=60)
             (self.folder / "compare.txt").write_text(compared)
             verdict = "as predicted" if code == 0 else f"exit code {code}"
         return [self.row.name, *_cells(self.ran), verdict]
@@ -169,7 +151,7 @@ def run_rows(
     with ThreadPoolExecutor(2) as planners, ThreadPoolExecutor(args.jobs) as pool:
         works = []
         for row in rows:
-            folder = directory / file_name(row.name)
+            folder = directory / lm.file_name(row.name)
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier call
             folder.mkdir()
             work = _Work(row=row, args=args, data=directory / "data", folder=folder)
@@ -182,7 +164,7 @@ def run_rows(
         except BaseException:
             for executor in (planners, pool):
                 executor.shutdown(wait=False, cancel_futures=True)
-            kill_descendants(os.getpid())
+            lm.kill_descendants(os.getpid())
             raise
     return table()
 
@@ -201,22 +183,18 @@ def _not_run(row: Row) -> list[str]:
     return [row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]
 
 
-def _cells(ran: Mapping[str, Ran]) -> list[str]:
+def _cells(ran: Mapping[str, lm.Ran]) -> list[str]:
     """Exit codes, differing steps, and milliseconds of a step, of the runs by name."""
     on, off, unchanged = (ran.get(name, NOTHING) for name in RUNS)
     found = [", ".join(NOT_RUN if one.code == -1 else str(one.code) for one in (on, off, unchanged))]
-    for name in (*MEASURES, "lm loss validation"):
-        differ, steps = different_steps(on, off, name)
+    for name in (*lm.MEASURES, "lm loss validation"):
+        differ, steps = lm.different_steps(on, off, name)
         found.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
-    found.append(_apart(off, unchanged) if unchanged.scalars else NOT_RUN)
+    apart = [lm.different_steps(off, unchanged, name)[0] for name in lm.MEASURES]
+    largest = lm.largest_difference(off, unchanged, "lm loss")
+    words = f"{apart[0]} losses, {apart[1]} norms" + (f", losses by {largest:.1e} at most" if largest else "")
+    found.append(words if unchanged.scalars else NOT_RUN)
     evaluated = on.count("eager/not_training")
     found.append(f"{on.count('replayed')}, {on.eager - evaluated}, {evaluated}")
     times = [one.step_ms(after=WARM, average=statistics.median) for one in (on, off)]
     return [*found, *(f"{ms:.1f}" if ms else "-" for ms in times)]
-
-
-def _apart(off: Ran, unchanged: Ran) -> str:
-    """In how many steps the padded eager run differs from the script alone."""
-    apart = [different_steps(off, unchanged, name)[0] for name in MEASURES]
-    largest = largest_difference(off, unchanged, "lm loss")
-    return f"{apart[0]} losses, {apart[1]} norms" + (f", losses by {largest:.1e} at most" if largest else "")

@@ -18,29 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import megatron_lm as lm
 import numpy as np
-from megatron_lm import (
-    COMMON,
-    EXACT,
-    FEW_THREADS,
-    MEASURES,
-    NO_DROPOUT,
-    SHAPES,
-    UNTUNED,
-    change_graphs,
-    file_name,
-    merge_flags,
-    plan_of,
-    script_run,
-    write_learned,
-)
 from trainer_cases import CAPS, LEARNED, expand_parts
 
 from thdprof.plan import load_plan
 
 MODELS: Mapping[str, tuple[str, int, int]] = {
-    "Qwen3-0.6B": (SHAPES["qwen3-0.6b"], 8, 6),
-    "Llama 3.2 1B": (SHAPES["llama3.2-1b"], 2, 3),
+    "Qwen3-0.6B": (lm.SHAPES["qwen3-0.6b"], 8, 6),
+    "Llama 3.2 1B": (lm.SHAPES["llama3.2-1b"], 2, 3),
 }
 """Arguments of each shape, micro-batches of a step, and how many runs fit a GPU of 141 GB; with deterministic kernels
 a third as many."""
@@ -95,19 +81,19 @@ def _run(script: Path, directory: Path, plan: Path, row: str, kind: str, until: 
     if time.monotonic() > until:
         return
     exact = kind in EXACT_KINDS
-    ran = script_run(
+    ran = lm.script_run(
         script,
         flags_of(directory, row, exact),
         directory,
-        file_name(f"{row} {kind}"),
+        lm.file_name(f"{row} {kind}"),
         plan=None if kind.startswith("eager") else plan,
         replay=kind != "off",
-        found_first=[UNTUNED] * exact,
-        environment=FEW_THREADS | (EXACT | SHOWN_FALLBACK if exact else {}),
+        found_first=[lm.UNTUNED] * exact,
+        environment=lm.FEW_THREADS | (lm.EXACT | SHOWN_FALLBACK if exact else {}),
         limit=500,
     )
     line: dict[str, Any] = {"row": row, "kind": kind}
-    for measure in MEASURES:
+    for measure in lm.MEASURES:
         line[measure] = [float(f"{value:.7g}") for _, value in sorted(ran.scalars.get(measure, {}).items())]
     if "thdprof/replayed" in ran.scalars:
         line |= {"eager": ran.eager, **{name: ran.count(name) for name in COUNTERS}}
@@ -130,7 +116,7 @@ def exact_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
         found = {one["kind"]: one for one in runs if one["row"] == row and one["kind"] in EXACT_KINDS}
         if len(found) == 2:
             on, off = found["on"], found["off"]
-            differ = [sum(a != b for a, b in zip(on[m], off[m], strict=True)) for m in MEASURES]
+            differ = [sum(a != b for a, b in zip(on[m], off[m], strict=True)) for m in lm.MEASURES]
             counts = [on[name] for name in ("replayed", "eager", "verified", "mismatches")]
             lines.append(
                 [
@@ -155,11 +141,11 @@ def chance_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
         ]
         if not all(groups):
             continue
-        p, r, where = chance(groups, MEASURES)
-        single = [chance(groups, [measure])[0] for measure in MEASURES]
+        p, r, where = chance(groups, lm.MEASURES)
+        single = [chance(groups, [measure])[0] for measure in lm.MEASURES]
         spread = [
             max(np.ptp([one[m] for one in groups[1]], axis=0) / np.median([one[m] for one in groups[1]], axis=0))
-            for m in MEASURES
+            for m in lm.MEASURES
         ]
         lines.append(
             [
@@ -193,9 +179,7 @@ def chance(groups: Sequence[Sequence[Mapping[str, Any]]], measures: Sequence[str
     unit = np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-12)
     first, total = len(groups[0]), len(values)
     largest = []
-    for chosen in itertools.combinations(range(total), first):
-        if 2 * first == total and 0 not in chosen:
-            continue  # the other half of a way that was counted
+    for chosen in itertools.combinations(range(total), first):  # two equal halves come twice, with the same r
         label = np.isin(np.arange(total), chosen) - first / total
         largest.append(np.abs(label / np.sqrt((label**2).sum()) @ unit))
     ways = np.array([one.max() for one in largest])  # the first way is how the runs were made
@@ -219,19 +203,19 @@ def flags_of(directory: Path, row: str, exact: bool) -> list[str]:
     longest, steps = (EXACT_LONGEST, EXACT_STEPS) if exact else (8192, STEPS)
     data = directory / f"learned-{longest}"
     if not data.with_suffix(".idx").exists():
-        write_learned(data, tokens=3_000_000, lengths=(5.3, 1.1), longest=longest)
+        lm.write_learned(data, tokens=3_000_000, lengths=(5.3, 1.1), longest=longest)
     tokens = f"--seq-length {EXACT_TOKENS}" if exact else ""
     run = f"--global-batch-size {each} --train-iters {steps} --log-interval 1 --eval-interval 1000 --eval-iters 1"
-    flags = merge_flags(shape, COMMON, NO_DROPOUT, tokens, LEARNED, expand_parts(PRECISIONS[precision]), run)
+    flags = lm.merge_flags(shape, lm.COMMON, lm.NO_DROPOUT, tokens, LEARNED, expand_parts(PRECISIONS[precision]), run)
     return [*flags, "--data-path", str(data)]
 
 
 def _plan(directory: Path, row: str, exact: bool) -> Path:
     """The row's plan: two buckets and fallbacks, or one bucket that holds all."""
-    path = plan_of(
+    path = lm.plan_of(
         flags_of(directory, row, exact),
         directory,
-        file_name(f"{row} {exact}"),
+        lm.file_name(f"{row} {exact}"),
         caps=CAPS if exact else (1.0,),
         layers_per_graph="all",
     )
@@ -239,4 +223,4 @@ def _plan(directory: Path, row: str, exact: bool) -> Path:
     if exact:
         buckets = load_plan(path).graphs.buckets
         changed["buckets"] = [{**one.model_dump(mode="json"), "max_seqlen": EXACT_LONGEST} for one in buckets]
-    return change_graphs(path, path, **changed)
+    return lm.change_graphs(path, path, **changed)

@@ -6,21 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_lm import (
-    COMMON,
-    DROPOUT,
-    EXACT,
-    MEASURES,
-    SMALL,
-    Ran,
-    different_steps,
-    file_name,
-    merge_flags,
-    plan_of,
-    script_run,
-    without,
-    write_documents,
-)
+import megatron_lm as lm
 from trainer_cases import Row, read_cases
 
 STEPS, HALF = 30, 15
@@ -53,9 +39,9 @@ PP 2, error on the last stage | @cause=error @ranks=1 PP
 """)
 """Lives as `trainer_cases` writes its cases; DATA and FOLDER are folders. The first option is a name in `JUDGES`."""
 NAMES = {
-    "": MEASURES,
-    "validation": (*MEASURES, "lm loss validation"),
-    "norms": (*MEASURES, "params-norm", "num-zeros"),
+    "": lm.MEASURES,
+    "validation": (*lm.MEASURES, "lm loss validation"),
+    "norms": (*lm.MEASURES, "params-norm", "num-zeros"),
     "sets": (),
 }
 """What is compared with --replay off; nothing: every loss that was logged."""
@@ -101,17 +87,17 @@ class Runs:
         self.script, self.folder, self.gpus, self.options = script, folder, life.gpus, life.options
         usual = f"--train-iters {STEPS} --log-interval 1 --eval-interval 1000 --eval-iters 1"
         more = life.flags.replace("DATA", str(data)).replace("FOLDER", str(folder))
-        flags = merge_flags(SMALL, COMMON, DROPOUT, usual, more)
-        flags = without(flags, "--train-iters") if "--train-samples" in flags else flags
-        flags = without(flags, "--global-batch-size") if "--step-batch-size-schedule" in flags else flags
+        flags = lm.merge_flags(lm.SMALL, lm.COMMON, lm.DROPOUT, usual, more)
+        flags = lm.without(flags, "--train-iters") if "--train-samples" in flags else flags
+        flags = lm.without(flags, "--global-batch-size") if "--step-batch-size-schedule" in flags else flags
         blends = ("--train-data-path", "--valid-data-path", "--test-data-path")
-        analysed = [*without(flags, *blends), "--data-path", str(data / "documents")]
-        self.plan = plan_of(analysed, folder, "plan", gpus=life.gpus, caps=(0.6, 0.93))
-        self.flags = without(flags, "--split") if blends[0] in flags else analysed
+        analysed = [*lm.without(flags, *blends), "--data-path", str(data / "documents")]
+        self.plan = lm.plan_of(analysed, folder, "plan", gpus=life.gpus, caps=(0.6, 0.93))
+        self.flags = lm.without(flags, "--split") if blends[0] in flags else analysed
 
-    def run(self, name: str, *more: str, is_planned: bool = True, replay: bool = True) -> Ran:
+    def run(self, name: str, *more: str, is_planned: bool = True, replay: bool = True) -> lm.Ran:
         """One run, by the plan or by the script alone."""
-        return script_run(
+        return lm.script_run(
             self.script,
             [*self.flags, *more],
             self.folder,
@@ -119,17 +105,17 @@ class Runs:
             plan=self.plan if is_planned else None,
             replay=replay,
             gpus=self.gpus,
-            environment={**EXACT, **OWN_STATES},
+            environment={**lm.EXACT, **OWN_STATES},
         )
 
 
 def run_lives(lives: Sequence[Row], script: Path, directory: Path, *, jobs: int) -> list[list[str]]:
     """The table of these lives, so many at once; `directory` gets data, plans and logs."""
-    write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
-    write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
+    lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
+    lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
 
     def live(life: Row) -> list[str]:
-        folder = directory / file_name(life.name)
+        folder = directory / lm.file_name(life.name)
         folder.mkdir()
         what, judge = next(JUDGES[name] for name in life.options if name in JUDGES)
         try:
@@ -142,9 +128,9 @@ def run_lives(lives: Sequence[Row], script: Path, directory: Path, *, jobs: int)
         return [["life", "what must hold", "result"], *pool.map(live, lives)]
 
 
-def compare_steps(one: Ran, other: Ran, names: Sequence[str] = MEASURES, first: int = 1) -> tuple[bool, str]:
+def compare_steps(one: lm.Ran, other: lm.Ran, names: Sequence[str] = lm.MEASURES, first: int = 1) -> tuple[bool, str]:
     """Whether two runs ended well and logged the same from a step on, and how many steps differ."""
-    different = {name: different_steps(one, other, name, first=first) for name in names}
+    different = {name: lm.different_steps(one, other, name, first=first) for name in names}
     words = [f"{name}: {differ} of {steps} steps differ" for name, (differ, steps) in different.items()]
     is_held = one.code == other.code == 0 and all(steps and not differ for differ, steps in different.values())
     words += [f"exit codes {one.code} and {other.code}", *[one.error or other.error] * (not is_held)]

@@ -83,7 +83,7 @@ def test_megatron_takes_the_arguments_of_every_run_together(megatron_parser, mon
     runs.append(("overlap", trainer.overlap_flags(tmp_path, trainer.arguments(["overlap", *options])), 2, {}))
     wide = trainer.arguments(["experts", *options, "--fused"])
     runs += [("experts", trainer.experts_flags(tmp_path, wide, gpus), gpus, {}) for gpus in (1, 2)]
-    monkeypatch.setattr(learned, "write_learned", lambda *args, **more: None)
+    monkeypatch.setattr(learned.lm, "write_learned", lambda *args, **more: None)
     for model in learned.MODELS:
         flags = learned.flags_of(tmp_path, f"{model}, FP8 delayed", True)
         runs.append((model, flags, 1, {}))
@@ -106,7 +106,7 @@ def test_a_case_resolves_to_a_plan(megatron_parser, tmp_path):
     (row,) = (row for row in cases().ROWS if row.name == "EP 2, dropout")
     cases().exact_data([row], tmp_path / "data")
     plan = importlib.import_module("megatron_lm").plan_of(
-        cases().exact_flags(row, tmp_path / "data"), tmp_path, "plan", gpus=2, caps=cases().CAPS, impl=row.impl
+        cases().exact_flags(row, tmp_path / "data"), tmp_path, "plan", gpus=2, caps=cases().CAPS, **row.graphs
     )
     loaded = importlib.import_module("thdprof.plan").load_plan(plan)
     assert (loaded.graphs.impl, len(loaded.graphs.buckets), loaded.training.shared_capture_ranks) == ("chunk", 2, 2)
@@ -114,18 +114,17 @@ def test_a_case_resolves_to_a_plan(megatron_parser, tmp_path):
 
 
 def test_runs_of_a_case_are_compared_step_by_step(monkeypatch, tmp_path):
-    exact, rows = importlib.import_module("trainer_exact"), cases().read_cases("one GPU\nPP 2 | a")
-    began = []
+    exact, trainer, runs = (importlib.import_module(name) for name in ("trainer_exact", "trainer", "megatron_lm"))
+    rows, began, pages = cases().read_cases("one GPU\nPP 2 | a"), [], []
 
     def script_run(script, flags, folder, kind, *, environment, **more):
         began.append((folder.name, kind, environment["CUDA_VISIBLE_DEVICES"]))
         losses = {1: 4.0, 2: 3.5 if (folder.name, kind) == ("PP-2", "on") else 3.0}
-        return exact.Ran(code=0, log="", seconds=9.0, scalars={"lm loss": losses, "grad-norm": losses})
+        return runs.Ran(code=0, log="", seconds=9.0, scalars={"lm loss": losses, "grad-norm": losses})
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(exact, "script_run", script_run)
-    monkeypatch.setattr(exact, "plan_of", lambda *args, **more: tmp_path / "plan.yaml")
-    trainer, pages = importlib.import_module("trainer"), []
+    monkeypatch.setattr(runs, "script_run", script_run)
+    monkeypatch.setattr(runs, "plan_of", lambda *args, **more: tmp_path / "plan.yaml")
     options = ["--megatron-lm", str(tmp_path), "--out", str(tmp_path / "out.md"), "--jobs", "1", "--seconds"]
     args = trainer.arguments(["exact", *options, "1000"])
     head, one, two = exact.run_rows(rows, args, tmp_path, pages.append)
