@@ -257,20 +257,20 @@ def report(ran: Mapping[str, lm.Ran], work: Path, arguments: argparse.Namespace,
             continue
         middle, least = statistics.median(times[WARM_UP:]), min(times[WARM_UP:])
         lines.append([name, str(len(times)), f"{middle:.1f}", f"{least:.1f}", f"{times[0]:.0f}", repr(losses[-1])])
-    said = []
+    sentences = []
     for one, other, words in (
         ("replayed", "padded eager", "Losses and gradient norms, replayed beside padded eager"),
         ("padded eager", "eager", "Padded eager beside eager"),
     ):
         if {one, other} <= {*ran}:
-            said.append(f"{words}: {differing(ran[one], ran[other])}.")
+            sentences.append(f"{words}: {differing(ran[one], ran[other])}.")
     counters = [path for name in ran if (path := work / f"stats {name}.jsonl").exists()]
     page = [
         *lm.heading("Megatron-Bridge's pretrain by a plan", "megatron-bridge", "transformers"),
         f"{shape['num_layers']} layers, hidden {shape['hidden_size']}, {shape['seq_length']} tokens, {MICROBATCHES} "
         f"micro-batches a step, bf16, {'deterministic kernels, ' if arguments.deterministic else ''}random weights. "
         f"The plan: `{analyzed}`",
-        *("", *lm.table(lines), "", *said, ""),
+        *("", *lm.table(lines), "", *sentences, ""),
         *(f"Counters of {path.stem}: `{path.read_text().strip().splitlines()[-1]}`" for path in counters),
     ]
     return "\n".join(page) + "\n"

@@ -73,8 +73,8 @@ def run_trl(options: argparse.Namespace) -> None:
 def pack(words: list[str]) -> dict[str, Any]:
     """The JSON that `thdprof pack` prints, after its notes."""
     printed = lm.run_thdprof([*words, "--json", "--force"])
-    said: dict[str, Any] = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))[0]
-    return said
+    packed: dict[str, Any] = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))[0]
+    return packed
 
 
 def run_megatron(options: argparse.Namespace) -> None:
@@ -103,10 +103,10 @@ def run_megatron(options: argparse.Namespace) -> None:
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join([*flags, '--data-path', str(before)])}\n"
     )
     words = ["pack", "--megatron-args", str(script), "--train-iters", "1000", "--gpu", options.gpu, "-o", str(after)]
-    said = pack([*words, "--to", "megatron-sft"])
+    packed = pack([*words, "--to", "megatron-sft"])
     measured, losses = {}, {}
     for side, file in zip(SIDES, (before, after), strict=True):
-        steps = said[side]["packs"] // 8
+        steps = packed[side]["packs"] // 8
         words = [*flags, "--data-path", str(file), "--train-iters", str(steps)]
         plan = lm.plan_of(words, directory, side, more=["--gpu", options.gpu])
         if options.dry:
@@ -117,18 +117,18 @@ def run_megatron(options: argparse.Namespace) -> None:
         if ran.code or ms is None:
             raise SystemExit(f"{side}: exit code {ran.code}: {ran.error}")
         measured[side], losses[side] = ms, fmean(ran.scalars["lm loss"].values())
-    print_sides(said, measured, losses)
+    print_sides(packed, measured, losses)
 
 
-def print_sides(said: dict[str, Any], measured: dict[str, float], losses: dict[str, float]) -> None:
+def print_sides(packed: dict[str, Any], measured: dict[str, float], losses: dict[str, float]) -> None:
     """A row for each side, and one for the gain; times are milliseconds of a step."""
     rows = [
         ["packs", "number", "slowest over mean", "predicted ms", "measured ms", "predicted / measured", "mean loss"]
     ]
-    predicted = {side: fmean(said[side]["step_ms"]) for side in SIDES}
+    predicted = {side: fmean(packed[side]["step_ms"]) for side in SIDES}
     for side in SIDES:
-        slowest = f"{said[side]['slowest_over_mean']:.3f}"
-        cells = [side, f"{said[side]['packs']:,}", slowest, f"{predicted[side]:.1f}"]
+        slowest = f"{packed[side]['slowest_over_mean']:.3f}"
+        cells = [side, f"{packed[side]['packs']:,}", slowest, f"{predicted[side]:.1f}"]
         if side in measured:
             share = f"{predicted[side] / measured[side]:.3f}"
             cells += [f"{measured[side]:.1f}", share, f"{losses[side]:.4f}"]

@@ -163,7 +163,7 @@ def compare_words(runs: Runs) -> tuple[bool, str]:
     last = [max(ran.scalars.get("lm loss", {0: 0})) for ran in (ours, theirs)]
     is_held = ours.code == theirs.code and found == expected
     shown = f"exit codes {ours.code} and {theirs.code}, last logged steps {last[0]} and {last[1]}"
-    shown += f"; said: {', '.join(found) or 'none'}"
+    shown += f"; in the log: {', '.join(found) or 'none'}"
     return is_held, shown if is_held else f"{shown} (unchanged: {expected}); {ours.error}"
 
 

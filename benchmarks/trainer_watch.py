@@ -112,13 +112,13 @@ def timed(script: str, result: str) -> None:
         before = verified()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        told = own_step(*args, **kwargs)
+        result_of_step = own_step(*args, **kwargs)
         torch.cuda.synchronize()
         ms = (time.perf_counter() - began) * 1000
         count[0] += 1
         with Path(result).open("a") as file:
             file.write(json.dumps({"ms": ms, "watched": watched, "verified": verified() - before}) + "\n")
-        return told
+        return result_of_step
 
     def verified() -> int:
         return sum(sum(module.stats().verified.values()) for module, _ in modules)
