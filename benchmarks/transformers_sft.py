@@ -237,5 +237,10 @@ def run_modes(argv: Sequence[str]) -> list[dict]:
     return results
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run what the command line names."""
     run_modes(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
