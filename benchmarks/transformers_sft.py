@@ -212,7 +212,7 @@ def run_modes(argv: Sequence[str]) -> list[dict]:
     if not (options.directory / "packed.parquet").exists():
         rng, rows = np.random.default_rng(0), options.steps * options.accumulation * options.gpus + 8
         lengths = np.clip(rng.lognormal(5.5, 1.0, rows * 12).astype(int), 30, ROW)  # half of them shorter than 240
-        path, vocabulary = options.directory / "packed.parquet", SAME["vocab_size"]
+        path, vocabulary = options.directory / "packed.parquet", {**SAME, **SHAPES[options.shape]}["vocab_size"]
         write_rows(path, rng, lengths, row=ROW, vocabulary=vocabulary, rows=rows)
     if {*PLANNED} & {*options.modes.split(",")} and not (options.directory / "plan.yaml").exists():
         write_plan(options)
