@@ -8,7 +8,7 @@ Megatron-LM's own pretrain_gpt.py, unchanged, trains by the plan, and then witho
 stand side by side. No table was tuned on any model.
 
 With `--caps` a model trains by one cap after the other, and by buckets that `analyze` chooses. The data is a blend of
-sources with documents of unlike lengths. The same table predicts fallbacks and step times.
+sources with documents of unlike lengths. The same table predicts fallbacks and step times. A figure is drawn, too.
 
 With `--modelled` nothing is calibrated. Models that no constant was fitted to train by the plan and without it, beside
 the ranges that `thdprof analyze` models with this host's rate and without it.
@@ -75,6 +75,7 @@ class Trainer:
     def __init__(self, name: str, args: argparse.Namespace, directory: Path) -> None:
         """Nothing runs yet."""
         self.name, self.stem, self.ran, self.directory = name, lm.file_name(name), dict[str, lm.Ran](), directory
+        self.figure = args.out.with_suffix(".svg")
         self.steps, self.warm = args.steps, min(WARM, args.steps - 4)
         self._script = args.megatron_lm.resolve() / "pretrain_gpt.py"
         run = f"--train-iters {args.steps} --eval-interval 1000 --eval-iters 1 --log-interval 1"
@@ -184,6 +185,8 @@ def caps_rows(trainer: Trainer) -> Iterator[Rows]:
     plan, curve = load_plan(chosen), load_profile(profile).curve()
     times, rates = plan.predictions, plan.predictions.fallback_rate
 
+    bars: list[Sequence[Any]] = []
+
     def measure(kind: str, predicted: Sequence[float | None], ms: float | None, followed: Path | None) -> Rows:
         measured, counts = trainer.train(kind, flags, followed), Counter[int]()
         for reason, values in trainer.ran[kind].scalars.items():
@@ -194,6 +197,7 @@ def caps_rows(trainer: Trainer) -> Iterator[Rows]:
         cells = [kind]
         for rate, seen, most in zip(predicted, observed, of, strict=True):
             cells += [f"{rate:.1%}", f"{seen / most:.1%} ({seen} of {most})"]
+        bars.append((kind.replace("buckets ", ""), 100 * predicted[0], 100 * observed[0] / of[0], ms, measured))
         return [[*cells, f"{ms:.1f}", f"{measured:.1f}", f"{ms / measured:.3f}"]], []
 
     buckets = ", ".join(str(bucket.max_seqs) for bucket in plan.graphs.buckets)
@@ -206,6 +210,28 @@ def caps_rows(trainer: Trainer) -> Iterator[Rows]:
         shares = [row[f"fallback_rate_{level}"] for level in ("microbatch", "step")]
         yield measure(str(cap), shares, row["step_ms"], followed)
     yield measure("no graphs", [1.0, 1.0], times.eager_step_ms, None)
+    draw_caps(bars, trainer.figure)
+
+
+def draw_caps(rows: Sequence[Sequence[Any]], path: Path) -> None:
+    """Draw the results of `--caps`: the buckets, percent of fallbacks predicted and observed, and step times."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    kinds, places = [row[0] for row in rows], range(len(rows))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    for axis, title, first in zip(axes, ("eager micro-batches, %", "step, ms"), (1, 3), strict=True):
+        for shift, column, name in ((-0.2, first, "predicted"), (0.2, first + 1, "observed")):
+            bars = axis.bar([at + shift for at in places], [row[column] for row in rows], 0.4, label=name)
+            axis.bar_label(bars, fmt="{:.1f}" if first == 1 else "{:.0f}", fontsize=7)
+        axis.set_xticks(places, kinds, fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)
 
 
 def modelled_rows(trainer: Trainer) -> Iterator[Rows]:

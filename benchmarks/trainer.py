@@ -8,7 +8,7 @@ overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer 
         and graphs of 4, 2 and 1 layers
 experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts small), dropless, on one GPU and by
         --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, and with one GPU
-        whole layers and whole chunks
+        whole layers and whole chunks; --profile adds up the kernels of a step
 exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
         --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
         over, and --out is written after each case
@@ -21,11 +21,13 @@ lives   checkpoints, resumption, evaluation, ramp-up, reruns: each beside the sa
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ EXPERT_SHAPES = {
     "--num-query-groups 8 --kv-channels 64 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 512",
 }
 """The first has 8 of the 48 layers of Qwen3-30B-A3B; each takes 11 GB in bf16 with states of the optimizer in fp32."""
+PROFILE = "--profile --use-pytorch-profiler --profile-ranks 0 --profile-step-start {} --profile-step-end {}"
+"""Megatron's arguments for a trace of some steps."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
 """Megatron's own graph settings, and the arguments that each requires besides."""
 VERIFY = {"unverified": None, "verified": "1/16"}
@@ -195,9 +199,27 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     for gpus in args.gpus:
         flags = experts_flags(directory / "documents", args, gpus)
         kinds = of_parts if gpus > 1 else of_parts | {name: {**how, "modules": []} for name, how in whole.items()}
-        lines = timed_lines(planned_runs(kinds, args, flags, directory, gpus), args, flags, directory, "eager", gpus)
+        runs = planned_runs(kinds, args, flags, directory, gpus)
+        lines = timed_lines(runs, args, flags, directory, "eager", gpus)
+        if args.profile:
+            lines += ["", *profiled_lines(runs, args, flags, directory, gpus)]
         pages += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *lines, ""]
     return pages
+
+
+def profiled_lines(
+    runs: Sequence[Timed], args: argparse.Namespace, flags: Sequence[str], directory: Path, gpus: int
+) -> list[str]:
+    """A table of the kernels of one step of each run, which is profiled in a run of its own."""
+    lines = [["run", "kernels of a step", "GPU ms of these"]]
+    for run in runs:
+        folder = directory / lm.file_name(f"profiled {gpus} {run.name}")
+        folder.mkdir()
+        timed_lines([replace(run, more=PROFILE.format(args.steps - 2, args.steps - 1))], args, flags, folder, "", gpus)
+        with gzip.open(next(folder.rglob("rank-0.json.gz"))) as file:
+            kernels = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
+        lines.append([run.name, str(len(kernels)), f"{sum(kernel['dur'] for kernel in kernels) / 1000:.1f}"])
+    return lm.table(lines)
 
 
 def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[str]:
@@ -291,6 +313,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
     option("--shape", choices=lm.SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
     option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
+    option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
     option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
     option("--connections", type=int, default=1, help="speed, overlap, experts: CUDA_DEVICE_MAX_CONNECTIONS [1]")
     option("--fused", action="store_true", help="speed, watch, overlap, experts: fused gradient accumulation")
