@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.buckets.statistics import AnalyzedRun
-from thdprof.analyze.predictions import Memory, Predictions
+from thdprof.analyze.predictions import Predictions
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.megatron_limits import UNMEASURED
@@ -72,7 +72,12 @@ def caveats(
     `kind` is that of the dataset, `gpu` the GPU of modelled times, such as h100. `full_size` micro-batches have the
     number of tokens that graphs are captured for.
     """
-    yield from _warn_of_memory(predicted.memory, gpu)
+    memory, room = predicted.memory, find_gpu_memory(gpu)
+    if memory is not None and room is not None and memory.peak_bytes > room * 2**30:
+        yield (
+            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and the GPU has {room}: the parallelism or "
+            "recompute that is known of it does not fit"
+        )
     recomputes = run.model is not None and run.model.recompute_granularity is not None
     if recomputes and (run.layer_graphs or run.ends_at_router):
         yield (
@@ -109,16 +114,6 @@ def find_gpu_memory(gpu: str | None) -> int | None:
 
     known = known_gpu(gpu)
     return None if known is None else known.memory_gib
-
-
-def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
-    """A warning where the predicted peak is more than the GPU has."""
-    room = find_gpu_memory(gpu)
-    if memory is not None and room is not None and memory.peak_bytes > room * 2**30:
-        yield (
-            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and the GPU has {room}: the parallelism or "
-            "recompute that is known of it does not fit"
-        )
 
 
 def warn_of_model(
@@ -171,7 +166,6 @@ def warn_of_model(
 
 
 def _warn_of_counts(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: int) -> Iterator[str]:
-    """What the counts of micro-batches rest on."""
     table, settings = run.table, run.settings
     if other_sizes := len(table) - full_size:
         dynamic = table.groups is not None
@@ -204,7 +198,6 @@ def _warn_of_counts(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: i
 def _warn_of_choice(
     run: AnalyzedRun, costs: CostTable, recommendation: Recommendation, limits: Limits
 ) -> Iterator[str]:
-    """What the choice by times of the user's own model rests on."""
     if run.ends_at_router and not costs.modelled:
         yield "times are of layers that are captured whole; with experts run eagerly a replay saves less"
     relative, unlimited = recommendation.relative_step_time or 0.0, recommendation.unlimited_relative_step_time
