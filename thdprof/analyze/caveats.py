@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from thdprof.analyze.buckets.cost_table import CostTable
@@ -128,8 +128,17 @@ def warn_of_model(
         from thdprof.analyze.times.gpus import find_gpu
 
         unlike = _list_unmeasured(model, settings, find_gpu(gpu))
-        if unlike or not settings.is_of_trainer:
-            yield f"{MODELLED}: {_describe_accuracy(unlike)}"
+        if unlike:
+            yield (
+                f"{MODELLED}: of {', '.join(unlike)} no measured replays were compared; thdprof calibrate measures "
+                "yours"
+            )
+        elif not settings.is_of_trainer:
+            yield (
+                f"{MODELLED}: 38 replays on an H200 that rates were not fitted to lay within 8.4% of it (kernels of "
+                "some had been profiled, and three corrections followed), and 9 on an H100, whose rates were fitted to "
+                "them, within 10%; thdprof calibrate measures yours"
+            )
         if settings.is_of_trainer:
             yield (
                 f"{MODELLED}, from fused layers, which PlanCallback(compile=True) makes, to "
@@ -227,14 +236,3 @@ def _list_unmeasured(model: Model, settings: TrainingSettings, gpu: Gpu) -> list
     if ranks > 1:
         unlike.append("communication between GPUs")
     return unlike
-
-
-def _describe_accuracy(unlike: Sequence[str]) -> str:
-    """How far modelled times were compared with measured ones; `unlike` is what was in none of these."""
-    if unlike:
-        return f"of {', '.join(unlike)} no measured replays were compared; thdprof calibrate measures yours"
-    return (
-        "38 replays on an H200 that rates were not fitted to lay within 8.4% of it (kernels of some had been profiled, "
-        "and three corrections followed), and 9 on an H100, whose rates were fitted to them, within 10%; "
-        "thdprof calibrate measures yours"
-    )

@@ -57,8 +57,6 @@ def calibrate(
     ] = None,
 ) -> None:
     """Write a cost table for analyze --cost-table: from a run of training, or of a module that is measured here."""
-    import importlib.util
-
     import yaml
 
     from thdprof.analyze.settings.limits import counts_of
@@ -71,21 +69,13 @@ def calibrate(
     if eager_step_ms is not None and not stats:
         raise UsageError("--eager-step-ms: only with --stats")
     if host:
-        from thdprof.analyze.times.modelled_costs import HOST_SCHEMA, measure_launch_us
-
-        launch_us = measure_launch_us()
-        if launch_us is None:
-            raise MachineError("calibrate --host needs an NVIDIA GPU and torch, and finds none here")
-        table = {"schema": HOST_SCHEMA, "launch_us": launch_us}
+        table = _measure_host()
     elif stats:
         from thdprof.compare.costs import costs_of_runs
 
         table = costs_of_runs(stats, eager_step_ms=eager_step_ms)
     else:
-        if module is None and attention != "torch":
-            raise UsageError(f"--attention {attention}: the built-in stack has torch only; give --module for another")
-        if importlib.util.find_spec("torch") is None:
-            raise UsageError(f"calibrate needs torch: {install_line('runtime')}")
+        _check_module(module, attention)
         from thdprof.runtime.calibrate import Grid, calibrate_module
 
         grid = Grid(
@@ -106,3 +96,23 @@ def calibrate(
         )
     write_text(output, yaml.safe_dump(table, sort_keys=False), force=force)
     streams.say(f"{'rate of this host' if host else 'cost table'} written to {output}")
+
+
+def _check_module(module: str | None, attention: str) -> None:
+    """Refuse, before any work, what the built-in stack has not, and a machine without torch."""
+    import importlib.util
+
+    if module is None and attention != "torch":
+        raise UsageError(f"--attention {attention}: the built-in stack has torch only; give --module for another")
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"calibrate needs torch: {install_line('runtime')}")
+
+
+def _measure_host() -> dict[str, object]:
+    """The content of a file for analyze --host."""
+    from thdprof.analyze.times.modelled_costs import HOST_SCHEMA, measure_launch_us
+
+    launch_us = measure_launch_us()
+    if launch_us is None:
+        raise MachineError("calibrate --host needs an NVIDIA GPU and torch, and finds none here")
+    return {"schema": HOST_SCHEMA, "launch_us": launch_us}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from thdprof.commands import streams
 from thdprof.commands.analyze import check_not_refused
@@ -17,9 +17,6 @@ from thdprof.commands.options import (
     with_settings,
 )
 from thdprof.errors import UsageError
-
-if TYPE_CHECKING:
-    from thdprof.pack.repack import Repacking, Target
 
 
 @with_settings
@@ -55,7 +52,8 @@ def pack(
     """Pack a dataset anew, compare it with the trainer's own packs, and write it in the order of training."""
     from thdprof.files import check_not_inputs, check_targets, write_text
     from thdprof.pack.repack import plan_packs, repack
-    from thdprof.pack.write import metadata_path, write_packs
+    from thdprof.pack.report import print_repacking, to_dict, to_page
+    from thdprof.pack.write import explain_reading, metadata_path, write_packs
 
     cap = _read_cap(max_docs)
     if dry_run and (output, plan, report) != (None, None, None):
@@ -76,25 +74,6 @@ def pack(
         check_not_inputs(outputs, map(Path, dataset.uris))
         if output is not None:
             write_packs(result, dataset, target=to, path=output, progress=progress)
-    _print_result(result, to, output, json=json)
-    if plan is None and report is None:
-        return
-    analysis, made = plan_packs(result, None if to == "index" else output, impl=run.impl)
-    if plan is not None:
-        made.save(plan, force=force)
-        streams.say(f"plan written to {plan}")
-    if report is not None:
-        from thdprof.pack.report import to_page
-
-        write_text(report, to_page(result, analysis, made), force=force)
-        streams.say(f"report written to {report}")
-    check_not_refused(made)
-
-
-def _print_result(result: Repacking, to: Target, output: Path | None, *, json: bool) -> None:
-    from thdprof.pack.report import print_repacking, to_dict
-    from thdprof.pack.write import explain_reading
-
     if json:
         streams.write_json(to_dict(result))
     else:
@@ -102,6 +81,16 @@ def _print_result(result: Repacking, to: Target, output: Path | None, *, json: b
         print_repacking(result, streams.console(stderr=False), then=then)
     if output is not None:
         streams.say(f"packs written to {output}")
+    if plan is None and report is None:
+        return
+    analysis, made = plan_packs(result, None if to == "index" else output, impl=run.impl)
+    if plan is not None:
+        made.save(plan, force=force)
+        streams.say(f"plan written to {plan}")
+    if report is not None:
+        write_text(report, to_page(result, analysis, made), force=force)
+        streams.say(f"report written to {report}")
+    check_not_refused(made)
 
 
 def _read_cap(text: str | None) -> int | Literal["auto"] | None:

@@ -296,10 +296,8 @@ class RunProfile:
         rows = []
         for part in self.parts:
             for measure in ("n_seqs", "max_seqlen"):
-                counted = self.histogram("microbatch", measure, part=part.name)
-                row: dict[str, Any] = {"part": part.name, "measure": measure, "mean": counted.mean}
-                row.update({name: counted.percentile(percent) for name, percent in PERCENTILES.items()})
-                rows.append(row)
+                counted = self.histogram("microbatch", measure, part=part.name).percentiles()
+                rows.append({"part": part.name, "measure": measure, **counted.model_dump()})
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
@@ -522,7 +520,14 @@ def load_profile(path: Path | str) -> RunProfile:
     text, where = (content.schema.metadata or {}).get(_KEY), str(path)
     if text is None:
         raise DataError(f"{path}: not a profile: analyze --profile writes one")
-    metadata, cells = _metadata(text, where=where), _cells(content, where=where)
+    try:
+        loaded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: its metadata is not JSON: {error}") from error
+    schema = loaded.get("schema") if isinstance(loaded, dict) else None
+    if schema != SCHEMA:
+        raise DataError(f"{path}: schema is {schema!r}; this thdprof reads {SCHEMA!r}: analyse again")
+    metadata, cells = validate(Metadata, loaded, where=where), _cells(content, where=where)
     _check_rows(cells, {part.name for part in metadata.parts}, where=where)
     _check_sums(cells, metadata.parts, where=where)
     return RunProfile(cells, **{name: getattr(metadata, name) for name in _IN_METADATA})
@@ -682,17 +687,6 @@ def merged_to_json(profile: RunProfile) -> str:
         "candidates": profile.curve().to_dict("records"),
     }
     return json_text(value)
-
-
-def _metadata(text: bytes, *, where: str) -> Metadata:
-    try:
-        loaded = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: its metadata is not JSON: {error}") from error
-    schema = loaded.get("schema") if isinstance(loaded, dict) else None
-    if schema != SCHEMA:
-        raise DataError(f"{where}: schema is {schema!r}; this thdprof reads {SCHEMA!r}: analyse again")
-    return validate(Metadata, loaded, where=where)
 
 
 def _cells(content: pa.Table, *, where: str) -> pd.DataFrame:

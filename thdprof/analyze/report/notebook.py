@@ -91,12 +91,6 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
     notebook["metadata"]["language_info"] = {"name": "python"}
 
 
-def to_text(notebook: NotebookNode) -> str:
-    """The notebook as the text of its file."""
-    text: str = need("nbformat").writes(notebook, version=4)
-    return text + "\n"
-
-
 def need(package: str) -> Any:
     """The imported optional package.
 

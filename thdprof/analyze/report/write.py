@@ -102,12 +102,12 @@ def write_report(
         _write_all(texts, output, force=force)
     elif output is not None:
         if form == "notebook":
-            from thdprof.analyze.report.notebook import build_notebook, execute, to_text
+            from thdprof.analyze.report.notebook import build_notebook, execute, need
 
             directory = output.absolute().parent
             notebook = build_notebook(plan=path, profile=profile, stats=stats, cap=cap, beside=directory)
             execute(notebook, directory=directory)
-            texts[output] = to_text(notebook)
+            texts[output] = need("nbformat").writes(notebook, version=4) + "\n"
         else:
             shown = make_printable(name)
             title, then = f"thdprof report: {Path(shown).name}", _next_command(plan, shown)

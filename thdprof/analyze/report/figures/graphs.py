@@ -11,7 +11,6 @@ from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import BAR, EM, LINE, Bar, Canvas, Figure, Panel, Row, Scale, write_whole
-from thdprof.compare.statistics import Comparison
 from thdprof.plan import BucketPart, FallbackRate, Plan
 from thdprof.words import join_words, memory_size, percent, percentile_name, ratio, write_count
 
@@ -428,6 +427,13 @@ def observed(report: Report, cap: int) -> Figure:
         Row(name, (Bar(one, "f0", f"{one:.2%} predicted"), Bar(other, "f1", f"{other:.2%} observed")))
         for name, (one, other) in shares.items()
     ]
+    notes = ["Nothing was replayed; what the shapes decide is shown."] if comparison.basis == "decided" else []
+    if comparison.other_fallbacks:
+        named = ", ".join(f"{reason} {n:,}" for reason, n in comparison.other_fallbacks.items())
+        notes.append(f"Eager for reasons that no plan predicts: {named}.")
+    for way, ms in (("A replayed", comparison.replay_ms), ("An eager", comparison.eager_ms)):
+        if ms is not None:
+            notes.append(f"{way} micro-batch took {ms:.2f} ms.")
     verdict = "as predicted" if comparison.is_as_predicted else "not as predicted"
     dispatched = write_count(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
     wrong = f"{comparison.wrong_numbers}. " if comparison.wrong_numbers else ""
@@ -435,7 +441,7 @@ def observed(report: Report, cap: int) -> Figure:
     def paint(canvas: Canvas) -> None:
         x = Scale(0, max(map(max, shares.values())) or 1, 0, canvas.width - 150)
         canvas.rows("Share of dispatched micro-batches", x, rows, height=BAR - 4)
-        for line in textwrap.wrap(_observed_note(comparison), int(canvas.width / EM)):
+        for line in textwrap.wrap(" ".join(notes), int(canvas.width / EM)):
             canvas.text(0, canvas.bottom + 13, line, look="q")
             canvas.bottom += LINE
 
@@ -465,17 +471,3 @@ def observed(report: Report, cap: int) -> Figure:
             "eager_ms": comparison.eager_ms,
         },
     )
-
-
-def _observed_note(comparison: Comparison) -> str:
-    """Sentences on other fallbacks and on measured times; empty where there are none."""
-    notes = []
-    if comparison.basis == "decided":
-        notes.append("Nothing was replayed; what the shapes decide is shown.")
-    if comparison.other_fallbacks:
-        named = ", ".join(f"{reason} {n:,}" for reason, n in comparison.other_fallbacks.items())
-        notes.append(f"Eager for reasons that no plan predicts: {named}.")
-    for way, ms in (("A replayed", comparison.replay_ms), ("An eager", comparison.eager_ms)):
-        if ms is not None:
-            notes.append(f"{way} micro-batch took {ms:.2f} ms.")
-    return " ".join(notes)

@@ -160,7 +160,10 @@ def joint(report: Report, cap: int) -> Figure:
     ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
     placed = np.maximum(max_seqlen, 1), np.maximum(n_seqs, 1)
     cells = np.histogram2d(*placed, bins=(ys, xs), weights=count)[0].astype(np.int64)
-    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
+    border = documents.percentile(90.0)
+    few, many = rows[rows["n_seqs"] <= border], rows[rows["n_seqs"] > border]
+    long_few = histogram_of(few, "max_seqlen").percentile(50.0)
+    long_many = histogram_of(many, "max_seqlen").percentile(50.0) if len(many) else None
     buckets = [(b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets]
     top = float(max([xs[-1], *(s + 0.5 for s, _ in buckets), cap]))
     most = max(1, int(cells.max()))
@@ -216,20 +219,6 @@ def _paint_cells(panel: Panel, xs: NDArray[np.float64], ys: NDArray[np.float64],
 def _numbers(edges: NDArray[np.float64], index: int) -> str:
     first, last = int(edges[index] + 0.5), int(edges[index + 1] - 0.5)
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
-
-
-def _split_at_p90(
-    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
-) -> tuple[int, int | None, int]:
-    """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
-    border = documents.percentile(90.0)
-    many = n_seqs > border
-    medians = [
-        Histogram(np.bincount(max_seqlen[group], weights=count[group]).astype(np.int64)).percentile(50.0)
-        for group in (~many, many)
-        if group.any()
-    ]
-    return border, medians[1] if len(medians) > 1 else None, medians[0]
 
 
 def compare_lengths(border: int, long_many: int | None, long_few: int, documents: Histogram) -> str:
