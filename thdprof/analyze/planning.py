@@ -154,7 +154,6 @@ def _predictions(analysis: Analysis) -> PredictionsPart:
 
 
 def _verify(analysis: Analysis, impl: Impl) -> str | None:
-    """The plan's `graphs.verify`; None for graphs that are not verified."""
     settings = analysis.settings
     offloaded_layers = impl == "transformer_engine" and analysis.offload is not None
     if impl == "local" or offloaded_layers or settings.max_seqlen_per_dp_cp_rank is not None:
