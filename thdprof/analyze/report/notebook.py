@@ -158,9 +158,9 @@ def _execute_in_thread(client: NotebookClient, env: dict[str, str]) -> None:
         loop.set_exception_handler(lambda loop, context: None)
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             loop.call_soon_threadsafe(task.cancel)
-        thread.join(_END_SECONDS)
-        _kill_kernel(client)
-        thread.join(_END_SECONDS)
+        for _ in range(2):  # the kernel may start between
+            thread.join(_END_SECONDS)
+            _kill_kernel(client)
         atexit.unregister(client._cleanup_kernel)  # the kernel is gone, so nbclient must not end it at exit
         raise
     task.result()
