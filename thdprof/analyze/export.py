@@ -13,8 +13,9 @@
   largest max_samples_per_bin of the metadata's list and pads `cu_seqlens` of every row to max_samples_per_bin + 2
   entries. So a row has room for max_samples_per_bin stored documents and one tail. Bridge leaves a row with more
   documents unpadded, without a warning; therefore the cap is never below the documents of the fullest row.
-- `megatron-rl`, `axolotl`, `maxtext`: trainers that pack at run time, by a limit of documents that the packer keeps to.
-  A smaller limit costs more packs instead of fallbacks, so the limit is that of the plan, or its fullest micro-batch.
+- `megatron-rl`, `axolotl`, `maxtext`, `levanter`: trainers that pack at run time, by a limit of documents that the
+  packer keeps to. A smaller limit costs more packs instead of fallbacks, so the limit is that of the plan, or its
+  fullest micro-batch. Levanter pads the room that is left in a pack.
   MaxText hands the limit on to attention, which may crash or give wrong results above it; it is never lower there.
 - `verl`: pads every packed micro-batch to a multiple of `pad_to_length_bucket` tokens, here the plan's tokens.
 - `torch`: the lengths of padded `cu_seqlens` for which torch.compile captures graphs; other lengths run without.
@@ -322,10 +323,7 @@ def _render_bridge(plan: Plan, cap: int | None, comments: list[str]) -> Exported
 
 
 def _bridge_export(overrides: dict[str, Value], comments: list[str], extra: dict[str, str]) -> Exported:
-    import yaml
-
-    text = _comment(comments) + yaml.safe_dump(overrides, sort_keys=False, width=10_000, allow_unicode=True)
-    return Exported(text=text, extra_files={_BRIDGE_LINES: "".join(_key_value_lines(overrides)), **extra})
+    return _yaml_export(comments, overrides, {_BRIDGE_LINES: "".join(_key_value_lines(overrides)), **extra})
 
 
 def _key_value_lines(tree: dict[str, Value], prefix: str = "") -> Iterator[str]:
@@ -346,8 +344,11 @@ def _value(value: bool | int | str | list[str]) -> str:
     return json_text(value, indent=None)
 
 
-def _yaml_export(comments: Sequence[str], keys: Mapping[str, bool | int]) -> Exported:
-    return Exported(text=_comment(comments) + "".join(f"{key}: {_value(value)}\n" for key, value in keys.items()))
+def _yaml_export(comments: Sequence[str], keys: dict[str, Value], extra: Mapping[str, str] | None = None) -> Exported:
+    import yaml
+
+    text = _comment(comments) + yaml.safe_dump(keys, sort_keys=False, width=10_000, allow_unicode=True)
+    return Exported(text=text, extra_files=extra or {})
 
 
 def _render_rl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
@@ -356,7 +357,7 @@ def _render_rl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
 
 
 def _render_axolotl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
-    keys = {
+    keys: dict[str, Value] = {
         "sample_packing": True,
         "sample_packing_bin_size": cap or 1,
         "pad_to_sequence_len": True,
@@ -372,8 +373,21 @@ def _least_maxtext_cap(plan: Plan) -> int:
 
 def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
-    keys = {"packing": True, "max_segments_per_seq": cap or 1}
+    keys: dict[str, Value] = {"packing": True, "max_segments_per_seq": cap or 1}
     return _yaml_export(comments, keys | {"max_target_length": plan.training.seq_length})
+
+
+def _render_levanter(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
+    """Keys of Levanter's configuration for packs of at most `cap` segments.
+
+    In marin-levanter 0.2.227, `levanter.data.text.datasets` hands an integer `pack` of a component on as
+    `max_segments_per_example`, and `levanter.data.packing` begins a new pack at that limit.
+    """
+    comments.append(
+        "set pack in each component that the plan is of, here one named train; room left in a pack is padded"
+    )
+    data: dict[str, Value] = {"components": {"train": {"pack": cap or 1}}}
+    return _yaml_export(comments, {"data": data, "train_seq_len": plan.training.seq_length})
 
 
 def _render_verl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
@@ -419,6 +433,7 @@ TARGETS = {
     "maxtext": Target(
         "maxtext.yml", "MaxText's configuration", _render_maxtext, _least_maxtext_cap, limits_packer=True
     ),
+    "levanter": Target("levanter.yaml", "Levanter's configuration", _render_levanter, limits_packer=True),
     "verl": Target("verl_fsdp_overrides.txt", "verl's overrides", _render_verl, one_cap=False),
     "torch": Target("torch_compile.py", "torch.compile", _render_torch),
     "json": Target("plan.json", "", _render_json, one_cap=False),
