@@ -362,11 +362,13 @@ def test_regions_cover_every_token_once():
 # --- inputs and outputs ---------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_replaced_within_their_vocabulary():
+def test_tokens_are_replaced_within_their_vocabulary_and_their_embeddings_gradients_compared():
     tokens, positions = torch.randint(0, 16, (1, TOKENS)), torch.arange(TOKENS)[None] % 9
     found = verify_isolation(Model(Attention()), pack(BOUNDS), tokens, positions, token_dim=1)
     assert found, str(found)
-    assert [check.gradients for check in found.checks] == [0, 0]
+    assert [check.gradients for check in found.checks] == [2, 2]
+    leak = verify_isolation(Model(LeakingBackwards()), pack(BOUNDS), tokens, positions, token_dim=1).leak
+    assert (leak.what, leak.name, leak.document) == ("gradient", "tensors[0] embedded, .grad", 3)
     leak = verify_isolation(Model(Dropping()), pack(BOUNDS), tokens, positions, token_dim=1).leak
     assert (leak.what, leak.document, leak.token) == ("output", 1, 5)
 

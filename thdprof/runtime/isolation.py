@@ -6,8 +6,8 @@ from the same random states, buffers and output gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -169,6 +169,7 @@ that repeats itself and has no leak.
 Run = Callable[[Sequence[torch.Tensor]], Any]
 CallModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
 """Runs what is verified on tensors and metadata, and returns its output."""
+_NO_INPUT = ("", torch.empty(0), 0)
 
 
 class NotReplayed(Exception):
@@ -258,7 +259,7 @@ def verify_isolation(
             `Installation.verify_isolation`.
         packed: the documents, from `thdprof.runtime.pack`; at least two, or one and padding.
         tensors: the module's tensor arguments, before `packed`. Integers, such as tokens, are replaced by others among
-            them, and have no gradient: give embeddings to compare those. A tensor that belongs to no document although
+            them; their gradients are taken where a submodule embeds them. A tensor that belongs to no document although
             it has a dimension of that size, such as a rotary table, is an argument for `call` to add.
         call: runs the module on tensors and a PackedSequence, and returns its output; None: `module(*tensors, packed)`.
         modes: the modes that must run, of "eager", "padded" and "replayed", for a true result; None: all that can.
@@ -599,6 +600,35 @@ def perturb_inputs(tensors: Sequence[torch.Tensor], n_tokens: int, *, token_dim:
     return tuple(found)
 
 
+@contextmanager
+def find_embeddings(
+    module: nn.Module, integers: Mapping[int, tuple[str, torch.Tensor, int]]
+) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
+    """Find, while the block runs the module, what its embeddings make of integer inputs, which cannot have gradients.
+
+    `integers` are integer inputs by their addresses, each with a name and its dimension over tokens. The yielded list
+    fills in the block: for each of them the name, the differentiable tensor that the first submodule made of it, with
+    the input's dimensions before its own, and the dimension over tokens.
+    """
+    found: list[tuple[str, torch.Tensor, int]] = []
+
+    def hook(owner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return
+        for value in (*args, *kwargs.values()):
+            name, tensor, dim = integers.get(value.data_ptr() if isinstance(value, torch.Tensor) else 0, _NO_INPUT)
+            leads = tensor.shape == value.shape == output.shape[: tensor.dim()] if name else False
+            if leads and all(name != other for other, _, _ in found):
+                found.append((name, output, dim))
+
+    handles = [part.register_forward_hook(hook, with_kwargs=True) for part in module.modules()] if integers else []
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
     """Largest absolute difference at each token: shape [n_tokens]; infinite where one is no number and the other is.
     ValueError: the tensors have different shapes.
@@ -752,19 +782,21 @@ class Search:
                 tensor = one.with_others(self._batch.mask(regions, one.values))
                 can = one.others is not None and (tensor.is_floating_point() or tensor.is_complex())
                 tensors.append(tensor.requires_grad_(one.values.requires_grad if replays else can))
-            sources = [
-                (f"tensors[{position}].grad", tensor, one.dim)
-                for position, (tensor, one) in enumerate(zip(tensors, self._batch.inputs, strict=True))
-                if one.others is not None and tensor.requires_grad
-            ]
+            sources, integers = [], {}
+            for position, (tensor, one) in enumerate(zip(tensors, self._batch.inputs, strict=True)):
+                if one.others is not None and tensor.requires_grad:
+                    sources.append((f"tensors[{position}].grad", tensor, one.dim))
+                elif one.others is not None and not replays and self._settings.gradients:  # of integers
+                    integers[tensor.data_ptr()] = f"tensors[{position}] embedded, .grad", tensor, one.dim
             # in training, inputs are made by other modules: a module may then change them in place
             given = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-            leaves = [leaf for leaf in tree_flatten(self._way.run(given))[0] if isinstance(leaf, torch.Tensor)]
+            with find_embeddings(self._batch.subject.module, integers) as embeddings:
+                leaves = [leaf for leaf in tree_flatten(self._way.run(given))[0] if isinstance(leaf, torch.Tensor)]
             outputs = self._over_tokens(leaves)
             watched = [Watched("output", f"outputs[{i}]", leaves[i].detach(), dim) for i, dim in outputs.items()]
             if not self._settings.gradients:
                 return watched
-            return watched + self._gradients(leaves, outputs, sources, regions)
+            return watched + self._gradients(leaves, outputs, [*sources, *embeddings], regions)
 
     def _over_tokens(self, leaves: Sequence[torch.Tensor]) -> dict[int, int]:
         """Position of every output that runs over tokens, and its dimension that does."""
