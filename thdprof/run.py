@@ -219,7 +219,7 @@ def _find_unserved_packages(options: argparse.Namespace) -> list[str]:
     _take_place_of_script(options)
     try:
         from thdprof.runtime.megatron import versions
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         return [str(error)]
     try:
         versions.check(*versions.INSTALL, versions.MEGATRON_LM)
@@ -301,7 +301,7 @@ def _train(options: argparse.Namespace, plan: Plan | None, is_refused: IsRefused
         from thdprof.runtime.megatron.refusals import SettingsError
         from thdprof.runtime.megatron.trainers.megatron_lm import following
         from thdprof.runtime.megatron.versions import VersionError
-    except ModuleNotFoundError as error:  # of packages, which each node has its own of
+    except ImportError as error:  # of packages, which each node has its own of
         return exit_with(error, report_on="LOCAL_RANK")
     try:
         stats, path = options.stats and options.stats.absolute(), options.plan.absolute()

@@ -39,7 +39,10 @@ def _server() -> socket.socket:
 
 
 def _receive_number(connection: socket.socket) -> int:
-    return int.from_bytes(connection.recv(_NUMBER, socket.MSG_WAITALL), signed=True)
+    received = connection.recv(_NUMBER, socket.MSG_WAITALL)
+    if len(received) < _NUMBER:
+        raise EOFError("the process that forks has ended")
+    return int.from_bytes(received, signed=True)
 
 
 class _Forked:
