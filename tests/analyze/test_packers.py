@@ -78,6 +78,12 @@ class TestByHand:
         packing = pack([1] * 20, max_docs_per_pack=5, tail_policy="append_dummy_seq")
         assert rows_of(packing.rows) == [[1] * 4] * 5
 
+    @pytest.mark.parametrize("packer", ["none", "wrapped"])
+    def test_a_cap_does_nothing_to_rows_of_one_document(self, packer):
+        packing = pack([10] * 3, packer, max_docs_per_pack=1, tail_policy="append_dummy_seq")
+        assert rows_of(packing.rows) == [[10]] * 3
+        assert packing.efficiency_without_cap is None
+
     def test_refusals(self):
         with pytest.raises(DataError, match=r"no document is left to pack into rows of 10 tokens: 1 documents longer"):
             pack([11], "first_fit_decreasing")

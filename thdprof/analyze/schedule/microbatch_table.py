@@ -102,12 +102,17 @@ class MicrobatchTable:
             counts = int(self.num_microbatches[0])
             grouped = values.reshape(-1, size, counts)
             return np.repeat(grouped.max(axis=1, keepdims=True), size, axis=1).reshape(-1)
-        rows = np.arange(len(self))
-        step, rank, _ = self._positions(rows)
-        first = rows - rank % size * self.num_microbatches[step]  # at the same position on the group's lowest rank
-        largest = values.copy()
-        np.maximum.at(largest, first, values)
-        return np.asarray(largest[first])
+        of_group = np.repeat(self.num_microbatches.astype(np.int64), self.data_parallel_size // size)
+        ends = np.cumsum(of_group)
+        stride = np.repeat(of_group, of_group)
+        first = np.arange(len(stride)) + np.repeat((ends - of_group) * (size - 1), of_group)  # on the lowest rank
+        joined = np.empty_like(values)
+        largest = values[first]
+        for rank in range(1, size):
+            np.maximum(largest, values[first + rank * stride], out=largest)
+        for rank in range(size):
+            joined[first + rank * stride] = largest
+        return joined
 
     def per_rank_step(self, values: NDArray[np.generic], reduce: np.ufunc) -> NDArray[np.generic]:
         """Reduce `values` [micro-batches, ...] over the micro-batches of a rank and step: shape [steps, ranks, ...]."""
@@ -134,14 +139,18 @@ class MicrobatchTable:
 
     def position(self, index: int) -> tuple[int, int, int]:
         """Step, rank (with `groups`, the lowest) and position on that rank of micro-batch `index`."""
-        (step,), (rank,), (place,) = self._positions(np.array([index]))
+        (step,), (rank,), (place,) = self._positions(np.array([index]), self._step_ends())
         return int(step), int(rank), int(place)
 
-    def _positions(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """What `position` gives of each of the micro-batches `rows`."""
+    def _step_ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.num_microbatches, dtype=np.int64) * self.data_parallel_size
+
+    def _positions(
+        self, rows: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """What `position` gives of each of the micro-batches `rows`; `ends` are the ends of the steps."""
         if (groups := self.groups) is not None:
             return groups.step[rows], groups.first_rank[rows], groups.microbatch[rows]
-        ends = np.cumsum(self.num_microbatches, dtype=np.int64) * self.data_parallel_size
         step = np.searchsorted(ends, rows, side="right")
         counts = self.num_microbatches[step].astype(np.int64)
         return step, *np.divmod(rows - ends[step] + counts * self.data_parallel_size, counts)
@@ -154,10 +163,10 @@ class MicrobatchTable:
         """
         import pyarrow as pa
 
-        groups = self.groups
+        groups, ends = self.groups, self._step_ends()
         for start in range(0, len(self), _ROWS_A_BATCH):
             part = slice(start, min(start + _ROWS_A_BATCH, len(self)))
-            step, rank, microbatch = self._positions(np.arange(part.start, part.stop))
+            step, rank, microbatch = self._positions(np.arange(part.start, part.stop), ends)
             columns = {
                 "step": step.astype(np.int32),
                 "dp_rank": rank.astype(np.int32),

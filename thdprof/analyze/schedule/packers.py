@@ -149,28 +149,31 @@ def pack_rows(
             groups = [*range(0, len(lengths), settings.packing_batch or _AXOLOTL_GROUP), len(lengths)]
             place = _next_fit if packer == "multipack_sequential" else _in_parts(first_fit, groups)
         case "none":
-            place = _place_alone
             kept = (lengths > 0) if trained_from is None else trained_from <= pack_tokens
             if left_out := int((~kept).sum()):
                 notes.append(f"{left_out} documents of which no token is trained were left out")
             lengths = cut(lengths[kept], pack_tokens, 1, notes)
         case "wrapped":
-            place = _place_alone
             lengths = _wrap(lengths, pack_tokens, batches)
             notes += note_on_batches if len(lengths) else ["none has tokens"]
         case _:
             raise UsageError(f"--packer {packer}: does not make rows before training starts")
     adds_tail = packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
     adds_tail = adds_tail and packer not in AXOLOTL_PACKERS
-    packs = place(lengths, pack_tokens, _cap(settings, int(adds_tail)))
-    placed = packs >= 0
-    if not placed.any():
+    are_alone = packer in ("none", "wrapped")
+    if are_alone:
+        by_pack, sizes = lengths, np.ones_like(lengths)
+    else:
+        packs = place(lengths, pack_tokens, _cap(settings, int(adds_tail)))
+        placed = packs >= 0
+        by_pack = lengths[placed][np.argsort(packs[placed], kind="stable")]
+        sizes = np.bincount(packs[placed])
+    if not len(by_pack):
         reason, do = "; ".join(notes) or "there are none", "train in" if packer == "none" else "pack into"
         raise DataError(f"no document is left to {do} rows of {pack_tokens} tokens: {reason}")
-    by_pack = lengths[placed][np.argsort(packs[placed], kind="stable")]
-    rows = PackedRows.from_sizes(by_pack, np.bincount(packs[placed]), rule)
+    rows = PackedRows.from_sizes(by_pack, sizes, rule)
     tokens, without_cap = float(lengths.sum()), None
-    if settings.max_docs_per_pack is not None:
+    if settings.max_docs_per_pack is not None and not are_alone:
         without_cap = tokens / ((int(place(lengths, pack_tokens, NO_CAP).max()) + 1) * pack_tokens)
     efficiency = tokens / (rows.num_rows() * pack_tokens)
     return Packing(rows=rows, efficiency=efficiency, efficiency_without_cap=without_cap, notes=tuple(notes))
@@ -251,10 +254,6 @@ def _wrap(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int]) 
     """Tokens of the rows that each batch is cut into, whatever its documents are; the last row of a batch is short."""
     totals = np.add.reduceat(lengths, batches[:-1]) if len(lengths) else lengths
     return split_documents(totals[totals > 0], pack_tokens)[0]
-
-
-def _place_alone(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
-    return np.arange(len(lengths))
 
 
 def first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:

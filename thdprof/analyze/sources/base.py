@@ -331,7 +331,9 @@ def check_lengths(lengths: NDArray[Any], name_place: Callable[[int], str]) -> ND
     most = np.iinfo(np.int32).max
     if lengths.size and (lengths.min() < 0 or lengths.max() > most):
         at = int(((lengths < 0) | (lengths > most)).argmax())
-        raise DataError(f"{name_place(at)}: length {lengths[at]} is not between 0 and 2**31 - 1")
+        text = str(lengths[at])
+        shown = text if len(text) <= 40 else text[:37] + "..."
+        raise DataError(f"{name_place(at)}: length {shown} is not between 0 and 2**31 - 1")
     return lengths.astype(np.int32, copy=False)
 
 

@@ -110,7 +110,10 @@ def state_bytes(model: Model, parameters: Parameters, ranks: int) -> tuple[float
     Args:
         ranks: data- and context-parallel ranks, which hold the same dense weights.
     """
-    shares, expert_shares = (ranks, expert_ranks(model, ranks)) if model.use_distributed_optimizer else (1, 1)
+    shares, expert_shares = 1, 1.0
+    if model.use_distributed_optimizer:
+        of_expert = model.expert_model_parallel_size * model.expert_tensor_size
+        shares, expert_shares = ranks, max(1.0, ranks * model.tensor_model_parallel_size / of_expert)
     weight = model.element_bytes
     gradient = 4 if model.gradients_in_fp32 else 2
     master = 0 if model.precision == "fp32" else 4 if model.gradients_in_fp32 else 8

@@ -61,12 +61,17 @@ def caps(report: Report, cap: int) -> Figure:
         if times is not None:
             _paint_times(canvas, report, x, xs, times, cap)
 
-    below = "" if times is None else "; below, the step time, of which that of an eager step is 1"
+    documents = profile.histogram()
+    alt = "The three shares that run eagerly, over the cap. At the percentiles: " + ", ".join(
+        f"{percentile_name(name)} {documents.percentile(PERCENTILES[name]):,}" for name in ("p90", "p99", "max")
+    )
+    if times is not None:
+        alt += f". Below, the step time relative to eager: cap {cap:,} {ratio(times[-1])}"
     of_recommended = None if recommended is None else report.relative_step_times([recommended])
     return Figure(
         id="caps",
         text=cap_sentences(report, [cap])[0],
-        alt=f"Falling curves of the three shares that run eagerly, over the cap{below}.",
+        alt=f"{alt}.",
         paint=paint,
         values={
             "cap_documents": cap,

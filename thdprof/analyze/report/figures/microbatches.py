@@ -77,7 +77,7 @@ def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float
 
 
 def shapes(report: Report, cap: int) -> Figure:
-    """Histograms and cumulative curves of a micro-batch's documents and of the tokens of its longest document."""
+    """Histograms of a micro-batch's documents and of the tokens of its longest document."""
     documents, tokens = report.profile.histogram(), report.profile.histogram(measure="max_seqlen")
     n_seqs, longest = (h.percentiles().model_dump(exclude={"mean"}) for h in (documents, tokens))
     measures = (

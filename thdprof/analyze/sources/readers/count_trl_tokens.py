@@ -147,6 +147,8 @@ def _map_files(task: Task, kind: type[_Counter]) -> Iterator[tuple[int, float, A
         if first is _NO_ROW:
             raise DataError(f"{task.files[0]}: holds no rows; write it again with data")
         counter = kind(task, tokenizer, first)
+    except BrokenLineError as error:
+        raise DataError(f"{first_file}: the first row is no JSON: {error.__cause__}") from error
     except (ValueError, IndexError, TypeError) as error:
         raise DataError(f"{first_file}: the first row is no such text: {type(error).__name__}: {error}") from error
     return map_parts(counter, _read_parts(files, column), workers=_num_workers(task))

@@ -210,10 +210,12 @@ def read_values(path: Path, *, expected: str) -> Iterator[tuple[int, Any]]:
         DataError: a line is not JSON, or the file's gzip is truncated, corrupt or refused.
     """
     for _, first, lines in read_parts(path, _CHUNK_BYTES):
-        yield from _load_lines(lines, first, path, expected)
+        yield from _load_lines(lines, first, path, expected, "is not JSON; every line is " + expected)
 
 
-def _load_lines(lines: list[bytes], first: int, path: Path, expected: str) -> Iterator[tuple[int, Any]]:
+def _load_lines(
+    lines: list[bytes], first: int, path: Path, expected: str, too_many_digits: str
+) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, first):
         if not line.strip():
             continue
@@ -223,7 +225,7 @@ def _load_lines(lines: list[bytes], first: int, path: Path, expected: str) -> It
             if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
                 fault = f"is not JSON; every line is {expected}"
             else:  # Python's limit on the digits of a number
-                fault = "has a number that is not between 0 and 2**31 - 1"
+                fault = too_many_digits
             raise DataError(f"{path}: line {number}: {_quote(line)} {fault}") from error
 
 
@@ -255,7 +257,7 @@ def _parse(lines: list[bytes], first: int, path: Path, keys: Keys) -> tuple[list
             values = []
         if len(values) == len(lines):
             return values, np.arange(first, first + len(lines), dtype=np.int64)
-    pairs = list(_load_lines(lines, first, path, _expected(keys)))
+    pairs = list(_load_lines(lines, first, path, _expected(keys), "has a number that is not between 0 and 2**31 - 1"))
     return [value for _, value in pairs], np.array([number for number, _ in pairs], dtype=np.int64)
 
 
