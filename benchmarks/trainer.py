@@ -7,8 +7,8 @@ speed   a model's shape (--shape) on one GPU, one run after the other: eager, Me
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers
 experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts small), dropless, on one GPU and by
-        --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, and with one GPU
-        whole layers and whole chunks; --profile tells the kernels of a step, and those in graphs
+        --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange, whole chunks, and with
+        one GPU whole layers; --profile tells the kernels of a step, and those in graphs
 exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
         --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
         over, and --out is written after each case
@@ -240,8 +240,10 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
             ("whole layers", "transformer_engine", ()),
             ("whole chunks", "chunk", ()),
         ):
-            if named(name, args.rows) and (modules or gpus == 1):
-                plan = plan_of(flags, directory, file_name(f"{name}-{gpus}"), gpus=gpus, impl=impl, modules=modules)
+            if named(name, args.rows) and (modules or gpus == 1 or impl == "chunk"):
+                loads = ["--expert-loads", args.expert_loads] if gpus > 1 and not modules else []
+                stem = file_name(f"{name}-{gpus}")
+                plan = plan_of(flags, directory, stem, gpus=gpus, impl=impl, modules=modules, more=loads)
                 runs.append(Timed(name=name, plan=change_graphs(plan, plan, modules=list(modules))))
         runs = [run for run in runs if named(run.name, args.rows)]
         lines = timed_lines(runs, args, flags, directory, base="eager", gpus=gpus)
@@ -406,6 +408,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
     option("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
     option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
+    option("--expert-loads", default="1.3", help="experts: analyze's, for whole chunks with EP 2 [1.3]")
     option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
     option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
     option("--connections", type=int, default=1, help="overlap: CUDA_DEVICE_MAX_CONNECTIONS [1]")

@@ -174,6 +174,7 @@ def _plan(row: Row, steps: int, folder: Path, directory: Path) -> Path:
         layers_per_graph=row.layers_per_graph,
         impl=row.impl,
         modules=row.modules,
+        more=["--expert-loads", row.options["loads"]] if "loads" in row.options else [],
     )
 
 

@@ -133,7 +133,9 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
             not compared.
         data_paths: the run's datasets; None where they are not known.
     """
-    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
+    if (
+        "moe_preprocess" in plan.graphs.modules or plan.graphs.expert_room is not None
+    ):  # who decides together then follows from the plan, too
         settings = {name: value for name, value in settings.items() if name != "shared_capture_ranks"}
     kinds = _KINDS.get(plan.dataset.format)
     known = {

@@ -108,6 +108,19 @@ class AnalysisOptions:
         ),
     ] = None
     """Layers of one graph of a model chunk: a number, or all; None: as predicted."""
+    expert_loads: Annotated[
+        str | None,
+        Setting(
+            "Loads of ranks that share dropless experts: uniform, the fullest rank's multiple of the even share, or a "
+            "file of --stats. Whole layers are captured by it.",
+            panel="What to capture",
+            everyday=False,
+            assumed="none: graphs end at the router",
+            as_text=True,
+            swept=False,
+        ),
+    ] = None
+    """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
     data_parallel_gbps: Annotated[
         float | None,
         Setting(

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thdprof.analyze.expert_room import ExpertLoads, read_expert_loads
 from thdprof.analyze.settings.captures import LayersPerGraph, read_layers_per_graph, shared_captures
 from thdprof.analyze.settings.launch_flags import training_words
 from thdprof.analyze.settings.limits import Limits, analysis_options, number_of, read_limits
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 _RANKS = "tensor_model_parallel_size"
 _WEIGHTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Precision of a model that is trained without autocast -> the dtype of its weights."""
+_CONTEXT = "context_parallel_size"
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 """Fields of the model that decide the setting `experts`."""
 
@@ -94,6 +96,8 @@ class Request:
     """Price of a GPU-hour, in the user's currency; None: not given."""
     layers_per_graph: LayersPerGraph = None
     """Layers of one graph of a model chunk; None: as predicted."""
+    expert_loads: ExpertLoads | None = None
+    """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
     data_parallel_gbps: float | None = None
     """GB/s of one GPU in collectives of its data-parallel group; None: by the GPU's data sheet."""
     notes: list[str] = field(default_factory=list)
@@ -101,7 +105,18 @@ class Request:
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
 
     def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
-        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts."""
+        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
+
+        Raises:
+            UsageError: loads of experts were given, and graphs cannot hold them whole.
+        """
+        reason = self._find_router_reason(experts, impl, choice)
+        if self.expert_loads is not None and (reason is not None or experts != "dropless" or self.model is None):
+            why = reason or "it is for models that are known and have dropless experts"
+            raise UsageError(f"--expert-loads {self.expert_loads.basis}: {why}; leave it out")
+        return reason
+
+    def _find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None) -> str | None:
         of_trainer = self.trainer_arguments is not None or self.given.get("loader") == "trainer"
         if experts != "dropless" or impl in ("none", "local") or of_trainer:
             return None
@@ -118,7 +133,10 @@ class Request:
             fields["expert_tensor_parallel_size"] = fields.get("tensor_model_parallel_size")
         fields["groups_products"] = groups_products(self.gpu)
         kind, moved = impl or self.usual_impl, None if choice is None else tuple(choice.modules)
-        return explain_router(kind, fields, offload_modules=moved, core_offload=moved_by_core(kind, experts))
+        known: dict[str, Any] = {"offload_modules": moved, "core_offload": moved_by_core(kind, experts)}
+        if self.expert_loads is not None:
+            known |= {"expert_room": self.expert_loads.expected, "context_parallel_size": self.given.get(_CONTEXT)}
+        return explain_router(kind, fields, **known)
 
 
 def _fields_of_model(model: Model) -> dict[str, Any]:
@@ -190,7 +208,9 @@ def read_request(
     if "shared_capture_ranks" not in stronger and resolved.model is not None:
         over_all = run is not None and run.global_aux_loss
         given.pop("shared_capture_ranks", None)
-        given.update(shared_captures(given, asdict(resolved.model), global_aux_loss=over_all))
+        whole = "expert_loads" in command
+        sharing = shared_captures(given, asdict(resolved.model), global_aux_loss=over_all, whole_experts=whole)
+        given.update(sharing)
     files = [name for name in ("cache", "cost_table", "host") if name in command]
     paths = {name: Path(_text(analysis_options()[name].label, command[name])) for name in files}
     return Request(
@@ -212,10 +232,15 @@ def read_request(
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=number_of("gpu_hour_price", command),
         layers_per_graph=read_layers_per_graph(command.get("layers_per_graph")),
+        expert_loads=_read_loads(command.get("expert_loads")),
         data_parallel_gbps=number_of("data_parallel_gbps", command),
         notes=[*notes, *resolved.notes],
         usual_impl="module" if launch is None else "chunk",
     )
+
+
+def _read_loads(given: Any) -> ExpertLoads | None:
+    return None if given is None else read_expert_loads(str(given))
 
 
 def _take_training(file: ModelReading, given: dict[str, Any], stronger: Mapping[str, Any]) -> list[str]:

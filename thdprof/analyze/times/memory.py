@@ -302,7 +302,14 @@ def _sum_held(
     """What a rank of `stage` holds in each moment, by the names of `Memory`."""
     assert model.vocab_size is not None
     settings, n_tokens, of_trainer = run.settings, run.n_tokens, run.settings.is_of_trainer
-    layers = _Layers(model, settings, n_tokens, layer_graphs=run.layer_graphs, ends_at_router=run.ends_at_router)
+    layers = _Layers(
+        model,
+        settings,
+        n_tokens,
+        layer_graphs=run.layer_graphs,
+        ends_at_router=run.ends_at_router,
+        expert_room=run.expert_room,
+    )
     parameters = stage_parameters(model, stage, model.vocab_size)
     if of_trainer:
         state, adam = trainer_state_bytes(model, parameters)
@@ -383,8 +390,19 @@ class _Layers:
     """
 
     def __init__(
-        self, model: Model, settings: TrainingSettings, n_tokens: int, *, layer_graphs: bool, ends_at_router: bool
+        self,
+        model: Model,
+        settings: TrainingSettings,
+        n_tokens: int,
+        *,
+        layer_graphs: bool,
+        ends_at_router: bool,
+        expert_room: float | None,
     ) -> None:
+        self._gathered = 0
+        if expert_room is not None:  # a layer's gathered hidden states, and sums for all of them
+            self._gathered = 2 * model.expert_model_parallel_size * hidden_bytes(model, n_tokens)
+            model = replace(model, moe_expert_capacity_factor=expert_room)  # as many rows as such experts have
         self._model, self._settings, self._n_tokens = model, settings, n_tokens
         self._layer_graphs, self._ends_at_router = layer_graphs, ends_at_router
 
@@ -405,6 +423,7 @@ class _Layers:
         if not self._ends_at_router:
             recompute = not self._layer_graphs
             of_chunks = self.pass_bytes(chunks, 0, recompute=recompute) + self._grouped_gradient()
+            of_chunks += self._gathered
             return _Replayed(in_pool=of_chunks + depths * self.pass_bytes([], 1, recompute=recompute))
         parts = [split_around_router(model, kind) for chunk in chunks for kind in chunk]
         predicted = split_mtp_around_router(model)
@@ -468,6 +487,7 @@ def slot_bytes(
     *,
     layer_graphs: bool = False,
     ends_at_router: bool = False,
+    expert_room: float | None = None,
 ) -> int:
     """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
 
@@ -475,11 +495,19 @@ def slot_bytes(
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
         layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
         ends_at_router: whether dropless experts run eagerly behind the graphs.
+        expert_room: as in `AnalyzedRun`.
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
     depths = 0 if settings.is_of_trainer else model.mtp_num_layers
-    layers = _Layers(model, settings, n_tokens, layer_graphs=layer_graphs, ends_at_router=ends_at_router)
+    layers = _Layers(
+        model,
+        settings,
+        n_tokens,
+        layer_graphs=layer_graphs,
+        ends_at_router=ends_at_router,
+        expert_room=expert_room,
+    )
     pools = layers.replayed(chunks, depths).in_pool
     return pools + (1 + depths) * _GRAPH_WORKSPACE
 

@@ -276,6 +276,7 @@ class ModelledTimes:
                 tokens,
                 layer_graphs=self._run.layer_graphs,
                 ends_at_router=self._run.ends_at_router,
+                expert_room=self._run.expert_room,
             ),
         )
 

@@ -225,7 +225,7 @@ class GraphedModule(DispatchedModule):
         if isinstance(lease, FallbackReason):
             return lease
         around = self._surroundings
-        put_back = None if around.has_overflowed is None else self._bank.remember_state()
+        put_back = None if around.read_expert_load is None else self._bank.remember_state()
         around.before_forward()
         watched = self._watched(lease, call)
         with self._timed(call, bucket, enabled=watched is None) as outputs:
@@ -234,8 +234,11 @@ class GraphedModule(DispatchedModule):
             else:
                 parameters = lease.find_accumulated()
                 outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
-            if around.has_overflowed is not None and around.has_overflowed():
-                outputs.clear()
+            if around.read_expert_load is not None:
+                load, has_room = around.read_expert_load()
+                self._stats.note_expert_load(load)
+                if not has_room:
+                    outputs.clear()
         if not outputs and put_back is not None:
             lease.witness = None
             lease.release()

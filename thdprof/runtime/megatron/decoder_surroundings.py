@@ -89,7 +89,7 @@ def surround_decoder(
         runs_hook=lambda hook: find_home(hook) == _DDP,
     )
     if room is not None:
-        around = replace(around, before_forward=room.forget, has_overflowed=room.is_exceeded)
+        around = replace(around, before_forward=room.forget, read_expert_load=room.read_load)
     return around if quantized is None else quantized.surround(around)
 
 

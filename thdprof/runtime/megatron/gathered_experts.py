@@ -30,7 +30,7 @@ class Room:
 
     def __init__(self, factor: float, num_ranks: int, device: torch.device) -> None:
         """Room for `factor` times the even share of `num_ranks` ranks, which is a rank's tokens x top-k."""
-        self._factor, self._is_warming_up = factor, False
+        self._factor, self._is_warming_up, self._even = factor, False, 1
         self._noted = torch.zeros(num_ranks + 1, dtype=torch.int64, device=device)
 
     def rows(self, num_tokens: int, top_k: int) -> int:
@@ -51,8 +51,11 @@ class Room:
         finally:
             self._is_warming_up = False
 
-    def note(self, needed: torch.Tensor, rows: int) -> None:
-        """Note, on the device, the rows that each rank `needed` in a layer where it has room for `rows`."""
+    def note(self, needed: torch.Tensor, rows: int, even: int) -> None:
+        """Note, on the device, the rows that each rank `needed` in a layer where it has room for `rows`, and where
+        `even` are the even share.
+        """
+        self._even = even
         found = torch.cat([needed, needed.max()[None] - rows])
         self._noted.copy_(torch.maximum(self._noted, found))
 
@@ -60,9 +63,12 @@ class Room:
         """Forget all that was noted, before a forward is replayed."""
         self._noted.zero_()
 
-    def is_exceeded(self) -> bool:
-        """Whether rows of any rank had no room since `forget`; it waits for the GPU."""
-        return int(self._noted[-1]) > 0
+    def read_load(self) -> tuple[float, bool]:
+        """The most rows that a rank needed since `forget`, as a multiple of the even share, and whether all had room;
+        it waits for the GPU.
+        """
+        *needed, excess = self._noted.tolist()
+        return max(needed) / self._even, excess <= 0
 
 
 class BoundedRows(Rows):
@@ -183,7 +189,7 @@ class GatheringDispatcher(LocalDispatcher):
         routed = all_probs.detach() != math.inf
         needed = routed.view(len(routed), group.size(), -1).sum(dim=(0, 2))
         if room.is_binding:
-            room.note(needed, rows)
+            room.note(needed, rows, len(own) * self._top_k)
         else:
             rows = max(rows, int(needed[group.rank()]))
         reverse = self._is_reversed()
