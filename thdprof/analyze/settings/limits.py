@@ -111,10 +111,8 @@ class AnalysisOptions:
     expert_loads: Annotated[
         str | None,
         Setting(
-            "Loads of ranks that share dropless experts: uniform, the fullest rank's multiple of the even share, or a "
-            "file of --stats. Whole layers are captured by it.",
+            "Loads by which whole experts that ranks share get room: uniform, 1.3, or a file of --stats.",
             panel="What to capture",
-            everyday=False,
             assumed="none: graphs end at the router",
             as_text=True,
             swept=False,

@@ -88,9 +88,9 @@ class BoundedRows(Rows):
         self.ends = by_expert.sum(dim=1).cumsum(0).clamp(max=number).to(torch.int32)
         self.has_token = torch.arange(number, device=routed.device) < self.ends[-1]
         """Whether each row is a token's, shape [rows], bool."""
-        row = flat.cumsum(0) - 1
+        row = flat.cumsum(0, dtype=torch.int32) - 1
         self._row_of_place = torch.where(flat & (row < number), row, number)  # `number`: it has none
-        rows = self._row_of_place.view(num_experts, num_tokens).T.int().sort(dim=1).values
+        rows = self._row_of_place.view(num_experts, num_tokens).T.sort(dim=1).values
         self.token_rows = rows[:, : min(top_k, num_experts)]
 
     def sum_up(self, hidden: torch.Tensor) -> torch.Tensor:
