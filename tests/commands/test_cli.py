@@ -327,7 +327,7 @@ PANELS = {
         --max-seqlen-per-dp-cp-rank""",
     "Where settings come from": "--megatron-args --training-args --settings",
     "Costs and limits": "--cost-table --host --attention --max-fallback-rate --graph-memory-gib",
-    "What to capture": "--buckets --experts --impl --offload --offload-fraction",
+    "What to capture": "--expert-loads --buckets --experts --impl --offload --offload-fraction",
     "Output": "--output --profile --part --microbatches --json --details --force --help",
 }
 
