@@ -26,9 +26,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
+
+import numpy as np
+from megatron_lm import table
 
 MEGATRON = """
 import logging, resource, sys, time, warnings
@@ -87,14 +92,11 @@ def print_page(packages: Sequence[str], note: str, rows: Sequence[Sequence[str]]
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     host = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"{datetime.date.today()}, {host}, {versions}\ncommand: python {shlex.join(sys.argv)}\n{note}\n")
-    head, *lines = (f"| {' | '.join(row)} |" for row in rows)
-    print(head, f"|{'---|' * len(rows[0])}", *lines, sep="\n")
+    print(*table(rows), sep="\n")
 
 
 def write_index(path: Path, num_documents: int) -> None:
     """An `.idx` of log-normal lengths, mean about 610 tokens."""
-    import numpy as np
-
     random = np.random.default_rng(0)
     lengths = np.maximum(1, random.lognormal(5.7, 1.2, num_documents)).astype("<i4")
     with path.open("wb") as file:
@@ -108,7 +110,6 @@ def write_index(path: Path, num_documents: int) -> None:
 
 def write_packed_parquet(path: Path, num_rows: int, pack: int = 4096) -> None:
     """Rows of random tokens as Megatron-Bridge writes them: int64, int64 and int8 lists, groups of 500 rows."""
-    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -139,7 +140,6 @@ def write_packed_parquet(path: Path, num_rows: int, pack: int = 4096) -> None:
 
 def write_shards(folder: Path, num_shards: int, rows: int = 10_000) -> None:
     """Shards of plain lengths beside 64 tokens a row; every tenth has its own content, the others are links to it."""
-    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -157,7 +157,6 @@ def write_shards(folder: Path, num_shards: int, rows: int = 10_000) -> None:
 
 def time_shards(num_shards: int, engines: Sequence[str]) -> None:
     """Print a table of scans of shards by each engine."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from support.object_store import serve
 
     rows = []
@@ -187,12 +186,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--shards", type=int)
     parser.add_argument("--engines", nargs="+", default=["local"])
-    parser.add_argument("--write", nargs=3, metavar=("KIND", "PATH", "COUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.write:
-        kind, path, count = options.write
-        (write_index if kind == "index" else write_packed_parquet)(Path(path), int(count))
-        return
     if options.shards:
         time_shards(options.shards, options.engines)
         return
@@ -201,19 +195,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small, large, packed = folder / "small.idx", folder / "large.idx", folder / "training_4096.idx.parquet"
-        # written by other processes: a child's peak memory counts what its parent held when it started
-        for kind, path, count in (
-            ("index", small, 10_000),
-            ("index", large, options.documents),
-            ("packed", packed, options.rows),
-        ):
-            subprocess.run([sys.executable, __file__, "--write", kind, str(path), str(count)], check=True)
+        # written by another process: a child's peak memory counts what its parent held when it started
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            other.submit(write_index, small, 10_000).result()
+            other.submit(write_index, large, options.documents).result()
+            other.submit(write_packed_parquet, packed, options.rows).result()
         size_mb = packed.stat().st_size / 1e6
 
         start = best([sys.executable, "-c", "pass"], options.repeat).wall_s
-        rows.append(
-            ("`thdprof --help`", f"{best([*thdprof, '--help'], options.repeat).wall_s:.2f} s", "0.30 s allowed")
-        )
+        timed = best([*thdprof, "--help"], options.repeat)
+        rows.append(("`thdprof --help`", f"{timed.wall_s:.2f} s", "0.30 s allowed"))
         timed = best([*thdprof, "analyze", str(small)], options.repeat)
         rows.append(("`analyze`, `.idx` of 10,000 documents", f"{timed.wall_s:.2f} s", "1.00 s allowed"))
 

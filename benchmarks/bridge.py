@@ -23,24 +23,13 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import megatron_lm as lm
 import numpy as np
-from megatron_lm import (
-    EXACT,
-    ROOT,
-    Ran,
-    different_steps,
-    environment_here,
-    heading,
-    largest_difference,
-    launcher,
-    run,
-    run_thdprof,
-    table,
-)
+from support import bridge_standins
 
 VOCABULARY = 32_000
 MICROBATCHES = 8
@@ -126,7 +115,7 @@ def write_plan(data: Path, plan: Path, *, tokens: int, steps: int) -> str:
     command = ["analyze", str(data), "--output", str(plan)]
     command += ["--seq-length", str(tokens), "--global-batch-size", str(MICROBATCHES)]
     command += ["--loader", "batch", "--pad-to-max-length", "--train-samples", str(steps * MICROBATCHES)]
-    run_thdprof(command)
+    lm.run_thdprof(command)
     return f"thdprof {shlex.join(command)}".replace(f"{data.parent}/", "")
 
 
@@ -196,17 +185,9 @@ def recipe(work: Path, arguments: argparse.Namespace) -> Any:
     )
 
 
-def stand_in() -> list[str]:
-    """Stand in for missing packages; returns their names."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    import bridge_standins
-
-    return bridge_standins.stand_in()
-
-
 def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
     """Train in this process and write what every step gave."""
-    stand_in()
+    bridge_standins.stand_in()
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
@@ -236,35 +217,36 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
 # --- all variants, and the report -----------------------------------------------------------------------------------
 
 
-def run_variant(variant: str, work: Path, argv: Sequence[str], *, deterministic: bool) -> Ran:
+def run_variant(variant: str, work: Path, *, deterministic: bool) -> lm.Ran:
     """One process for one variant."""
-    start, rank = launcher(1)
-    environment = {**environment_here(), **rank, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {**EXACT, "NCCL_ALGO": "Ring"} if deterministic else {}
-    log, code = run([*start, __file__, "--variant", variant, "--work", str(work), *argv], environment, limit=1800)
+    start, rank = lm.launcher(1)
+    environment = {**lm.environment_here(), **rank, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {**lm.EXACT, "NCCL_ALGO": "Ring"} if deterministic else {}
+    command = [*start, __file__, *sys.argv[1:], "--variant", variant, "--work", str(work)]
+    log, code = lm.run(command, environment, limit=1800)
     kept = work / f"steps {variant}.json"
     steps = json.loads(kept.read_text()) if kept.exists() else []
     scalars = {name: {n: step[name] for n, step in enumerate(steps, 1)} for name in ("loss", "grad_norm")}
-    return Ran(code=code, log=log, seconds=0.0, scalars=scalars)
+    return lm.Ran(code=code, log=log, seconds=0.0, scalars=scalars)
 
 
-def step_ms(ran: Ran) -> list[float]:
+def step_ms(ran: lm.Ran) -> list[float]:
     """Milliseconds of every step, as Bridge logs them."""
     return [float(found) for found in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", ran.log)]
 
 
-def differing(one: Ran, other: Ran) -> str:
+def differing(one: lm.Ran, other: lm.Ran) -> str:
     """How the losses and gradient norms of two variants differ, in words."""
-    (losses, steps), (norms, _) = (different_steps(one, other, name) for name in ("loss", "grad_norm"))
+    (losses, steps), (norms, _) = (lm.different_steps(one, other, name) for name in ("loss", "grad_norm"))
     if not steps:
         return "no steps, which cannot be compared"
     if not losses and not norms:
         return f"equal bit for bit in all {steps} steps"
-    largest = largest_difference(one, other, "loss")
+    largest = lm.largest_difference(one, other, "loss")
     return f"{losses} losses and {norms} norms of {steps} steps differ; losses by {largest:.1e} at most"
 
 
-def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, analyzed: str) -> str:
+def report(ran: Mapping[str, lm.Ran], work: Path, arguments: argparse.Namespace, analyzed: str) -> str:
     """The Markdown page."""
     shape = TINY if arguments.tiny else SHAPE
     lines = [["Variant", "Steps", "Median ms a step", "Fastest", "First step", "Last loss"]]
@@ -275,20 +257,20 @@ def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, an
             continue
         middle, least = statistics.median(times[WARM_UP:]), min(times[WARM_UP:])
         lines.append([name, str(len(times)), f"{middle:.1f}", f"{least:.1f}", f"{times[0]:.0f}", repr(losses[-1])])
-    said = []
+    sentences = []
     for one, other, words in (
         ("replayed", "padded eager", "Losses and gradient norms, replayed beside padded eager"),
         ("padded eager", "eager", "Padded eager beside eager"),
     ):
         if {one, other} <= {*ran}:
-            said.append(f"{words}: {differing(ran[one], ran[other])}.")
+            sentences.append(f"{words}: {differing(ran[one], ran[other])}.")
     counters = [path for name in ran if (path := work / f"stats {name}.jsonl").exists()]
     page = [
-        *heading("Megatron-Bridge's pretrain by a plan", "megatron-bridge", "transformers"),
+        *lm.heading("Megatron-Bridge's pretrain by a plan", "megatron-bridge", "transformers"),
         f"{shape['num_layers']} layers, hidden {shape['hidden_size']}, {shape['seq_length']} tokens, {MICROBATCHES} "
         f"micro-batches a step, bf16, {'deterministic kernels, ' if arguments.deterministic else ''}random weights. "
         f"The plan: `{analyzed}`",
-        *("", *table(lines), "", *said, ""),
+        *("", *lm.table(lines), "", *sentences, ""),
         *(f"Counters of {path.stem}: `{path.read_text().strip().splitlines()[-1]}`" for path in counters),
     ]
     return "\n".join(page) + "\n"
@@ -309,18 +291,16 @@ def main() -> int:
     if arguments.variant:
         train(arguments.variant, arguments.work, arguments)
         return 0
-    flags, tokens = ["--steps", str(arguments.steps)], (TINY if arguments.tiny else SHAPE)["seq_length"]
-    for name in ("tiny", "deterministic", "no_evaluation"):
-        flags += [f"--{name.replace('_', '-')}"] * getattr(arguments, name)
+    tokens = (TINY if arguments.tiny else SHAPE)["seq_length"]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        print(f"stood in for: {', '.join(stand_in()) or 'nothing'}", flush=True)
+        print(f"stood in for: {', '.join(bridge_standins.stand_in()) or 'nothing'}", flush=True)
         write_rows(work / "rows.idx.parquet", tokens=tokens, rows=max(200, arguments.steps * MICROBATCHES))
         write_tokenizer(work / "tokenizer")
         analyzed = write_plan(work / "rows.idx.parquet", work / "plan.yaml", tokens=tokens, steps=arguments.steps)
         ran = {}
         for variant in arguments.variants.split(","):
-            ran[variant] = run_variant(variant, work, flags, deterministic=arguments.deterministic)
+            ran[variant] = run_variant(variant, work, deterministic=arguments.deterministic)
             tail = "\n".join(ran[variant].log.splitlines()[-40:]) if ran[variant].code else ""
             print(f"{variant}: exit code {ran[variant].code}, ms a step {step_ms(ran[variant])}\n{tail}", flush=True)
             print(f"  {ran[variant].scalars}", flush=True)

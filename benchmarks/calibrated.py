@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -28,22 +27,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron_lm import (
-    COMMON,
-    NO_DROPOUT,
-    SHAPES,
-    Ran,
-    change_graphs,
-    file_name,
-    heading,
-    plan_of,
-    run_thdprof,
-    script_run,
-    table,
-    with_caps,
-    without,
-    write_documents,
-)
+import megatron_lm as lm
+
+from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.plan import Plan, load_plan
 
 FIRST_CAPS = (0.3, 0.8, 1.0)
 """Shares of micro-batches at which the first run has buckets."""
@@ -56,7 +43,7 @@ SOURCES = {"one-liners": ("0.03", 18.0), "chat": ("0.12", 45.0), "articles": ("0
 """Sources of the blend of `--caps`: weight, and mean length of documents in tokens."""
 _DENSE = "--seq-length 4096 --max-position-embeddings 4096"
 MODELS: Mapping[str, str] = {
-    "Qwen3 0.6B": f"{SHAPES['qwen3-0.6b']} --vocab-size 32000",
+    "Qwen3 0.6B": f"{lm.SHAPES['qwen3-0.6b']} --vocab-size 32000",
     "12 layers, hidden 1024, 8 experts padded to capacity": "--num-layers 12 --hidden-size 1024 --ffn-hidden-size 2048 "
     "--num-attention-heads 16 --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type "
     "alltoall --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type "
@@ -65,8 +52,6 @@ MODELS: Mapping[str, str] = {
     f"--group-query-attention --num-query-groups 8 --vocab-size 128256 {_DENSE}",
 }
 """Megatron-LM's flags of each model that is calibrated."""
-
-
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 MODELLED: Mapping[str, str] = {
     "SmolLM2 135M": "--num-layers 30 --hidden-size 576 --ffn-hidden-size 1536 --num-attention-heads 9 --kv-channels 64 "
@@ -77,12 +62,11 @@ MODELLED: Mapping[str, str] = {
     f"--qk-layernorm --vocab-size 100352 {_DENSE}",
     "Gemma 3 1B": "--num-layers 26 --hidden-size 1152 --ffn-hidden-size 6912 --num-attention-heads 4 --kv-channels 256 "
     f"--group-query-attention --num-query-groups 1 --qk-layernorm --vocab-size 65536 {_DENSE}",
-    "Llama 3.2 1B, FP8, 8,192 tokens": f"{SHAPES['llama3.2-1b']} --vocab-size 128256 {_FP8}",
+    "Llama 3.2 1B, FP8, 8,192 tokens": f"{lm.SHAPES['llama3.2-1b']} --vocab-size 128256 {_FP8}",
 }
 """Models by the sizes of their layers; Gemma's attention has no window here, and its vocabulary is smaller."""
-
-
-_ALL = {**MODELS, **MODELLED}
+Rows = tuple[list[list[str]], list[str]]
+"""Lines of a page's table, and notes below it."""
 
 
 class Trainer:
@@ -90,247 +74,159 @@ class Trainer:
 
     def __init__(self, name: str, args: argparse.Namespace, directory: Path) -> None:
         """Nothing runs yet."""
-        self.name, self.stem, self.ran, self._directory = name, file_name(name), dict[str, Ran](), directory
-        self._script, self.warm = args.megatron_lm.resolve() / "pretrain_gpt.py", min(WARM, args.steps - 4)
-        self._flags = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{_ALL[name]} {NO_DROPOUT}")]
-        self._flags += shlex.split(f"--train-iters {args.steps} --eval-interval 1000 --eval-iters 1 --log-interval 1")
+        self.name, self.stem, self.ran, self.directory = name, lm.file_name(name), dict[str, lm.Ran](), directory
+        self.figure = args.out.with_suffix(".svg")
+        self.steps, self.warm = args.steps, min(WARM, args.steps - 4)
+        self._script = args.megatron_lm.resolve() / "pretrain_gpt.py"
+        run = f"--train-iters {args.steps} --eval-interval 1000 --eval-iters 1 --log-interval 1"
+        self._flags = lm.merge_flags(lm.COMMON, {**MODELS, **MODELLED}[name], lm.NO_DROPOUT, run)
 
-    def flags(self, data: Path) -> list[str]:
-        """The script's arguments on this data."""
-        return [*self._flags, "--data-path", str(self._directory / data)]
+    def flags(self, *data: str) -> list[str]:
+        """The script's arguments on data of the folder, by name, or on a blend of it."""
+        return [*self._flags, "--data-path", *data]
 
-    def train(self, kind: str, words: Sequence[str], **how: Any) -> float:
+    def plan(self, flags: Sequence[str], kind: str, **how: Any) -> Path:
+        """The plan of a run with these flags, as `plan_of` makes it."""
+        return lm.plan_of(flags, self.directory, f"{self.stem}-{kind}", **how)
+
+    def train(self, kind: str, flags: Sequence[str], plan: Path | None = None) -> float:
         """Mean milliseconds of a step.
 
         Raises:
             RuntimeError: the run failed.
         """
-        output = {"tensorboard": self._directory / f"{self.stem}-{kind}"}
-        ran = script_run(self._script, words, **output, log=self._directory / f"{self.stem}-{kind}.log", **how)
+        ran = lm.script_run(self._script, flags, self.directory, f"{self.stem}-{kind}", plan=plan)
         self.ran[kind], ms = ran, ran.step_ms(after=self.warm)
         print(self.name, kind, ran.code, ms, file=sys.stderr, flush=True)
         if ran.code or not ms:
             raise RuntimeError(f"{kind}: exit code {ran.code}: {ran.error}")
         return ms
 
-    def calibrate(self) -> tuple[Path, Path]:
+    def calibrate(self) -> tuple[Plan, Path]:
         """Train on the documents of `thdprof demo` by three buckets, and by the script alone; the plan and the table.
 
         Raises:
             RuntimeError: a command or a run failed.
         """
-        flags, stem = self.flags(Path("demo/megatron/documents")), self._directory / self.stem
-        plan = plan_of(flags, self._directory, f"{self.stem}-first", caps=FIRST_CAPS)
-        costs, stats = stem.with_suffix(".yaml"), stem.with_suffix(".jsonl")
-        self.train("first", flags, plan=plan, stats=stats)
+        flags = self.flags(str(self.directory / "demo" / "megatron" / "documents"))
+        plan, costs = self.plan(flags, "first", caps=FIRST_CAPS), self.directory / f"{self.stem}-costs.yaml"
+        self.train("first", flags, plan)
         eager = f"--eager-step-ms={self.train('first-eager', flags)}"
-        run_thdprof(["calibrate", f"--stats={stats}", eager, "-o", str(costs), "--force"])
-        return plan, costs
+        lm.run_thdprof(["calibrate", f"--stats={plan.with_suffix('.jsonl')}", eager, "-o", str(costs), "--force"])
+        return load_plan(plan), costs
 
-    def measure(self, words: Sequence[str], plan: Path) -> dict[str, Any]:
-        """Step times by the plan and without it, and what was replayed.
-
-        A plan without a bucket, because graphs do not pay, gets one.
+    def measure(self, flags: Sequence[str], plan: Path) -> tuple[float, float]:
+        """Milliseconds of a step by the plan, which gets a bucket if graphs do not pay, and without it.
 
         Raises:
             RuntimeError: a run failed.
         """
-        from thdprof.plan import load_plan
-
         if not load_plan(plan).graphs.buckets:
-            with_caps(plan, plan.with_suffix(".parquet"), [0.97])
-        measured = {"replayed_ms": self.train("replayed", words, plan=plan), "eager_ms": self.train("eager", words)}
-        return measured | {"replays": self.ran["replayed"].replayed, "fallbacks": self.ran["replayed"].eager}
+            lm.with_caps(plan, plan.with_suffix(".parquet"), [0.97])
+        return self.train("replayed", flags, plan), self.train("eager", flags)
+
+    def counts(self) -> str:
+        """Micro-batches that were replayed, and that ran eagerly by the plan."""
+        return f"{self.ran['replayed'].count('replayed')}, {self.ran['replayed'].eager}"
 
 
-def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train, calibrate, analyze and train one model.
-
-    Raises:
-        RuntimeError: a command or a run failed.
-    """
+def calibrated_rows(trainer: Trainer) -> Iterator[Rows]:
+    """Train, calibrate, analyze and train one model."""
     import yaml
 
-    from thdprof.plan import load_plan
-
-    trainer = Trainer(name, args, directory)
-    other = trainer.flags(Path("short/documents"))
     first, costs = trainer.calibrate()
-    plan = plan_of(other, directory, f"{trainer.stem}-second", more=["--cost-table", str(costs)])
+    flags = trainer.flags(str(trainer.directory / "short" / "documents"))
+    plan = trainer.plan(flags, "second", more=["--cost-table", str(costs)])
     chosen = load_plan(plan)
-    measured = trainer.measure(other, plan)
-    followed, costs_table = load_plan(plan), yaml.safe_load(costs.read_text())
-    said = {"replayed_ms": chosen.predictions.step_ms, "eager_ms": chosen.predictions.eager_step_ms}
-    if not chosen.graphs.buckets:
-        said["replayed_ms"] = predicted(followed, costs_table)["replayed_ms"]
-    return {
-        "model": name,
-        "table": costs_table,
-        "first_caps": [bucket.max_seqs for bucket in load_plan(first).graphs.buckets],
-        "predicted": said,
-        "measured": measured,
-        "caps": [bucket.max_seqs for bucket in followed.graphs.buckets],
-    }
+    measured = trainer.measure(flags, plan)
+    followed, table = load_plan(plan), CostTable.model_validate(yaml.safe_load(costs.read_text()))
+    times = chosen.predictions.step_ms, chosen.predictions.eager_step_ms
+    predicted = times if chosen.graphs.buckets else (predict_step_ms(followed, table), times[1])
+    caps, first_caps = (", ".join(str(bucket.max_seqs) for bucket in one.graphs.buckets) for one in (followed, first))
+    lines = []
+    for kind, one, ms, held in zip(("by the plan", "eager"), predicted, measured, (caps, ""), strict=True):
+        lines.append([trainer.name, kind, f"{one:.1f}", f"{ms:.1f}", f"{one / ms:.3f}", held, first_caps])
+    ratios = [replayed / eager for replayed, eager in (predicted, measured)]
+    cells = [f"{one:.3f}" for one in (*ratios, ratios[0] / ratios[1])]
+    lines.append([trainer.name, "by the plan / eager", *cells, "", ""])
+    replay = ", ".join(f"{point.max_seqs}: {point.ms:.1f}" for point in table.replay)
+    note = f"decoder replayed {replay} ms, eager {table.eager[0].ms:.1f}, outside {table.outside_ms:.1f}"
+    yield lines, [f"{trainer.name}: {note}; micro-batches replayed, eager: {trainer.counts()}."]
 
 
-def caps_rows(name: str, args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+def predict_step_ms(plan: Plan, costs: CostTable) -> float:
+    """Milliseconds of a mean step by the table alone, for a plan that analyze did not advise."""
+    count = plan.training.global_batch_size // plan.training.micro_batch_size
+    shares = [(bucket.share, costs.replay_ms(bucket.max_seqs, bucket.max_seqlen)) for bucket in plan.graphs.buckets]
+    left = 1 - sum(share for share, _ in shares)
+    one = sum(share * ms for share, ms in shares) + left * statistics.fmean(point.ms for point in costs.eager)
+    return count * (one + (costs.outside_ms or 0.0)) + (costs.optimizer_ms or 0.0)
+
+
+def caps_rows(trainer: Trainer) -> Iterator[Rows]:
     """Calibrate a model, and train it by each cap, by chosen buckets, and by the script alone.
 
     Micro-batches are not verified, so that steps are alike from the fourth on.
-
-    Raises:
-        RuntimeError: a command or a run failed.
     """
     from thdprof.analyze import load_profile
-    from thdprof.plan import load_plan
 
-    trainer = Trainer(name, args, directory)
-    trainer.warm = 3
+    sources = ", ".join(f"{name} {share} (mean {mean:.0f} tokens)" for name, (share, mean) in SOURCES.items())
+    yield [], [f"Documents are a blend of {sources}."]
+    directory, of, trainer.warm = trainer.directory, (MICROBATCHES * trainer.steps, trainer.steps), 3
     _, costs = trainer.calibrate()
-    for source, (_, mean) in SOURCES.items():
+    blend = []
+    for source, (share, mean) in SOURCES.items():
+        blend += [share, str(directory / source / "documents")]
         if not (directory / source).exists():
-            write_documents(directory / source / "documents", tokens=600_000, mean=mean, seed=7)
-    blend = [word for source, (share, _) in SOURCES.items() for word in (share, str(directory / source / "documents"))]
-    flags = [*trainer.flags(Path())[:-1], *blend]
-    profile = directory / "caps.profile.parquet"
-    chosen = plan_of(flags, directory, "caps", more=["--cost-table", str(costs), "--profile", str(profile)])
-    change_graphs(chosen, chosen, verify=None)
+            lm.write_documents(directory / source / "documents", tokens=600_000, mean=mean, seed=7)
+    flags, profile = trainer.flags(*blend), directory / "caps.profile.parquet"
+    chosen = trainer.plan(flags, "caps", more=["--cost-table", str(costs), "--profile", str(profile)])
+    lm.change_graphs(chosen, chosen, verify=None)
     plan, curve = load_plan(chosen), load_profile(profile).curve()
-    said, rates = plan.predictions, plan.predictions.fallback_rate
+    times, rates = plan.predictions, plan.predictions.fallback_rate
 
-    def measure(kind: str, predicted: Sequence[float | None], followed: Path | None) -> dict[str, Any]:
-        ms, ran = trainer.train(kind, flags, plan=followed), trainer.ran[kind]
-        counts = Counter[int]()
-        for reason, values in ran.scalars.items():
+    bars: list[Sequence[Any]] = []
+
+    def measure(kind: str, predicted: Sequence[float | None], ms: float | None, followed: Path | None) -> Rows:
+        measured, counts = trainer.train(kind, flags, followed), Counter[int]()
+        for reason, values in trainer.ran[kind].scalars.items():
             if reason.startswith("thdprof/eager/") and not reason.endswith("not_training"):
                 counts.update({step: int(value) for step, value in values.items()})
-        steps = [counts[step] - counts[step - 1] for step in range(1, args.steps + 1)]
-        observed = [sum(steps), sum(count > 0 for count in steps)]
-        observed = observed if followed else [MICROBATCHES * args.steps, args.steps]
-        return {"kind": kind, "predicted": [*predicted], "observed": observed, "ms": ms, "of": args.steps}
+        steps = [counts[step] - counts[step - 1] for step in range(1, trainer.steps + 1)]
+        observed = (sum(steps), sum(count > 0 for count in steps)) if followed else of
+        cells = [kind]
+        for rate, seen, most in zip(predicted, observed, of, strict=True):
+            cells += [f"{rate:.1%}", f"{seen / most:.1%} ({seen} of {most})"]
+        bars.append((kind.replace("buckets ", ""), 100 * predicted[0], 100 * observed[0] / of[0], ms, measured))
+        return [[*cells, f"{ms:.1f}", f"{measured:.1f}", f"{ms / measured:.3f}"]], []
 
     buckets = ", ".join(str(bucket.max_seqs) for bucket in plan.graphs.buckets)
-    yield measure(f"buckets {buckets}", [rates.microbatch, rates.step, said.step_ms], chosen)
+    yield measure(f"buckets {buckets}", [rates.microbatch, rates.step], times.step_ms, chosen)
     for cap in CAPS:
         row = curve[curve["max_seqs"] <= cap].iloc[-1]
         update = {"max_seqs": cap, "share": float(row["coverage"])}
         one = plan.graphs.buckets[-1].model_copy(update=update).model_dump(mode="json")
-        followed = change_graphs(chosen, directory / f"caps-{cap}.yaml", buckets=[one])
+        followed = lm.change_graphs(chosen, directory / f"caps-{cap}.yaml", buckets=[one])
         shares = [row[f"fallback_rate_{level}"] for level in ("microbatch", "step")]
-        yield measure(str(cap), [*shares, row["step_ms"]], followed)
-    yield measure("no graphs", [1.0, 1.0, said.eager_step_ms], None)
+        yield measure(str(cap), shares, row["step_ms"], followed)
+    yield measure("no graphs", [1.0, 1.0], times.eager_step_ms, None)
+    draw_caps(bars, trainer.figure)
 
 
-def modelled_row(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Model one model's times with this host's rate and without it, and train it.
-
-    Raises:
-        RuntimeError: a command or a run failed.
-    """
-    import torch
-
-    from thdprof.analyze.times.gpus import find_gpu, known_gpu
-    from thdprof.plan import load_plan
-
-    trainer, gpu, host = (
-        Trainer(name, args, directory),
-        known_gpu(torch.cuda.get_device_name()),
-        directory / "host.yaml",
-    )
-    flags, gpu_named = trainer.flags(Path("short/documents")), ["--gpu", (gpu or find_gpu("h100")).name]
-    if not host.exists():
-        run_thdprof(["calibrate", "--host", "-o", str(host)])
-    plans = [plan_of(flags, directory, f"{trainer.stem}-host", more=[*gpu_named, "--host", str(host)])]
-    with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
-        plans.append(plan_of(flags, directory, f"{trainer.stem}-stated", more=gpu_named))
-    ranges = [load_plan(plan).predictions.times.relative_step_time for plan in plans]
-    return {"model": name, "ranges": ranges, "host": host.read_text(), "measured": trainer.measure(flags, plans[0])}
-
-
-def predicted(plan: Any, table: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of a mean step by the table alone, for a plan that analyze did not advise."""
-    from thdprof.analyze.buckets.cost_table import CostTable
-
-    costs = CostTable.model_validate(table)
-    around = (costs.outside_ms or 0.0), (costs.optimizer_ms or 0.0)
-    eager = statistics.fmean(point.ms for point in costs.eager)
-    count = plan.training.global_batch_size // plan.training.micro_batch_size
-    shares = [(bucket.share, costs.replay_ms(bucket.max_seqs, bucket.max_seqlen)) for bucket in plan.graphs.buckets]
-    left = 1 - sum(share for share, _ in shares)
-    one = sum(share * ms for share, ms in shares) + left * eager
-    return {
-        "replayed_ms": count * (one + around[0]) + around[1],
-        "eager_ms": count * (eager + around[0]) + around[1],
-    }
-
-
-def report(rows: Sequence[dict[str, Any]]) -> str:
-    """The results as markdown."""
-    steps = [["model", "step", "predicted ms", "measured ms", "predicted / measured", "buckets", "of the table"]]
-    parts = [["model", "decoder replayed ms", "outside ms", "decoder eager ms", "micro-batches replayed, eager"]]
-    for row in rows:
-        for kind, name in (("replayed_ms", "by the plan"), ("eager_ms", "eager")):
-            said, measured = row["predicted"][kind], row["measured"][kind]
-            caps = ", ".join(map(str, row["caps"])) if kind == "replayed_ms" else ""
-            cells = [
-                f"{said:.1f}",
-                f"{measured:.1f}",
-                f"{said / measured:.3f}",
-                caps,
-                ", ".join(map(str, row["first_caps"])),
-            ]
-            steps.append([row["model"], name, *cells])
-        ratios = [row[who]["replayed_ms"] / row[who]["eager_ms"] for who in ("predicted", "measured")]
-        cells = [f"{one:.3f}" for one in (*ratios, ratios[0] / ratios[1])]
-        steps.append([row["model"], "by the plan / eager", *cells, "", ""])
-        costs, counts = row["table"], row["measured"]
-        replay = ", ".join(f"{point['max_seqs']}: {point['ms']:.1f}" for point in costs["replay"])
-        around = [f"{costs['outside_ms']:.1f}", f"{costs['eager'][0]['ms']:.1f}"]
-        parts.append([row["model"], replay, *around, f"{counts['replays']}, {counts['fallbacks']}"])
-    lines = [*heading("Steps that a table of other runs predicts, beside measured ones"), _METHOD]
-    return "\n".join([*lines, "", *table(steps), "", *table(parts)]) + "\n"
-
-
-_METHOD = (
-    f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens where none are named, {MICROBATCHES} micro-batches a step, "
-    "short documents; mean of the later steps of each kind, in a process of its own."
-)
-
-
-def caps_report(rows: Sequence[dict[str, Any]]) -> str:
-    """The results of `--caps` as markdown."""
-    lines = [["buckets", "eager micro-batches, predicted", "observed", "steps with one, predicted", "observed"]]
-    lines[0] += ["predicted ms", "measured ms", "predicted / measured"]
-    for row in rows:
-        *rates, ms = row["predicted"]
-        cells = [row["kind"]]
-        for rate, observed, of in zip(rates, row["observed"], (MICROBATCHES * row["of"], row["of"]), strict=True):
-            cells += [f"{rate:.1%}", f"{observed / of:.1%} ({observed} of {of})"]
-        lines.append([*cells, f"{ms:.1f}", f"{row['ms']:.1f}", f"{ms / row['ms']:.3f}"])
-    title = heading("One model by one cap after the other: predicted and measured")
-    sources = ", ".join(f"{name} {share} (mean {mean:.0f} tokens)" for name, (share, mean) in SOURCES.items())
-    return "\n".join([*title, _METHOD.replace("short documents", f"blend of {sources}"), "", *table(lines)]) + "\n"
-
-
-def draw_caps(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the results of `--caps`: predicted and observed fallbacks, and predicted and measured step times."""
+def draw_caps(rows: Sequence[Sequence[Any]], path: Path) -> None:
+    """Draw the results of `--caps`: the buckets, percent of fallbacks predicted and observed, and step times."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    places = range(len(rows))
-    fallbacks = [[row["predicted"][0] for row in rows], [row["observed"][0] / MICROBATCHES / row["of"] for row in rows]]
-    times = [[row["predicted"][2] for row in rows], [row["ms"] for row in rows]]
+    kinds, places = [row[0] for row in rows], range(len(rows))
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    for axis, title, (predicted, seen) in zip(
-        axes, ("eager micro-batches, %", "step, ms"), (fallbacks, times), strict=True
-    ):
-        scale = 100 if "%" in title else 1
-        for shift, values, name in ((-0.2, predicted, "predicted"), (0.2, seen, "observed")):
-            bars = axis.bar([at + shift for at in places], [scale * value for value in values], 0.4, label=name)
-            axis.bar_label(bars, fmt="{:.1f}" if scale == 100 else "{:.0f}", fontsize=7)
-        axis.set_xticks(places, [row["kind"].replace("buckets ", "") for row in rows], fontsize=8)
+    for axis, title, first in zip(axes, ("eager micro-batches, %", "step, ms"), (1, 3), strict=True):
+        for shift, column, name in ((-0.2, first, "predicted"), (0.2, first + 1, "observed")):
+            bars = axis.bar([at + shift for at in places], [row[column] for row in rows], 0.4, label=name)
+            axis.bar_label(bars, fmt="{:.1f}" if first == 1 else "{:.0f}", fontsize=7)
+        axis.set_xticks(places, kinds, fontsize=8)
         axis.set_title(title, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=8)
@@ -338,24 +234,55 @@ def draw_caps(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def modelled_report(rows: Sequence[dict[str, Any]]) -> str:
-    """The results of `--modelled` as markdown."""
-    head = ["model", "by the plan ms", "eager ms", "ratio", "modelled with this host's rate", "without", "inside"]
-    lines = [[*head, "micro-batches replayed, eager"]]
-    for row in rows:
-        measured = row["measured"]
-        ratio = measured["replayed_ms"] / measured["eager_ms"]
-        inside = ", ".join("yes" if low <= ratio <= high else "no" for low, high in row["ranges"])
-        cells = [f"{measured['replayed_ms']:.1f}", f"{measured['eager_ms']:.1f}", f"{ratio:.3f}"]
-        cells += [f"{low:.3f} to {high:.3f} ({high / low:.2f})" for low, high in row["ranges"]]
-        lines.append([row["model"], *cells, inside, f"{measured['replays']}, {measured['fallbacks']}"])
-    launch = next(line for line in rows[0]["host"].splitlines() if line.startswith("launch_us"))
-    title = heading("Steps as they are modelled, beside measured ones")
-    return "\n".join([*title, _METHOD, f"This host: `{launch}`.", "", *table(lines)]) + "\n"
+def modelled_rows(trainer: Trainer) -> Iterator[Rows]:
+    """Model one model's times with this host's rate and without it, and train it."""
+    import torch
+
+    from thdprof.analyze.times.gpus import find_gpu, known_gpu
+
+    gpu, host = known_gpu(torch.cuda.get_device_name()), trainer.directory / "host.yaml"
+    flags = trainer.flags(str(trainer.directory / "short" / "documents"))
+    named = ["--gpu", (gpu or find_gpu("h100")).name]
+    if not host.exists():
+        lm.run_thdprof(["calibrate", "--host", "-o", str(host)])
+    plans = [trainer.plan(flags, "host", more=[*named, "--host", str(host)])]
+    with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        plans.append(trainer.plan(flags, "stated", more=named))
+    ranges = [load_plan(plan).predictions.times.relative_step_time for plan in plans]
+    replayed, eager = trainer.measure(flags, plans[0])
+    ratio = replayed / eager
+    cells = [f"{low:.3f} to {high:.3f} ({high / low:.2f})" for low, high in ranges]
+    cells.append(", ".join("yes" if low <= ratio <= high else "no" for low, high in ranges))
+    launch = next(line for line in host.read_text().splitlines() if line.startswith("launch_us"))
+    line = [trainer.name, f"{replayed:.1f}", f"{eager:.1f}", f"{ratio:.3f}", *cells, trainer.counts()]
+    yield [line], [f"{trainer.name}: this host `{launch}`."]
+
+
+METHOD = (
+    f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens and short documents where none are named, {MICROBATCHES} "
+    "micro-batches a step; mean of the later steps of each kind, in a process of its own."
+)
+PAGES = {
+    calibrated_rows: (
+        "Steps that a table of other runs predicts, beside measured ones",
+        ["model", "step", "predicted ms", "measured ms", "predicted / measured", "buckets", "of the table"],
+    ),
+    caps_rows: (
+        "One model by one cap after the other: predicted and measured",
+        ["buckets", "eager micro-batches, predicted", "observed", "steps with one, predicted", "observed",
+         "predicted ms", "measured ms", "predicted / measured"],
+    ),
+    modelled_rows: (
+        "Steps as they are modelled, beside measured ones",
+        ["model", "by the plan ms", "eager ms", "ratio", "modelled with this host's rate", "without", "inside",
+         "micro-batches replayed, eager"],
+    ),
+}  # fmt: skip
+"""Title of each mode's page, and the head of its table."""
 
 
 def main() -> int:
-    """Run the models, and write the report after each run; a model that fails does not end the others."""
+    """Run the models, and write the page after each run; a model that fails does not end the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
@@ -365,36 +292,27 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run [{STEPS}]")
     parser.add_argument("--caps", action="store_true", help="one model by each of several caps, and by buckets")
     args = parser.parse_args()
+    measure = modelled_rows if args.modelled else caps_rows if args.caps else calibrated_rows
+    title, head = PAGES[measure]
     names = [name for name in (MODELLED if args.modelled else MODELS) if args.models in name]
-    names = names[:1] if args.caps else names
-    rows, failed = list[dict[str, Any]](), False
-    write = caps_report if args.caps else modelled_report if args.modelled else report
+    lines, notes, is_failed = [], [], False
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        run_thdprof(["demo", str(directory / "demo"), "--force"])
+        lm.run_thdprof(["demo", str(directory / "demo"), "--force"])
         if not (directory / "short").exists():
-            write_documents(directory / "short" / "documents", tokens=2_000_000, mean=150)
-        for name in names:
+            lm.write_documents(directory / "short" / "documents", tokens=2_000_000, mean=150)
+        for name in names[:1] if args.caps else names:
             try:
-                for row in make_rows(name, args, directory):
-                    rows.append(row)
-                    args.out.write_text(write(rows))
-                    if args.caps:
-                        draw_caps(rows, args.out.with_suffix(".svg"))
-                    print(write(rows), flush=True)
+                for more_lines, more_notes in measure(Trainer(name, args, directory)):
+                    lines, notes = lines + more_lines, notes + more_notes
+                    page = [*lm.heading(title), METHOD, "", *lm.table([head, *lines]), "", *notes, ""]
+                    args.out.write_text("\n".join(page))
+                    print(*page, sep="\n", flush=True)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
-                failed = True
-    return int(failed)
-
-
-def make_rows(name: str, args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one model, each as soon as it is measured."""
-    if args.caps:
-        yield from caps_rows(name, args, directory)
-    else:
-        yield (modelled_row if args.modelled else row_of)(name, args, directory)
+                is_failed = True
+    return int(is_failed)
 
 
 if __name__ == "__main__":

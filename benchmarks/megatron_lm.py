@@ -5,11 +5,9 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
-import random
 import re
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,7 +20,11 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from support.gpu_process import free_port
+from support.paths import ROOT
+
 EXACT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -30,20 +32,18 @@ EXACT = {
 }
 """Environment in which two runs of the same work give the same bits, unless they tune Triton's kernels: runs that begin
 together tune them each for itself (untuned/ lets them do without)."""
-QWEN3_06B = (
-    "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
-    "--num-query-groups 8 --kv-channels 128 --qk-layernorm --seq-length 4096 --max-position-embeddings 4096"
-)
-LLAMA3_70B_QUARTER = (
-    "--num-layers 6 --hidden-size 8192 --ffn-hidden-size 7168 --num-attention-heads 16 --group-query-attention "
-    "--num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096"
-)
-"""What one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its communication."""
-LLAMA32_1B = (
-    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention "
-    "--num-query-groups 8 --kv-channels 64 --rotary-base 500000 --seq-length 8192 --max-position-embeddings 8192"
-)
-SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama3.2-1b": LLAMA32_1B, "llama3-70b-quarter": LLAMA3_70B_QUARTER}
+SHAPES = {
+    "qwen3-0.6b": "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
+    "--group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --seq-length 4096 "
+    "--max-position-embeddings 4096",
+    "llama3.2-1b": "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --kv-channels 64 --rotary-base 500000 --seq-length 8192 "
+    "--max-position-embeddings 8192",
+    "llama3-70b-quarter": "--num-layers 6 --hidden-size 8192 --ffn-hidden-size 7168 --num-attention-heads 16 "
+    "--group-query-attention --num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096",
+}
+"""The last one is what one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its
+communication."""
 SMALL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024"
@@ -57,6 +57,7 @@ COMMON = (
 )
 TORCHRUN_KILLS_AFTER_S = 30
 """Seconds that torchrun gives its ranks to end by themselves."""
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 MEASURES = ("lm loss", "grad-norm")
 FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MAX_JOBS": "1"}
@@ -81,29 +82,20 @@ class Ran:
     scalars: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """What Megatron wrote to TensorBoard: values by step, by name."""
 
-    def step_ms(self, *, after: int) -> float | None:
-        """Mean milliseconds of a step, over the log lines of steps beyond `after`; None without such lines."""
-        kept = self._lines_ms(after)
-        return sum(kept) / len(kept) if kept else None
+    def step_ms(self, *, after: int, average: Callable[[list[float]], float] = statistics.fmean) -> float | None:
+        """Milliseconds of a step, averaged over the log lines of steps beyond `after`; None without such lines."""
+        kept = [float(ms) for step, ms in _STEP.findall(self.log) if int(step) > after]
+        return average(kept) if kept else None
 
-    def median_step_ms(self, *, after: int) -> float | None:
-        """The median of the same lines, which a few slow ones do not move."""
-        kept = self._lines_ms(after)
-        return statistics.median(kept) if kept else None
-
-    def _lines_ms(self, after: int) -> list[float]:
-        return [float(ms) for step, ms in _STEP.findall(self.log) if int(step) > after]
-
-    @property
-    def replayed(self) -> int:
-        """Micro-batches that were replayed."""
-        return int(max(self.scalars.get("thdprof/replayed", {0: 0}).values()))
+    def count(self, name: str) -> int:
+        """One of thdprof's counters of micro-batches, such as "replayed"; 0 where it was not logged."""
+        return int(max(self.scalars.get(f"thdprof/{name}", {0: 0}).values()))
 
     @property
     def eager(self) -> int:
         """Micro-batches that ran eagerly by the plan, those of evaluation too."""
-        reasons = [values for name, values in self.scalars.items() if name.startswith("thdprof/eager/")]
-        return int(sum(max(values.values()) for values in reasons))
+        reasons = [name for name in self.scalars if name.startswith("thdprof/eager/")]
+        return sum(self.count(name.removeprefix("thdprof/")) for name in reasons)
 
     @property
     def error(self) -> str:
@@ -116,65 +108,46 @@ class Ran:
 def script_run(
     script: Path,
     flags: Sequence[str],
+    folder: Path,
+    name: str,
     *,
     plan: Path | None = None,
     replay: bool = True,
-    stats: Path | None = None,
     gpus: int = 1,
     hosts: int = 1,
-    tensorboard: Path | None = None,
+    found_first: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
     limit: float = 300,
-    log: Path | None = None,
-    by: Path | None = None,
 ) -> Ran:
     """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one.
 
-    `by` is a script that stands for thdprof.run. With several `hosts` there are so many ranks on each GPU.
+    Modules are searched for in the folders `found_first`. With several `hosts` there are so many ranks on each GPU.
+    `folder` gets the log NAME.log, TensorBoard's files in the folder NAME, and by a plan its counters NAME.jsonl.
     """
     command, ranks = launcher(gpus, hosts)
     if plan is not None:
-        command += [str(by)] if by else ["-m", "thdprof.run"]
-        command += ["--plan", str(plan), "--replay", "on" if replay else "off"]
-        command += ["--stats", str(stats)] if stats is not None else []
-    command += [str(script), *flags]
-    command += ["--tensorboard-dir", str(tensorboard), "--tensorboard-log-interval", "1"] if tensorboard else []
+        command += ["-m", "thdprof.run", "--plan", str(plan), "--replay", "on" if replay else "off"]
+        command += ["--stats", str(folder / f"{name}.jsonl")]
+    command += [str(script), *flags, "--tensorboard-dir", str(folder / name), "--tensorboard-log-interval", "1"]
+    surroundings = {**environment_here(*found_first), **ranks, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     began = time.perf_counter()
-    printed, code = run(
-        command,
-        {**environment_here(), **ranks, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **(environment or {})},
-        limit=limit,
-    )
-    if log is not None:
-        log.write_text(f"{shlex.join(command)}\nexit code {code}\n{printed}")
-    return Ran(
-        code=code,
-        log=printed,
-        seconds=time.perf_counter() - began,
-        scalars=scalars_of(tensorboard) if tensorboard else {},
-    )
+    printed, code = run(command, {**surroundings, **(environment or {})}, limit=limit)
+    seconds = time.perf_counter() - began
+    (folder / f"{name}.log").write_text(f"{shlex.join(command)}\nexit code {code}\n{printed}")
+    return Ran(code=code, log=printed, seconds=seconds, scalars=scalars_of(folder / name))
 
 
 def launcher(gpus: int, hosts: int = 1) -> tuple[list[str], dict[str, str]]:
     """The command that starts a script on `gpus` GPUs of this host, up to the script, and its environment's additions.
 
     `hosts`: how many hosts this one stands for (as_hosts.py); each has a rank on each of the GPUs.
-
-    The port is chosen at random among those that the system gives to no process which asks for any, so that several
-    benchmarks may run on a host at once.
     """
-    with socket.socket() as free:
-        while True:
-            port = random.SystemRandom().randrange(20_000, 29_000)
-            with suppress(OSError):
-                free.bind(("127.0.0.1", port))
-                break
-    command = [sys.executable, "-W", "ignore"]
+    command, port = [sys.executable, "-W", "ignore"], str(free_port())
     if hosts > 1:
-        return [*command, str(ROOT / "benchmarks" / "as_hosts.py"), str(hosts), str(gpus), str(port)], {}
+        return [*command, str(ROOT / "benchmarks" / "as_hosts.py"), str(hosts), str(gpus), port], {}
     if gpus > 1:
-        return [*command, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(port)], {}
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [*command, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", port], {}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return command, rank
 
 
@@ -199,19 +172,18 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float)
         env=dict(environment),
     )
     try:
-        printed, _ = process.communicate(timeout=limit)
+        return process.communicate(timeout=limit)[0], process.returncode
     except subprocess.TimeoutExpired:
         process.terminate()
-        try:
-            printed, _ = process.communicate(timeout=TORCHRUN_KILLS_AFTER_S + 10)
-        except subprocess.TimeoutExpired:
-            _kill_with_ranks(process)
-            printed, _ = process.communicate()
-        return printed, 124
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=TORCHRUN_KILLS_AFTER_S + 10)[0], 124
+        kill_descendants(process.pid)
+        process.kill()
+        return process.communicate()[0], 124
     except BaseException:
-        _kill_with_ranks(process)
+        kill_descendants(process.pid)
+        process.kill()
         raise
-    return printed, process.returncode
 
 
 def run_thdprof(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
@@ -227,26 +199,18 @@ def run_thdprof(arguments: Sequence[str], environment: Mapping[str, str] | None 
     return printed
 
 
-def _kill_with_ranks(process: subprocess.Popen[str]) -> None:
-    """Kill a process and all processes that it has started, and that these have."""
-    for pid in [*descendants(process.pid), process.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and that these have, as far as they still run."""
+def kill_descendants(pid: int) -> None:
+    """Kill the processes that a process has started, and that these have."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-    found, waiting = [], [pid]
-    while waiting:
-        parent = waiting.pop()
-        children = [child for child, of in parents.items() if of == parent]
-        found += children
-        waiting += children
-    return found
+    found = [pid]
+    for parent in found:  # which grows as children are found
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    for child in found[1:]:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def file_name(name: str) -> str:
@@ -267,22 +231,14 @@ def heading(title: str, *packages: str) -> list[str]:
 
     from thdprof.runtime.megatron.run_stamp import stamp_here
 
-    here = stamp_here()
-    versions = {"torch": here["torch"], "Transformer Engine": here["transformer_engine"], "cuDNN": here["cudnn"]}
-    versions |= {"megatron-core": here["megatron_core"]}
-    versions |= {name: importlib.metadata.version(name) for name in packages}
-    script = Path(sys.argv[0]).resolve()
-    command = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
-    return [
-        f"# {title}",
-        "",
-        f"{torch.cuda.device_count()} x {here['gpu']}, {here['processor']}; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}",
-        "",
-        f"`python {shlex.join([str(command), *sys.argv[1:]])}`",
-        "",
-    ]
+    here, script = stamp_here(), Path(sys.argv[0]).resolve()
+    host = f"{torch.cuda.device_count()} x {here['gpu']}, {here['processor']}"
+    stamped = {"torch": "torch", "Transformer Engine": "transformer_engine", "cuDNN": "cudnn"}
+    versions = [f"{name} {here[key]}" for name, key in (stamped | {"megatron-core": "megatron_core"}).items()]
+    versions += [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    command = shlex.join([str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script), *sys.argv[1:]])
+    return [f"# {title}", "", f"{host}; {', '.join(versions)}; {today}", "", f"`python {command}`", ""]
 
 
 def scalars_of(directory: Path) -> dict[str, dict[int, float]]:
@@ -367,6 +323,20 @@ def _write_dataset(prefix: Path, document: Callable[[], np.ndarray], tokens: int
     builder.finalize(f"{prefix}.idx")
 
 
+def merge_flags(*parts: str) -> list[str]:
+    """The flags of all parts, in each of which they take the place of the same ones in earlier parts."""
+    merged: list[str] = []
+    for part in map(shlex.split, parts):
+        merged = [*without(merged, *(word for word in part if word.startswith("--"))), *part]
+    return merged
+
+
+def train_conversations(flags: Sequence[str], tokenizer: Path) -> list[str]:
+    """The flags, for a script that trains on conversations (--sft) with this tokenizer."""
+    kept = without(flags, "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
+    return [*kept, "--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(tokenizer)]
+
+
 def without(flags: Sequence[str], *names: str) -> list[str]:
     """The flags without these and their values."""
     kept, dropping = [], False
@@ -387,7 +357,7 @@ def plan_of(
     caps: Sequence[float] = (),
     layers_per_graph: int | str | None = None,
     impl: str = "chunk",
-    modules: Sequence[str] = (),
+    modules: Sequence[str] | None = None,
     more: Sequence[str] = (),
 ) -> Path:
     """The plan that `thdprof analyze --megatron-args` writes for a script with these flags.
@@ -400,7 +370,7 @@ def plan_of(
         caps: replace its buckets by one at each of these shares of micro-batches, so that the rest runs eagerly.
         layers_per_graph: layers of one graph, or "all"; None: as `analyze` predicts that steps are shortest.
         impl: the kind of graphs.
-        modules: captured parts of layers with experts; empty: as `analyze` writes them.
+        modules: captured parts of layers with experts; None: as `analyze` writes them.
         more: further arguments of `analyze`.
     """
     script, plan, table = (directory / f"{name}{end}" for end in (".sh", ".yaml", ".parquet"))
@@ -408,7 +378,7 @@ def plan_of(
     command = ["analyze", "--megatron-args", str(script), "--impl", impl]
     command += ["--microbatches", str(table), "-o", str(plan), "--force", *more]
     chosen = {} if layers_per_graph is None else {"layers_per_graph": layers_per_graph}
-    exchanges = "moe_preprocess" in modules and "alltoall" in flags  # counts of tokens, inside the graphs
+    exchanges = "moe_preprocess" in (modules or ()) and "alltoall" in flags  # counts of tokens, inside the graphs
     if exchanges and "--expert-model-parallel-size" in flags:  # whose ranks decide together
         chosen["shared_capture_ranks"] = flags[[*flags].index("--expert-model-parallel-size") + 1]
     if chosen:
@@ -418,7 +388,7 @@ def plan_of(
     run_thdprof(command)
     if caps:
         with_caps(plan, table, caps, impl=impl)
-    if modules:
+    if modules is not None:
         change_graphs(plan, plan, modules=list(modules))
     return plan
 
@@ -439,9 +409,10 @@ def with_caps(plan: Path, table: Path, shares: Sequence[float], *, impl: str = "
     """
     import pyarrow.parquet as pq
 
-    from thdprof.plan import BucketPart, load_plan
+    from thdprof.plan import Plan, load_plan
 
     loaded = load_plan(plan)
+    values = loaded.model_dump(mode="json", by_alias=True)
     counted = pq.read_table(table, columns=["step", "dp_rank", "microbatch", "n_seqs"]).to_pandas()
     ranks = counted["dp_rank"] // loaded.training.shared_capture_ranks
     n_seqs = counted.groupby([counted["step"], ranks, counted["microbatch"]])["n_seqs"].transform("max").to_numpy()
@@ -451,14 +422,8 @@ def with_caps(plan: Path, table: Path, shares: Sequence[float], *, impl: str = "
     for cap in caps:
         held = int((n_seqs <= cap).sum())
         share = (held - below) / len(n_seqs)
-        buckets.append(BucketPart(max_seqs=cap, max_seqlen=longest, cp_size=cp_size, share=share))
+        buckets.append({"max_seqs": cap, "max_seqlen": longest, "cp_size": cp_size, "share": share})
         below = held
-    rates = loaded.predictions.fallback_rate.model_copy(update={"microbatch": 1 - below / len(n_seqs)})
-    loaded.model_copy(
-        update={
-            "graphs": loaded.graphs.model_copy(
-                update={"buckets": buckets, "impl": impl if loaded.graphs.impl == "none" else loaded.graphs.impl}
-            ),
-            "predictions": loaded.predictions.model_copy(update={"fallback_rate": rates}),
-        }
-    ).save(plan, force=True)
+    values["predictions"]["fallback_rate"]["microbatch"] = 1 - below / len(n_seqs)
+    values["graphs"] |= {"buckets": buckets} | ({"impl": impl} if loaded.graphs.impl == "none" else {})
+    Plan.model_validate(values).save(plan, force=True)

@@ -1,6 +1,6 @@
 """Times `thdprof.pack` beside the packers of Megatron-Bridge and TRL, and prints Markdown tables of packs and orders.
 
-    PYTHONPATH=.:tests python benchmarks/pack.py [--documents 10000000]
+    python benchmarks/pack.py [--documents 10000000]
 
 Each packer gets the same lengths in a process of its own, whose imports and drawing are not timed, but count as memory.
 Bridge's packs a list of lengths. TRL's packs the tokens themselves, one byte each here, so it gets a tenth.
@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 from analyze import print_page, run
+from megatron_lm import table
 from support import pack_lengths
 
 from thdprof.pack.order import measure_order, order_packs
@@ -113,8 +114,7 @@ def main() -> None:
     caps = f"{IN_TABLES:,} documents: percent more packs than best fit decreasing makes without a cap (by best fit)"
     orders = f"{STEPS} steps, costs of squared lengths: slowest rank over mean, mean of the steps (of a random order)"
     for note, rows in ((caps, compare_caps()), (orders, compare_orders())):
-        head, *lines = (f"| {' | '.join(row)} |" for row in rows)
-        print(f"\n{note}\n", head, f"|{'---|' * len(rows[0])}", *lines, sep="\n")
+        print(f"\n{note}\n", *table(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Trains on packs before and after `thdprof pack`: predicted and measured step times, and losses of the same documents.
 
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py trl --gpu h200 --directory build/packed-trl
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py ranks --gpu h200 --directory build/packed-ranks
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py sft --megatron-lm ~/Megatron-LM --directory build/packed-sft
-    PYTHONPATH=.:tests python benchmarks/packed_runs.py losses --directory build/packed-losses
+    python benchmarks/packed_runs.py trl --gpu h200 --directory build/packed-trl
+    python benchmarks/packed_runs.py ranks --gpu h200 --directory build/packed-ranks
+    python benchmarks/packed_runs.py sft --megatron-lm ~/Megatron-LM --directory build/packed-sft
 
 `trl` and `sft` train one epoch on one GPU, by SFTTrainer and by Megatron-LM's own pretrain_gpt.py. `ranks` times each
-micro-batch of packs of 32,768 tokens on one GPU; a step of two ranks takes as long as the slower of its two. `losses`
-trains a small model on a processor by the order of `thdprof pack` and by random ones. With `--dry` all but `losses` are
-tiny: `trl` and `ranks` train on a processor, and `sft` ends before the training.
+micro-batch of packs of 32,768 tokens on one GPU; a step of two ranks takes as long as the slower of its two. With
+`--dry` all are tiny: `trl` and `ranks` train on a processor, and `sft` ends before the training.
 """
 
 from __future__ import annotations
@@ -16,40 +14,26 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import megatron_lm as lm
 import numpy as np
-from megatron_lm import COMMON, NO_DROPOUT, SHAPES, SMALL, plan_of, run_thdprof, script_run, table, without
-from transformers_sft import SAME
+from support import conversations
+from transformers_sft import SAME, run_modes, write_rows
 from transformers_sft import SHAPES as TRL_SHAPES
 
 SIDES = ("before", "after")
-LOSS_STEPS, LOSS_BATCH, LOSS_ROW, SEEDS = 100, 8, 256, 5
-
-
-def write_before(path: Path, rows: int, row: int, mean: float, sigma: float, vocabulary: int) -> None:
-    """Rows as TRL packs documents of log-normal lengths, cut to `row` tokens."""
-    from datasets import Dataset
-    from trl import pack_dataset
-
-    rng = np.random.default_rng(0)
-    drawn = np.clip(rng.lognormal(mean, sigma, rows * row).astype(int), 8, row)
-    lengths = drawn[: np.searchsorted(np.cumsum(drawn), rows * row)]
-    documents = [rng.integers(10, vocabulary, n).tolist() for n in lengths]
-    pack_dataset(Dataset.from_dict({"input_ids": documents}), row, "bfd").to_parquet(str(path))
 
 
 def run_trl(options: argparse.Namespace) -> None:
     """Train SFTTrainer on both, with eight micro-batches a step; or one by one, as two ranks would."""
     import pyarrow.parquet as pq
 
-    alone = options.what == "ranks"
+    alone, shape = options.what == "ranks", "tiny" if options.dry else options.shape
     row, rows, accumulation = (32_768, 64, 1) if alone else (4096, 320, 8)
-    lengths = (6.5, 1.6) if alone else (5.5, 1.3)
-    shape = "tiny" if options.dry else options.shape
+    mean, sigma = (6.5, 1.6) if alone else (5.5, 1.3)
     if options.dry:
         row, rows = row // 16, rows // 8
     directory, config = options.directory, options.directory / "config.json"
@@ -57,68 +41,45 @@ def run_trl(options: argparse.Namespace) -> None:
         (directory / side).mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps({**SAME, **TRL_SHAPES[shape], "tie_word_embeddings": True}))
     before, after = (directory / side / "packed.parquet" for side in SIDES)
-    write_before(before, rows, row, *lengths, TRL_SHAPES[shape].get("vocab_size", 151_936))
-    run = [
-        "--loader",
-        "trainer",
-        "--seq-length",
-        str(row),
-        "--seed",
-        "42",
-        "--model",
-        str(config),
-        "--gpu",
-        options.gpu,
-    ]
-    run += ["--gradient-accumulation", str(accumulation)]
-    words = ["pack", str(before), *run, "--data-parallel-size", "2" if alone else "1", "--to", "trl", "-o", str(after)]
-    said = pack(words)
+    rng = np.random.default_rng(0)
+    drawn = np.clip(rng.lognormal(mean, sigma, rows * row).astype(int), 8, row)
+    lengths = drawn[: np.searchsorted(np.cumsum(drawn), rows * row)]
+    write_rows(before, rng, lengths, row=row, vocabulary=TRL_SHAPES[shape].get("vocab_size", 151_936))
+    run = f"--loader trainer --seq-length {row} --seed 42 --gpu {options.gpu} --gradient-accumulation {accumulation}"
+    words = [*run.split(), "--model", str(config)]
+    ranks = "2" if alone else "1"
+    packed = pack(["pack", str(before), *words, "--data-parallel-size", ranks, "--to", "trl", "-o", str(after)])
     order = directory / "sequential.yaml"
     order.write_text("sampling: sequential\n")
-    found: dict[str, dict[str, Any]] = {}
-    for side, file in zip(SIDES, (before, after), strict=True):
+    measured, losses = {}, {}
+    for side, file, sampling in zip(SIDES, (before, after), ("random", "sequential"), strict=True):
         settings = ["--settings", str(order)] if side == "after" else []
         steps = pq.ParquetFile(file).metadata.num_rows // accumulation
         settings += ["--train-iters", str(steps), "-o", str(directory / side / "plan.yaml"), "--force"]
-        run_thdprof(["analyze", str(file), *run, *settings])
-        words = ["--shape", shape, "--modes", options.mode, "--steps", str(steps), "--accumulation", str(accumulation)]
-        words += ["--directory", str(directory / side), "--out", str(directory / f"{side}.jsonl"), "--gpu", options.gpu]
-        words += ["--sampling", "sequential" if side == "after" else "random"]
-        found[side] = run_sft(words, directory / f"{side}.jsonl")
-    measured = {}
-    for side in SIDES:
-        seconds = np.array(found[side]["seconds"][options.warm :])
-        if alone:
-            pairs = np.array(found[side]["seconds"])[options.warm // 2 * 2 :]
-            seconds = pairs[: len(pairs) // 2 * 2].reshape(-1, 2).max(axis=1)
-        measured[side] = 1000 * float(seconds.mean())
-    print_sides(said, measured, {side: fmean(found[side]["losses"]) for side in SIDES})
+        lm.run_thdprof(["analyze", str(file), *words, *settings])
+        run = f"--shape {shape} --modes {options.mode} --steps {steps} --accumulation {accumulation}"
+        run += f" --gpu {options.gpu} --sampling {sampling}"
+        kept = ["--directory", str(directory / side), "--out", str(directory / f"{side}.jsonl")]
+        found = run_modes([*run.split(), *kept])
+        if not found:
+            raise SystemExit(f"{side}: the run failed")
+        seconds, warm = np.array(found[0]["seconds"]), options.warm
+        if alone:  # each two steps are one of two ranks, which takes as long as the slower of them
+            seconds, warm = seconds[: len(seconds) // 2 * 2].reshape(-1, 2).max(axis=1), options.warm // 2
+        measured[side], losses[side] = 1000 * float(seconds[warm:].mean()), fmean(found[0]["losses"])
+    print_sides(packed, measured, losses)
 
 
 def pack(words: list[str]) -> dict[str, Any]:
     """The JSON that `thdprof pack` prints, after its notes."""
-    printed = run_thdprof([*words, "--json", "--force"])
-    said: dict[str, Any] = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))[0]
-    return said
-
-
-def run_sft(words: list[str], out: Path) -> dict[str, Any]:
-    """The line of JSON of a run of transformers_sft.py."""
-    import subprocess
-
-    out.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("transformers_sft.py")), *words], check=False)
-    if done.returncode or not out.exists():
-        raise SystemExit(f"{out}: the run failed")
-    found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
-    return found
+    printed = lm.run_thdprof([*words, "--json", "--force"])
+    packed: dict[str, Any] = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))[0]
+    return packed
 
 
 def run_megatron(options: argparse.Namespace) -> None:
     """Train pretrain_gpt.py --sft on lines that were filled in the order of the conversations, and on new ones."""
-    from support import conversations
-
-    directory, shape = options.directory, SMALL if options.dry else SHAPES["qwen3-0.6b"]
+    directory, shape = options.directory, lm.SMALL if options.dry else lm.SHAPES["qwen3-0.6b"]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = directory / "tokenizer"
     if not tokenizer.exists():
@@ -135,42 +96,39 @@ def run_megatron(options: argparse.Namespace) -> None:
         lines[-1] += one
         filled += tokens
     before, after = conversations.write_lines(directory / "before.jsonl", lines), directory / "after.jsonl"
-    common = without(shlex.split(COMMON), "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
-    flags = [*common, *shlex.split(f"{shape} {NO_DROPOUT} --eval-iters 0 --log-interval 1")]
-    flags = [*without(flags, "--split"), "--split", "100,0,0", "--dataloader-type", "single", "--sft"]
-    flags += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(tokenizer)]
+    run = "--eval-iters 0 --log-interval 1 --split 100,0,0 --dataloader-type single"
+    flags = lm.train_conversations(lm.merge_flags(lm.COMMON, shape, lm.NO_DROPOUT, run), tokenizer)
     script = directory / "before.sh"
     script.write_text(
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join([*flags, '--data-path', str(before)])}\n"
     )
     words = ["pack", "--megatron-args", str(script), "--train-iters", "1000", "--gpu", options.gpu, "-o", str(after)]
-    said = pack([*words, "--to", "megatron-sft"])
+    packed = pack([*words, "--to", "megatron-sft"])
     measured, losses = {}, {}
     for side, file in zip(SIDES, (before, after), strict=True):
-        steps = said[side]["packs"] // 8
+        steps = packed[side]["packs"] // 8
         words = [*flags, "--data-path", str(file), "--train-iters", str(steps)]
-        plan = plan_of(words, directory, side, more=["--gpu", options.gpu])
+        plan = lm.plan_of(words, directory, side, more=["--gpu", options.gpu])
         if options.dry:
             print(f"{side}: {steps} steps, {plan}, {shlex.join(words)}")
             continue
-        board = directory / f"{side}-board"
-        ran = script_run(options.megatron_lm / "pretrain_gpt.py", words, plan=plan, tensorboard=board)
+        ran = lm.script_run(options.megatron_lm / "pretrain_gpt.py", words, directory, f"{side}-run", plan=plan)
         ms = ran.step_ms(after=options.warm)
         if ran.code or ms is None:
             raise SystemExit(f"{side}: exit code {ran.code}: {ran.error}")
         measured[side], losses[side] = ms, fmean(ran.scalars["lm loss"].values())
-    print_sides(said, measured, losses)
+    print_sides(packed, measured, losses)
 
 
-def print_sides(said: dict[str, Any], measured: dict[str, float], losses: dict[str, float]) -> None:
+def print_sides(packed: dict[str, Any], measured: dict[str, float], losses: dict[str, float]) -> None:
     """A row for each side, and one for the gain; times are milliseconds of a step."""
     rows = [
         ["packs", "number", "slowest over mean", "predicted ms", "measured ms", "predicted / measured", "mean loss"]
     ]
-    predicted = {side: fmean(said[side]["step_ms"]) for side in SIDES}
+    predicted = {side: fmean(packed[side]["step_ms"]) for side in SIDES}
     for side in SIDES:
-        slowest = f"{said[side]['slowest_over_mean']:.3f}"
-        cells = [side, f"{said[side]['packs']:,}", slowest, f"{predicted[side]:.1f}"]
+        slowest = f"{packed[side]['slowest_over_mean']:.3f}"
+        cells = [side, f"{packed[side]['packs']:,}", slowest, f"{predicted[side]:.1f}"]
         if side in measured:
             share = f"{predicted[side] / measured[side]:.3f}"
             cells += [f"{measured[side]:.1f}", share, f"{losses[side]:.4f}"]
@@ -178,72 +136,13 @@ def print_sides(said: dict[str, Any], measured: dict[str, float], losses: dict[s
     gains = [times["after"] / times["before"] for times in (predicted, measured) if times]
     cells = [f"{gain:.3f}" for gain in gains] + ([f"{gains[0] / gains[1]:.3f}"] if measured else [])
     rows.append([*["after / before", "", "", *cells, *[""] * 4][: len(rows[0])]])
-    print("\n".join(table(rows)))
-
-
-def train_small(rows: list[dict[str, list[int]]]) -> list[float]:
-    """The loss of each step of a small model on packed rows in their order; documents do not see each other."""
-    import torch
-    from support.trl_training import small_model
-
-    model = small_model(hidden_size=64, intermediate_size=128, max_position_embeddings=LOSS_ROW)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    for step in range(LOSS_STEPS):
-        shape = LOSS_BATCH, LOSS_ROW
-        tokens, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
-        places, documents = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        for at, row in enumerate(rows[step * LOSS_BATCH : (step + 1) * LOSS_BATCH]):
-            ids, ends = torch.tensor(row["input_ids"]), np.cumsum(row["seq_lengths"])
-            tokens[at, : len(ids)] = labels[at, : len(ids)] = ids
-            labels[at, ends - row["seq_lengths"]] = -100
-            documents[at, : len(ids)] = 1 + torch.repeat_interleave(torch.tensor(row["seq_lengths"]))
-            places[at, : len(ids)] = torch.cat([torch.arange(n) for n in row["seq_lengths"]])
-        seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-        logits = model(tokens, attention_mask=torch.where(seen, 0.0, -1e9), position_ids=places).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def run_losses(options: argparse.Namespace) -> None:
-    """Losses of a small model by the order of `thdprof pack` with each seed, and by random orders of the same packs."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    directory = options.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    rng, tables, words = np.random.default_rng(5), 4, 64
-    successors = rng.integers(tables, words, (tables, words, 2))
-    documents, tokens = [], 0
-    while tokens < LOSS_STEPS * LOSS_BATCH * LOSS_ROW:
-        number = int(rng.integers(tables))
-        found = [number, tables + number]
-        for choice in rng.integers(2, size=int(np.clip(rng.lognormal(4, 1.2), 8, LOSS_ROW)) - 2):
-            found.append(int(successors[number, found[-1], choice]))
-        documents.append(found)
-        tokens += len(found)
-    pq.write_table(pa.table({"input_ids": documents}), directory / "documents.parquet")
-    rows = [["order", *(f"seed {seed}" for seed in range(SEEDS)), "mean", "standard deviation"]]
-    for name, window in (("random", ["--window", "0"]), ("thdprof pack", [])):
-        last = []
-        for seed in range(SEEDS):
-            packs = directory / f"{name.replace(' ', '-')}-{seed}.parquet"
-            command = ["pack", str(directory / "documents.parquet"), "--seq-length", str(LOSS_ROW), "--packer", "bfd"]
-            command += ["--data-parallel-size", "4", "--gradient-accumulation", str(LOSS_BATCH // 4)]
-            run_thdprof([*command, "--seed", str(seed), *window, "--to", "trl", "-o", str(packs), "--force"])
-            last.append(fmean(train_small(pq.read_table(packs).to_pylist())[-20:]))
-            print(name, seed, f"{last[-1]:.4f}", file=sys.stderr, flush=True)
-        rows.append([name, *(f"{loss:.4f}" for loss in last), f"{np.mean(last):.4f}", f"{np.std(last, ddof=1):.4f}"])
-    print("\n".join(table(rows)))
+    print("\n".join(lm.table(rows)))
 
 
 def main() -> None:
     """Run one of the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trl", "ranks", "sft", "losses"))
+    parser.add_argument("what", choices=("trl", "ranks", "sft"))
     parser.add_argument("--directory", type=Path, required=True, help="data, packs and plans are kept here")
     parser.add_argument("--megatron-lm", type=Path, help="checkout of Megatron-LM, for sft")
     parser.add_argument("--gpu", default="h200", help="the GPU that is predicted for [h200]")
@@ -254,7 +153,7 @@ def main() -> None:
     options.mode = "padded" if options.dry else "plan"
     if options.what == "sft" and options.megatron_lm is None and not options.dry:
         parser.error("sft needs --megatron-lm")
-    {"sft": run_megatron, "losses": run_losses}.get(options.what, run_trl)(options)
+    (run_megatron if options.what == "sft" else run_trl)(options)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ that of the whole process. A second analysis of the same file reads the cache.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import sysconfig
 import tempfile
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,7 @@ def read_paragraphs(most: int = 40_000) -> list[str]:
         if "site-packages" not in path.parts:
             found += [part for part in path.read_text(errors="replace").split("\n\n") if len(part) > 40]
     rng = np.random.default_rng(0)
-    return [found[int(at)] for at in islice(rng.permutation(len(found)), most)]
+    return [found[int(at)] for at in rng.permutation(len(found))[:most]]
 
 
 def write_tokenizer(directory: Path, paragraphs: list[str]) -> None:
@@ -67,8 +67,7 @@ def write_tokenizer(directory: Path, paragraphs: list[str]) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(paragraphs, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
-    made.chat_template = TEMPLATE
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], chat_template=TEMPLATE)
     made.save_pretrained(directory)
 
 
@@ -78,9 +77,8 @@ def write_conversations(path: Path, paragraphs: list[str], count: int) -> None:
     with path.open("w") as file:
         for _ in range(count):
             chosen = rng.integers(0, len(paragraphs), 2 * int(rng.integers(1, 4)))
-            messages = [
-                {"role": ("user", "assistant")[turn % 2], "content": paragraphs[at]} for turn, at in enumerate(chosen)
-            ]
+            roles = itertools.cycle(("user", "assistant"))
+            messages = [{"role": role, "content": paragraphs[at]} for role, at in zip(roles, chosen, strict=False)]
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
@@ -108,13 +106,8 @@ def main() -> None:
         for batched, name in (("1", "in batches of 1,000"), ("0", "row by row")):
             command = [sys.executable, "-c", MAP, str(data), str(tokenizer), str(processes), batched, str(cache)]
             other = min(float(best(command, 1).stdout) for _ in range(given.repeat))
-            rows.append(
-                (
-                    what,
-                    f"{first.wall_s:.1f} s",
-                    f"{other:.1f} s `datasets.map` {name}: {first.wall_s / other:.2f} of it",
-                )
-            )
+            beside = f"{other:.1f} s `datasets.map` {name}: {first.wall_s / other:.2f} of it"
+            rows.append((what, f"{first.wall_s:.1f} s", beside))
         again = best([sys.executable, "-m", "thdprof", "analyze", str(data), *words], 1)
         rows.append(("the same again, from the cache", f"{again.wall_s:.1f} s", ""))
     note = f"best of {given.repeat}; {processes} workers on both sides"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import megatron_lm as lm
 import numpy as np
-from megatron_lm import COMMON, NO_DROPOUT, ROOT, SMALL, without, write_documents, write_learned
+from support import conversations
 
 STEPS = 100
 CAPS = (0.6, 0.93)
 """Shares of micro-batches at which cases have their buckets; the rest runs eagerly."""
 LEARNED = "--lr 6e-4 --min-lr 1e-4 --lr-warmup-iters 10 --lr-decay-iters 100 --lr-decay-style cosine --clip-grad 1.0"
 """Learning rates of runs on documents that `write_learned` writes."""
-ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
+ADAPTERS_SCRIPT = str(lm.ROOT / "tests" / "support" / "pretrain.py")
 """A script of Megatron's own loop with Megatron-Bridge's adapters and config switches, which pretrain_gpt.py lacks."""
 PARTS = {
     "TP": "--tensor-model-parallel-size 2",
@@ -283,27 +283,34 @@ class Row:
         return ADAPTERS_SCRIPT if re.search("--adapters|--switch-on", self.flags) else "pretrain_gpt.py"
 
     @property
-    def impl(self) -> str:
-        """The plan's graphs.impl."""
+    def graphs(self) -> dict[str, Any]:
+        """What its plan captures, as arguments of `plan_of`."""
         is_dropless = "--num-experts" in self.flags and "--moe-pad-expert-input-to-capacity" not in self.flags
-        is_dropless = is_dropless and "loads" not in self.options
-        return self.options.get("impl", "transformer_engine" if is_dropless else "chunk")
+        loads = self.options.get("loads")
+        return {
+            "impl": self.options.get("impl", "transformer_engine" if is_dropless and loads is None else "chunk"),
+            "modules": ["attn", "moe_router", "moe_preprocess"] if "preprocessed" in self.options else None,
+            "layers_per_graph": int(self.options.get("layers_per_graph", 0)) or "all",
+            "more": [] if loads is None else ["--expert-loads", loads],
+        }
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """The plan's graphs.modules; empty: as `analyze` writes them."""
-        return ("attn", "moe_router", "moe_preprocess") if "preprocessed" in self.options else ()
+    def microbatches(self) -> int:
+        """Samples of a step, of all ranks."""
+        if found := self.options.get("microbatches"):
+            return int(found)
+        if "--pipeline-model-parallel-size" in self.flags:
+            return 4
+        shared = re.findall(r"--(?:tensor-model|context)-parallel-size (\d)", self.flags)
+        return 2 * self.gpus // math.prod(map(int, shared))
 
     @property
-    def layers_per_graph(self) -> int | str:
-        """The plan's graphs.layers_per_graph."""
-        return int(self.options.get("layers_per_graph", 0)) or "all"
-
-    @property
-    def multiple(self) -> int:
-        """Documents have a multiple of so many tokens."""
+    def data(self) -> str:
+        """Name of what it trains on; documents have a multiple of the number of tokens that their name ends in."""
+        if "sft" in self.options:
+            return "conversations.jsonl"
         found = re.search(r"--context-parallel-size (\d)", self.flags)
-        return 2 * int(found[1]) if found and "sft" not in self.options else 1
+        return "learned" if "learned" in self.options else f"documents-{2 * int(found[1]) if found else 1}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -347,48 +354,36 @@ def exact_flags(row: Row, data: Path, steps: int = STEPS) -> list[str]:
         data: folder with what `exact_data` wrote.
         steps: steps of the run, with an evaluation after half of them and at its end.
     """
-    left_out = ["--global-batch-size", *["--disable-bias-linear"] * ("biases" in row.options)]
-    flags = without(shlex.split(f"{SMALL} {COMMON}"), *left_out) + shlex.split(row.flags)
-    if "--multi-latent-attention" in flags:  # which Megatron takes with heads of its own alone
-        flags = without(flags, "--group-query-attention", "--num-query-groups")
-    flags += ["--global-batch-size", row.options.get("microbatches", str(_count_microbatches(row)))]
-    flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if "dropout" in row.options else NO_DROPOUT)
-    flags += shlex.split(f"--train-iters {steps} --log-interval 10 --eval-interval {steps // 2} --eval-iters 1")
-    if "fused" in row.options:
-        flags = without(flags, "--no-gradient-accumulation-fusion")
-    if "--micro-batch-size" in row.flags:
-        flags = [*without(flags, "--micro-batch-size"), *shlex.split("--micro-batch-size 2")]
+    options, left_out = row.options, []
+    if "biases" in options:
+        left_out += ["--disable-bias-linear"]
+    if "fused" in options:
+        left_out += ["--no-gradient-accumulation-fusion"]
+    if "--multi-latent-attention" in row.flags:  # which Megatron takes with heads of its own alone
+        left_out += ["--group-query-attention", "--num-query-groups"]
     if row.script == "pretrain_hybrid.py":
-        flags = without(flags, "--num-layers")  # the pattern says how many there are
-    if "learned" in row.options:
-        flags = [*without(flags, "--lr", "--min-lr", "--lr-decay-style"), *shlex.split(LEARNED)]
-        return [*flags, "--data-path", str(data / "learned")]
-    if "sft" not in row.options:
-        return [*flags, "--data-path", str(data / f"documents-{row.multiple}")]
-    flags = without(flags, "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
-    flags += ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(data / "tokenizer")]
-    return [*flags, "--data-path", str(data / "conversations.jsonl")]
-
-
-def _count_microbatches(row: Row) -> int:
-    """Micro-batches of a step of a case that gives no number."""
-    words = shlex.split(row.flags)
-    if "--pipeline-model-parallel-size" in words:
-        return 4
-    shared = ("--tensor-model-parallel-size", "--context-parallel-size")
-    return 2 * row.gpus // math.prod(int(words[words.index(name) + 1]) for name in shared if name in words)
+        left_out += ["--num-layers"]  # the pattern says how many there are
+    flags = lm.merge_flags(
+        lm.SMALL,
+        lm.COMMON,
+        f"--global-batch-size {row.microbatches}",
+        f"--train-iters {steps} --log-interval 10 --eval-interval {steps // 2} --eval-iters 1",
+        lm.DROPOUT if "dropout" in options else lm.NO_DROPOUT,
+        LEARNED if "learned" in options else "",
+        row.flags,
+    )
+    flags = [*lm.without(flags, *left_out), "--data-path", str(data / row.data)]
+    return lm.train_conversations(flags, data / "tokenizer") if "sft" in options else flags
 
 
 def exact_data(rows: Sequence[Row], data: Path) -> None:
     """Write what the cases train on."""
-    for multiple in {row.multiple for row in rows if not {"sft", "learned"} & {*row.options}}:
-        write_documents(data / f"documents-{multiple}", tokens=2_000_000, mean=90, multiple=multiple)
-    if any("learned" in row.options for row in rows):
-        write_learned(data / "learned")
-    if any("sft" in row.options for row in rows):
-        sys.path.append(str(ROOT / "tests"))
-        from support import conversations
-
-        conversations.write_tokenizer(data / "tokenizer")
-        stored = conversations.lines(np.random.default_rng(1), 1500, most=20, longest=5)
-        conversations.write_lines(data / "conversations.jsonl", stored)
+    for name in {row.data for row in rows}:
+        if name == "learned":
+            lm.write_learned(data / name)
+        elif name == "conversations.jsonl":
+            conversations.write_tokenizer(data / "tokenizer")
+            stored = conversations.lines(np.random.default_rng(1), 1500, most=20, longest=5)
+            conversations.write_lines(data / name, stored)
+        else:
+            lm.write_documents(data / name, tokens=2_000_000, mean=90, multiple=int(name.rpartition("-")[2]))

@@ -4,45 +4,29 @@ The test of chance: of five runs by the plan and five eager ones, r is the corre
 logarithms of its gradient norms, with whether a run followed the plan. The largest r of all steps and both measures is
 compared with that of all 126 ways to part the ten runs into halves. p is the share of ways whose r is as large: at
 least 1/126. Where nothing differs, p is at most 0.05 in one row of twenty. A row whose p is not above 0.05 is to be
-run again with other seeds, and differs if it is not above it again. The row with FAULT shows that the test can fail.
+run again with other seeds, and differs if it is not above it again. A missing boundary in one micro-batch of 8 gave a
+p of 0.008 (results/trainer-learned.md).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron_lm as lm
 import numpy as np
-from megatron_lm import (
-    COMMON,
-    EXACT,
-    FEW_THREADS,
-    MEASURES,
-    NO_DROPOUT,
-    SHAPES,
-    UNTUNED,
-    environment_here,
-    file_name,
-    plan_of,
-    script_run,
-    without,
-    write_learned,
-)
-from trainer_cases import CAPS, LEARNED
+from trainer_cases import CAPS, LEARNED, expand_parts
 
 from thdprof.plan import load_plan
 
 MODELS: Mapping[str, tuple[str, int, int]] = {
-    "Qwen3-0.6B": (SHAPES["qwen3-0.6b"], 8, 6),
-    "Llama 3.2 1B": (SHAPES["llama3.2-1b"], 2, 3),
+    "Qwen3-0.6B": (lm.SHAPES["qwen3-0.6b"], 8, 6),
+    "Llama 3.2 1B": (lm.SHAPES["llama3.2-1b"], 2, 3),
 }
 """Arguments of each shape, micro-batches of a step, and how many runs fit a GPU of 141 GB; with deterministic kernels
 a third as many."""
@@ -50,11 +34,8 @@ EXACT_TOKENS, EXACT_LONGEST = 4096, 1024
 """Tokens of a micro-batch, and of the longest document, with deterministic kernels. cuDNN's backward takes 16 GiB for
 them (16 heads), and would take 128 GiB for 8,192 tokens and 32 heads; for documents of 4,096 tokens Transformer Engine
 falls to unfused attention, whose memory grows with the square of the longest one."""
-PRECISIONS = {
-    "bf16": "",
-    "FP8 current": "--fp8-format hybrid --fp8-recipe tensorwise",
-    "FP8 delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
-}
+PRECISIONS = {"bf16": "", "FP8 current": "CURRENT", "FP8 delayed": "DELAYED HISTORY"}
+"""Arguments of Megatron, by the words of `trainer_cases`."""
 EXACT_KINDS = ("on", "off")
 """Runs with deterministic kernels: the plan, and the plan with --replay off."""
 EXACT_STEPS, STEPS, RUNS = 60, 30, 5
@@ -63,79 +44,66 @@ COUNTERS = ("replayed", "verified", "mismatches", "suspicions")
 """What is kept of a run's counters, beside its eager micro-batches."""
 VERIFY = "1/64"
 """Rate of verified micro-batches."""
-FAULT = "by the plan, a boundary missing in one micro-batch of 8"
-REPEATED = "its spikes repeated"
-"""Runs that are not compared: each step whose gradient norm is a spike runs again."""
-SPIKE = 3.0
-"""A gradient norm so many times the median of the steps around it is called a spike."""
-_NORMS = 4
-"""Steps before and after a spike that are around it."""
+SHOWN_FALLBACK = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
+"""Lets Transformer Engine name the attention that it chooses."""
 
 
-def learned_runs(script: Path, directory: Path, kept: Path, *, rows: Sequence[str], seconds: float) -> None:
-    """Run what is not in `kept` yet, and append each finished run's losses and norms to it, a line of JSON a run.
+def learned_runs(script: Path, directory: Path, *, rows: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """Run what is not in `runs.jsonl` yet, append each finished run's losses and norms to it, and return all runs.
 
     Args:
         script: pretrain_gpt.py.
-        directory: folder for data, plans and logs.
-        kept: file of finished runs.
+        directory: folder for data, plans, logs and `runs.jsonl`, which has a line of JSON a run.
         rows: texts, one of which is in "MODEL, PRECISION, KIND" of each run to make; empty: all.
         seconds: no run begins after so many.
     """
-    until, done = time.monotonic() + seconds, {(one["row"], one["kind"]) for one in runs_in(kept)}
+    kept = directory / "runs.jsonl"
+    until, done = time.monotonic() + seconds, {(one["row"], one["kind"]) for one in _runs_in(kept)}
     for model, (_, _, fit) in MODELS.items():
         queue = []
         for precision in PRECISIONS:
             row = f"{model}, {precision}"
             kinds = ["on", "off", *(f"{kind} {n}" for n in range(RUNS) for kind in ("plan", "eager"))]
-            kinds += [f"{FAULT} {n}" for n in range(RUNS) if row == "Qwen3-0.6B, bf16"]
-            kinds += [f"{kind}, {REPEATED} {n}" for n in range(3) for kind in ("eager", "plan")]
             queue += [(row, kind) for kind in kinds if not rows or any(text in f"{row}, {kind}" for text in rows)]
         for exact in (True, False):
             runs = [one for one in queue if one not in done and (one[1] in EXACT_KINDS) == exact]
             plans = {row: _plan(directory, row, exact) for row in dict.fromkeys(row for row, _ in runs)}
             runs.sort(key=lambda one: one[1] != "off")  # the longest first
             with ThreadPoolExecutor(fit // 3 if exact else fit) as pool:
-                list(pool.map(partial(_run, script, directory, kept, plans, until), runs))
+                made = [pool.submit(_run, script, directory, plans[row], row, kind, until) for row, kind in runs]
+            for one in made:
+                one.result()
+    return _runs_in(kept)
 
 
-def _run(
-    script: Path, directory: Path, kept: Path, plans: Mapping[str, Path], until: float, one: Sequence[str]
-) -> None:
+def _run(script: Path, directory: Path, plan: Path, row: str, kind: str, until: float) -> None:
     """Make one run, unless it is too late."""
-    row, kind = one
-    exact, faulty, folder = kind in EXACT_KINDS, kind.startswith(FAULT), directory / file_name(f"{row} {kind}")
     if time.monotonic() > until:
         return
-    plan = plans[row].with_suffix(".none.yaml") if faulty else plans[row]
-    environment, alone, repeats = _environment(exact), kind.startswith("eager"), REPEATED in kind
-    if repeats:
-        environment["REPEATED"] = str(folder.with_suffix(".jsonl"))
-    ran = script_run(
-        Path(__file__) if repeats and alone else script,
-        [*[str(script)] * (repeats and alone), *flags_of(directory, row, exact)],
-        plan=None if alone else plan,
+    exact = kind in EXACT_KINDS
+    ran = lm.script_run(
+        script,
+        flags_of(directory, row, exact),
+        directory,
+        lm.file_name(f"{row} {kind}"),
+        plan=None if kind.startswith("eager") else plan,
         replay=kind != "off",
-        tensorboard=folder,
-        environment=environment,
+        found_first=[lm.UNTUNED] * exact,
+        environment=lm.FEW_THREADS | (lm.EXACT | SHOWN_FALLBACK if exact else {}),
         limit=500,
-        log=folder.with_suffix(".log"),
-        by=Path(__file__) if faulty or repeats else None,
     )
     line: dict[str, Any] = {"row": row, "kind": kind}
-    for measure in MEASURES:
+    for measure in lm.MEASURES:
         line[measure] = [float(f"{value:.7g}") for _, value in sorted(ran.scalars.get(measure, {}).items())]
     if "thdprof/replayed" in ran.scalars:
-        totals = {name: int(max(values.values())) for name, values in ran.scalars.items()}
-        line |= {name: totals.get(f"thdprof/{name}", 0) for name in COUNTERS}
-        line["eager"] = sum(n for name, n in totals.items() if name.startswith("thdprof/eager/"))
+        line |= {"eager": ran.eager, **{name: ran.count(name) for name in COUNTERS}}
     print(row, kind, ran.code, f"{ran.seconds:.0f} s", ran.error, flush=True)
     if not ran.code:
-        with kept.open("a") as file:
+        with (directory / "runs.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def runs_in(kept: Path) -> list[dict[str, Any]]:
+def _runs_in(kept: Path) -> list[dict[str, Any]]:
     """The finished runs of a file."""
     return [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
 
@@ -148,7 +116,7 @@ def exact_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
         found = {one["kind"]: one for one in runs if one["row"] == row and one["kind"] in EXACT_KINDS}
         if len(found) == 2:
             on, off = found["on"], found["off"]
-            differ = [sum(a != b for a, b in zip(on[m], off[m], strict=True)) for m in MEASURES]
+            differ = [sum(a != b for a, b in zip(on[m], off[m], strict=True)) for m in lm.MEASURES]
             counts = [on[name] for name in ("replayed", "eager", "verified", "mismatches")]
             lines.append(
                 [
@@ -165,29 +133,29 @@ def exact_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
 def chance_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """A line a row: five runs by the plan beside five eager ones, with default kernels."""
     lines = [["shape, precision", "runs", "p", "largest r", "p of losses; of norms", "last losses: by the plan; eager",
-              "eager runs differ by: losses; norms", "spikes: by the plan; eager"]]  # fmt: skip
-    for row, ours in itertools.product(_rows(runs), ("plan", FAULT)):
+              "eager runs differ by: losses; norms"]]  # fmt: skip
+    for row in _rows(runs):
         groups = [
-            [one for one in runs if one["row"] == row and one["kind"].startswith(f"{k} ")] for k in (ours, "eager")
+            [one for one in runs if one["row"] == row and one["kind"].startswith(f"{kind} ")]
+            for kind in ("plan", "eager")
         ]
         if not all(groups):
             continue
-        p, r, where = chance(groups, MEASURES)
-        single = [chance(groups, [measure])[0] for measure in MEASURES]
+        p, r, where = chance(groups, lm.MEASURES)
+        single = [chance(groups, [measure])[0] for measure in lm.MEASURES]
         spread = [
             max(np.ptp([one[m] for one in groups[1]], axis=0) / np.median([one[m] for one in groups[1]], axis=0))
-            for m in MEASURES
+            for m in lm.MEASURES
         ]
         lines.append(
             [
-                row if ours == "plan" else f"{row}, {ours}",
+                row,
                 f"{len(groups[0])}, {len(groups[1])}",
                 f"{p:.3f}",
                 f"{r:.3f} ({where})",
                 "; ".join(f"{one:.3f}" for one in single),
                 "; ".join(_range([one["lm loss"][-1] for one in group]) for group in groups),
                 "; ".join(f"{100 * one:.2g}%" for one in spread),
-                "; ".join(_spikes(group) for group in groups),
             ]
         )
     return lines
@@ -211,28 +179,12 @@ def chance(groups: Sequence[Sequence[Mapping[str, Any]]], measures: Sequence[str
     unit = np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-12)
     first, total = len(groups[0]), len(values)
     largest = []
-    for chosen in itertools.combinations(range(total), first):
-        if 2 * first == total and 0 not in chosen:
-            continue  # the other half of a way that was counted
+    for chosen in itertools.combinations(range(total), first):  # two equal halves come twice, with the same r
         label = np.isin(np.arange(total), chosen) - first / total
         largest.append(np.abs(label / np.sqrt((label**2).sum()) @ unit))
     ways = np.array([one.max() for one in largest])  # the first way is how the runs were made
     place = int(largest[0].argmax())
     return float((ways >= ways[0] - 1e-9).mean()), float(ways[0]), names[place]
-
-
-def _spikes(group: Sequence[Mapping[str, Any]]) -> str:
-    """How many gradient norms after step 10 are spikes, of how many, and the largest ones."""
-    found, steps = [], 0
-    for one in group:
-        norms = one["grad-norm"]
-        for step in range(10, len(norms)):
-            around = [*norms[max(10, step - _NORMS) : step], *norms[step + 1 : step + 1 + _NORMS]]
-            steps += 1
-            if norms[step] > SPIKE * float(np.median(around)):
-                found.append(norms[step])
-    largest = ", ".join(f"{one:.2f}" for one in sorted(found, reverse=True)[:5])
-    return f"{len(found)} of {steps}" + (f" ({largest})" if found else "")
 
 
 def _range(values: Sequence[float]) -> str:
@@ -251,146 +203,24 @@ def flags_of(directory: Path, row: str, exact: bool) -> list[str]:
     longest, steps = (EXACT_LONGEST, EXACT_STEPS) if exact else (8192, STEPS)
     data = directory / f"learned-{longest}"
     if not data.with_suffix(".idx").exists():
-        write_learned(data, tokens=3_000_000, lengths=(5.3, 1.1), longest=longest)
-    flags = shlex.split(f"{shape} {COMMON} {NO_DROPOUT}")
-    flags = without(flags, "--lr", "--min-lr", "--lr-decay-style", "--global-batch-size")
-    if exact:
-        flags = [*without(flags, "--seq-length"), "--seq-length", str(EXACT_TOKENS)]
-    flags += shlex.split(f"{LEARNED} {PRECISIONS[precision]} --global-batch-size {each} --train-iters {steps}")
-    return [*flags, *shlex.split("--log-interval 1 --eval-interval 1000 --eval-iters 1"), "--data-path", str(data)]
+        lm.write_learned(data, tokens=3_000_000, lengths=(5.3, 1.1), longest=longest)
+    tokens = f"--seq-length {EXACT_TOKENS}" if exact else ""
+    run = f"--global-batch-size {each} --train-iters {steps} --log-interval 1 --eval-interval 1000 --eval-iters 1"
+    flags = lm.merge_flags(shape, lm.COMMON, lm.NO_DROPOUT, tokens, LEARNED, expand_parts(PRECISIONS[precision]), run)
+    return [*flags, "--data-path", str(data)]
 
 
 def _plan(directory: Path, row: str, exact: bool) -> Path:
-    """The row's plan: two buckets and fallbacks, or one bucket that holds all; beside it one that verifies nothing."""
-    path = plan_of(
+    """The row's plan: two buckets and fallbacks, or one bucket that holds all."""
+    path = lm.plan_of(
         flags_of(directory, row, exact),
         directory,
-        file_name(f"{row} {exact}"),
+        lm.file_name(f"{row} {exact}"),
         caps=CAPS if exact else (1.0,),
         layers_per_graph="all",
     )
-    loaded = load_plan(path)
-    for name, verify in ((path, VERIFY), (path.with_suffix(".none.yaml"), None)):
-        buckets = loaded.graphs.buckets
-        if exact:
-            buckets = [one.model_copy(update={"max_seqlen": EXACT_LONGEST}) for one in buckets]
-        graphs = loaded.graphs.model_copy(update={"verify": verify, "buckets": buckets})
-        loaded.model_copy(update={"graphs": graphs}).save(name, force=True)
-    return path
-
-
-def _environment(exact: bool) -> dict[str, str]:
-    here = {**FEW_THREADS, "PYTHONPATH": environment_here(*[UNTUNED] * exact, Path(__file__).parent)["PYTHONPATH"]}
-    return {**EXACT, **here, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"} if exact else here
-
-
-def _run_with_fault() -> int:
-    """`thdprof.run`, in which one micro-batch of 8 is replayed without its middle boundary."""
-    from dataclasses import replace
-
-    from thdprof import run
-    from thdprof.runtime.graphs.slots import Metadata
-
-    own, count = Metadata.stage, itertools.count()
-
-    def stage(self: Any, boundaries: Any, bucket: Any) -> None:
-        if next(count) % 8 == 0:
-            missing = np.delete(boundaries.valid, len(boundaries.valid) // 2)
-            boundaries = replace(boundaries, valid=missing)
-        own(self, boundaries, bucket)
-
-    Metadata.stage = stage
-    return run.main()
-
-
-class _Tape:
-    """An iterator over a step's micro-batches that keeps them."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-        self.kept: list[Any] = []
-
-    def __next__(self) -> Any:
-        self.kept.append(next(self._batches))
-        return self.kept[-1]
-
-
-def _repeat_spikes(found: Path) -> None:
-    """Let Megatron's training repeat each step whose gradient norm is a spike, before the optimizer sees it.
-
-    All micro-batches of the step run again, with the same weights: four times as the run does it, four times eagerly,
-    and each micro-batch for itself eagerly. A line of JSON a spike is written to `found`; training goes on with the
-    gradients that it had.
-    """
-    import gc
-
-    import torch
-    from megatron.training import training
-
-    from thdprof.runtime.dispatched_module import DispatchedModule
-
-    own, norms = training.train_step, []
-
-    def measured(model: Any) -> tuple[float, dict[str, float]]:
-        named = [(name, p.main_grad) for name, p in model.named_parameters() if p.requires_grad]
-        each = torch.stack(torch._foreach_norm([grad for _, grad in named])).tolist()
-        largest = sorted(zip(each, (name for name, _ in named), strict=True), reverse=True)[:4]
-        return sum(one**2 for one in each) ** 0.5, {name.removeprefix("module."): one for one, name in largest}
-
-    def again(model: Any, run: Any, batches: Sequence[Any], rest: dict[str, Any]) -> float:
-        model.zero_grad_buffer()
-        run(**{**rest, "data_iterator": iter(batches), "num_microbatches": len(batches)})
-        return measured(model)[0]
-
-    def step(forward: Any, batches: Any, chunks: Any, *args: Any, **kwargs: Any) -> Any:
-        *before, run = args[:4]
-        (model,) = chunks
-
-        def passes(*, data_iterator: Any, **rest: Any) -> Any:
-            tape = _Tape(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
-            result = run(data_iterator=tape, **rest)
-            norm, largest = measured(model)
-            norms.append(norm)
-            usual = float(np.median(norms[-_NORMS - 1 : -1])) if len(norms) > 10 else norm
-            if norm > 1.6 * usual or len(norms) == 20:
-                kept = [buffer.grad_data.clone() for buffer in (*model.buffers, *model.expert_parallel_buffers)]
-                line = {"step": len(norms), "norm": norm, "usual": usual, "largest": largest}
-                graphed = [one for one in gc.get_objects() if issubclass(type(one), DispatchedModule)]
-                line["as the run"] = [again(model, run, tape.kept, rest) for _ in range(4)]
-                for one in graphed:
-                    one.enabled = False
-                line["eagerly"] = [again(model, run, tape.kept, rest) for _ in range(4)]
-                line["each eagerly"] = [again(model, run, [one], rest) for one in tape.kept]
-                for one in graphed:
-                    one.enabled = True
-                for buffer, grads in zip((*model.buffers, *model.expert_parallel_buffers), kept, strict=True):
-                    buffer.grad_data.copy_(grads)
-                with found.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            return result
-
-        return own(forward, batches, chunks, *before, passes, *args[4:], **kwargs)
-
-    training.train_step = step
-
-
-def main() -> int:
-    """Stand for `thdprof.run`, or run a script: with a fault, or with REPEATED=FILE and spikes that are repeated."""
-    import os
-    import runpy
-
-    from thdprof import run
-
-    if "REPEATED" not in os.environ:
-        return _run_with_fault()
-    _repeat_spikes(Path(os.environ["REPEATED"]))
-    if "--plan" in sys.argv:
-        return run.main()
-    del sys.argv[0]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    changed: dict[str, Any] = {"verify": VERIFY}
+    if exact:
+        buckets = load_plan(path).graphs.buckets
+        changed["buckets"] = [{**one.model_dump(mode="json"), "max_seqlen": EXACT_LONGEST} for one in buckets]
+    return lm.change_graphs(path, path, **changed)

@@ -2,122 +2,61 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_lm import COMMON, EXACT, MEASURES, SMALL, Ran, different_steps, plan_of, script_run, without
+import megatron_lm as lm
+from trainer_cases import Row, read_cases
 
 STEPS, HALF = 30, 15
 OWN_STATES = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
 """Lets Transformer Engine load the states of delayed scaling, which it pickles, from checkpoints that lives wrote."""
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """One line of the table."""
-
-    name: str
-    what: str
-    """What must hold."""
-    run: Callable[[Path, Path, Path], str]
-    """Takes the script, the data's prefix and an empty folder; returns what was seen, which begins with `held` or
-    `FAILED`."""
-
-
-class _Runs:
-    """Runs of one life: the same script, data and plan."""
-
-    def __init__(self, script: Path, data: Path, folder: Path, more: str = "", gpus: int = 1) -> None:
-        self.script, self.folder, self.gpus = script, folder, gpus
-        self.flags = shlex.split(f"{SMALL} {COMMON} --attention-dropout 0.1 --hidden-dropout 0.1 {more}")
-        if "--train-iters" not in self.flags and "--train-samples" not in self.flags:
-            self.flags += ["--train-iters", str(STEPS)]
-        self.flags += ["--log-interval", "1"]
-        self.flags += [] if "--eval-interval" in self.flags else ["--eval-interval", "1000", "--eval-iters", "1"]
-        if "--step-batch-size-schedule" in self.flags:
-            self.flags = without(self.flags, "--global-batch-size")
-        data_flags = ["--data-path", str(data)]
-        of_splits = ("--train-data-path", "--valid-data-path", "--test-data-path")
-        analysed = [*without(self.flags, *of_splits), *data_flags]
-        self.plan = plan_of(analysed, folder, "plan", gpus=gpus, caps=(0.6, 0.93))
-        self.flags = without(self.flags, "--split") if "--train-data-path" in self.flags else analysed
-
-    def __call__(self, name: str, *more: str, planned: bool = True, replay: bool = True) -> Ran:
-        return script_run(
-            self.script,
-            [*self.flags, *more],
-            plan=self.plan if planned else None,
-            replay=replay,
-            stats=self.folder / f"{name}.jsonl" if planned else None,
-            gpus=self.gpus,
-            tensorboard=self.folder / f"tensorboard-{name}",
-            environment={**EXACT, **OWN_STATES},
-            log=self.folder / f"{name}.log",
-        )
-
-
-def _same(one: Ran, other: Ran, *, first: int = 1, names: Sequence[str] = MEASURES) -> str:
-    told, held = [], True
-    for name in names:
-        differ, steps = different_steps(one, other, name, first=first)
-        told.append(f"{name}: {differ} of {steps} steps differ")
-        held = held and steps > 0 and not differ
-    codes = f"exit codes {one.code} and {other.code}"
-    held = held and one.code == other.code == 0
-    errors = one.error or other.error
-    return f"{'held' if held else 'FAILED'}: {'; '.join(told)}; {codes}{'' if held else f'; {errors}'}"
-
-
-def _resumed(*flags: str) -> Callable[[Path, Path, Path], str]:
-    def life(script: Path, data: Path, folder: Path) -> str:
-        runs = _Runs(script, data, folder, " ".join(flags))
-        whole = runs("whole")
-        kept = str(folder / "checkpoints")
-        first = runs("first", "--save", kept, "--save-interval", "1000", "--exit-interval", str(HALF))
-        second = runs("second", "--load", kept)
-        written = (folder / "first.jsonl").exists()
-        told = _same(whole, second, first=HALF + 1)
-        return f"{told}; first part ended with {first.code}, statistics {'written' if written else 'MISSING'}"
-
-    return life
-
-
-def _replayed_and_off(*flags: str, names: Sequence[str] = MEASURES) -> Callable[..., str]:
-    def life(script: Path, data: Path, folder: Path) -> str:
-        more = " ".join(flags).replace("DATA", str(data)).replace("SMALL", str(data.with_name("small")))
-        runs = _Runs(script, data, folder, more)
-        on, off = runs("on"), runs("off", replay=False)
-        ours = {
-            k: max(v.values()) for k, v in on.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager/"))
-        }
-        counts = ", ".join(f"{k.removeprefix('thdprof/')} {v:.0f}" for k, v in ours.items())
-        seen = names if names[0] != "*" else [n for n in off.scalars if n.startswith("lm loss") and "vs" not in n]
-        return f"{_same(on, off, names=seen)}; {counts}"
-
-    return life
-
-
-def _as_unchanged(*flags: str, words: Sequence[str]) -> Callable[..., str]:
-    """The same exit code and the same of these words in the log as the unchanged script."""
-
-    def life(script: Path, data: Path, folder: Path) -> str:
-        runs = _Runs(script, data, folder, " ".join(flags).replace("FOLDER", str(folder)))
-        ours, theirs = runs("plan"), runs("unchanged", planned=False)
-        found = [{w: len(re.findall(w, ran.log)) > 0 for w in words} for ran in (ours, theirs)]
-        held = ours.code == theirs.code and found[0] == found[1]
-        said = ", ".join(w for w in words if found[0][w]) or "none"
-        last = max(ours.scalars.get("lm loss", {0: 0})), max(theirs.scalars.get("lm loss", {0: 0}))
-        return (
-            f"{'held' if held else 'FAILED'}: exit codes {ours.code} and {theirs.code}, last logged steps {last[0]} "
-            f"and {last[1]}; said: {said}{'' if held else f' (unchanged: {found[1]}); {ours.error}'}"
-        )
-
-    return life
-
-
+LIVES = read_cases("""
+resumed | @resumed --ckpt-format torch_dist
+resumed, saved asynchronously |
+    @resumed --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker --async-strategy mcore
+resumed, FP8 delayed | @resumed --ckpt-format torch_dist DELAYED HISTORY
+evaluation, FP8 delayed | @off=validation --eval-interval 5 --eval-iters 3 DELAYED HISTORY
+evaluation | @off=validation --eval-interval 5 --eval-iters 3
+several evaluation sets | @off=sets --eval-interval 10 --eval-iters 1 --multiple-validation-sets --full-validation
+    --train-data-path DATA/documents --valid-data-path DATA/small DATA/small
+batch size ramp-up | @off --step-batch-size-schedule '0:2 20480:4 61440:8' --train-samples 200
+rerun machine, transient error | @words=rerun --error-injection-rate 40 --error-injection-type transient_error
+    --save FOLDER/kept --save-interval 1000
+NaN | @words=NaN --lr 1e30 --min-lr 1e29 --clip-grad 0 --save FOLDER/kept --save-interval 1000
+timers, straggler, norms | @off=norms
+    --timing-log-level 2 --log-timers-to-tensorboard --log-straggler --log-params-norm --log-throughput
+    --log-num-zeros-in-grad --log-memory-to-tensorboard --manual-gc --manual-gc-interval 5
+error | @cause=error
+sys.exit | @cause=exit
+SIGTERM, --exit-signal-handler | @cause=SIGTERM --exit-signal-handler --save FOLDER/kept --save-interval 100000
+SIGTERM, --exit-signal-handler-for-training | @cause=SIGTERM --exit-signal-handler-for-training
+process groups destroyed | @cause=destroyed
+TP 2, error on one rank | @cause=error @ranks=1 TP_SP
+TP 2, process groups destroyed | @cause=destroyed @ranks=0,1 TP_SP
+PP 2, error on the last stage | @cause=error @ranks=1 PP
+""")
+"""Lives as `trainer_cases` writes its cases; DATA and FOLDER are folders. The first option is a name in `JUDGES`."""
+NAMES = {
+    "": lm.MEASURES,
+    "validation": (*lm.MEASURES, "lm loss validation"),
+    "norms": (*lm.MEASURES, "params-norm", "num-zeros"),
+    "sets": (),
+}
+"""What is compared with --replay off; nothing: every loss that was logged."""
+WORDS = {
+    "rerun": ("Injecting", "Unexpected result", "Need to rerun", "Possible transient error", "reproducible"),
+    "NaN": ("Unexpected result", "NaN", "Need to rerun", "reproducible", "exiting program"),
+}
+"""Words that the log of a run may have."""
+CAUSES = {
+    "error": 'raise RuntimeError("in the middle of a step")',
+    "exit": "sys.exit(23)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "destroyed": "torch.cuda.synchronize(); torch.distributed.destroy_process_group(); sys.exit(5)",
+}
+"""What happens on some ranks in the third micro-batch of step 7."""
 CAUSE = """import os, runpy, signal, sys, torch
 sys.path[:0] = [{folder!r}]
 sys.argv[0] = {script!r}
@@ -137,107 +76,113 @@ def train_step(forward, *args, **kwargs):
 training.train_step = train_step
 runpy.run_path({script!r}, run_name="__main__")
 """
-"""Runs the script, with something that happens on some ranks in the third micro-batch of step 7."""
+"""Runs the script, with a cause of its end."""
 
 
-def _ended(cause: str, *, more: str = "", ranks: Sequence[int] = (0,), gpus: int = 1) -> Callable[..., str]:
-    """The same exit code as the unchanged script, after the same cause, by itself."""
+class Runs:
+    """Runs of one life: the same script, data and plan."""
 
-    def life(script: Path, data: Path, folder: Path) -> str:
-        runs = _Runs(script, data, folder, more.replace("FOLDER", str(folder)), gpus=gpus)
-        runs.script = folder / "cause.py"
-        runs.script.write_text(
-            CAUSE.format(folder=str(script.parent), script=str(script), ranks=tuple(ranks), cause=cause)
+    def __init__(self, life: Row, script: Path, data: Path, folder: Path) -> None:
+        """Make the plan; `data` has the documents, and `folder` is empty."""
+        self.script, self.folder, self.gpus, self.options = script, folder, life.gpus, life.options
+        usual = f"--train-iters {STEPS} --log-interval 1 --eval-interval 1000 --eval-iters 1"
+        more = life.flags.replace("DATA", str(data)).replace("FOLDER", str(folder))
+        flags = lm.merge_flags(lm.SMALL, lm.COMMON, lm.DROPOUT, usual, more)
+        flags = lm.without(flags, "--train-iters") if "--train-samples" in flags else flags
+        flags = lm.without(flags, "--global-batch-size") if "--step-batch-size-schedule" in flags else flags
+        blends = ("--train-data-path", "--valid-data-path", "--test-data-path")
+        analysed = [*lm.without(flags, *blends), "--data-path", str(data / "documents")]
+        self.plan = lm.plan_of(analysed, folder, "plan", gpus=life.gpus, caps=(0.6, 0.93))
+        self.flags = lm.without(flags, "--split") if blends[0] in flags else analysed
+
+    def run(self, name: str, *more: str, is_planned: bool = True, replay: bool = True) -> lm.Ran:
+        """One run, by the plan or by the script alone."""
+        return lm.script_run(
+            self.script,
+            [*self.flags, *more],
+            self.folder,
+            name,
+            plan=self.plan if is_planned else None,
+            replay=replay,
+            gpus=self.gpus,
+            environment={**lm.EXACT, **OWN_STATES},
         )
-        ours, theirs = runs("plan"), runs("unchanged", planned=False)
-        is_held = ours.code == theirs.code != 124
-        words = f"exit codes {ours.code} after {ours.seconds:.0f} s and {theirs.code} after {theirs.seconds:.0f} s"
-        return f"{'held' if is_held else 'FAILED'}: {words}, statistics {(folder / 'plan.jsonl').exists()}"
-
-    return life
 
 
-_ERROR, _TERM = 'raise RuntimeError("in the middle of a step")', "os.kill(os.getpid(), signal.SIGTERM)"
-_DESTROYED = "torch.cuda.synchronize(); torch.distributed.destroy_process_group(); sys.exit(5)"
-_TP, _PP = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
-_ENDS = {
-    "error": _ended(_ERROR),
-    "sys.exit": _ended("sys.exit(23)"),
-    "SIGTERM, --exit-signal-handler": _ended(
-        _TERM, more="--exit-signal-handler --save FOLDER/kept --save-interval 100000"
-    ),
-    "SIGTERM, --exit-signal-handler-for-training": _ended(_TERM, more="--exit-signal-handler-for-training"),
-    "process groups destroyed": _ended(_DESTROYED),
-    "TP 2, error on one rank": _ended(_ERROR, more=_TP, ranks=(1,), gpus=2),
-    "TP 2, process groups destroyed": _ended(_DESTROYED, more=_TP, ranks=(0, 1), gpus=2),
-    "PP 2, error on the last stage": _ended(_ERROR, more=_PP, ranks=(1,), gpus=2),
+def run_lives(lives: Sequence[Row], script: Path, directory: Path, *, jobs: int) -> list[list[str]]:
+    """The table of these lives, so many at once; `directory` gets data, plans and logs."""
+    lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
+    lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
+
+    def live(life: Row) -> list[str]:
+        folder = directory / lm.file_name(life.name)
+        folder.mkdir()
+        what, judge = next(JUDGES[name] for name in life.options if name in JUDGES)
+        try:
+            is_held, words = judge(Runs(life, script, directory / "data", folder))
+        except Exception as error:
+            is_held, words = False, f"{type(error).__name__}: {error}"
+        return [life.name, what, f"{'held' if is_held else 'FAILED'}: {words}"]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [["life", "what must hold", "result"], *pool.map(live, lives)]
+
+
+def compare_steps(one: lm.Ran, other: lm.Ran, names: Sequence[str] = lm.MEASURES, first: int = 1) -> tuple[bool, str]:
+    """Whether two runs ended well and logged the same from a step on, and how many steps differ."""
+    different = {name: lm.different_steps(one, other, name, first=first) for name in names}
+    words = [f"{name}: {differ} of {steps} steps differ" for name, (differ, steps) in different.items()]
+    is_held = one.code == other.code == 0 and all(steps and not differ for differ, steps in different.values())
+    words += [f"exit codes {one.code} and {other.code}", *[one.error or other.error] * (not is_held)]
+    return is_held, "; ".join(words)
+
+
+def resume(runs: Runs) -> tuple[bool, str]:
+    """Compare a run in two parts, by a checkpoint, with a whole one."""
+    whole, kept = runs.run("whole"), str(runs.folder / "checkpoints")
+    first = runs.run("first", "--save", kept, "--save-interval", "1000", "--exit-interval", str(HALF))
+    is_held, words = compare_steps(whole, runs.run("second", "--load", kept), first=HALF + 1)
+    written = "written" if (runs.folder / "first.jsonl").exists() else "MISSING"
+    return is_held, f"{words}; first part ended with {first.code}, statistics {written}"
+
+
+def compare_off(runs: Runs) -> tuple[bool, str]:
+    """Compare replays with --replay off."""
+    on, off, names = runs.run("on"), runs.run("off", replay=False), NAMES[runs.options["off"]]
+    logged = [name for name in off.scalars if name.startswith("lm loss") and "vs" not in name]
+    is_held, words = compare_steps(on, off, names or logged)
+    counters = [name for name in on.scalars if name.startswith(("thdprof/replayed", "thdprof/eager/"))]
+    counts = [f"{name} {on.count(name)}" for name in (counter.removeprefix("thdprof/") for counter in counters)]
+    return is_held, f"{words}; {', '.join(counts)}"
+
+
+def compare_words(runs: Runs) -> tuple[bool, str]:
+    """Compare exit codes, and which words are in the log, with the unchanged script's."""
+    ours, theirs = runs.run("plan"), runs.run("unchanged", is_planned=False)
+    found, expected = ([word for word in WORDS[runs.options["words"]] if word in ran.log] for ran in (ours, theirs))
+    last = [max(ran.scalars.get("lm loss", {0: 0})) for ran in (ours, theirs)]
+    is_held = ours.code == theirs.code and found == expected
+    shown = f"exit codes {ours.code} and {theirs.code}, last logged steps {last[0]} and {last[1]}"
+    shown += f"; in the log: {', '.join(found) or 'none'}"
+    return is_held, shown if is_held else f"{shown} (unchanged: {expected}); {ours.error}"
+
+
+def end_early(runs: Runs) -> tuple[bool, str]:
+    """Compare the exit code after the same cause with the unchanged script's; both must end by themselves."""
+    script, cause = runs.script, CAUSES[runs.options["cause"]]
+    ranks = tuple(map(int, runs.options.get("ranks", "0").split(",")))
+    runs.script = runs.folder / "cause.py"
+    runs.script.write_text(CAUSE.format(folder=str(script.parent), script=str(script), ranks=ranks, cause=cause))
+    ours, theirs = runs.run("plan"), runs.run("unchanged", is_planned=False)
+    words = f"exit codes {ours.code} after {ours.seconds:.0f} s and {theirs.code} after {theirs.seconds:.0f} s"
+    is_written = (runs.folder / "plan.jsonl").exists()
+    return ours.code == theirs.code != 124, f"{words}, statistics {is_written}"
+
+
+JUDGES: Mapping[str, tuple[str, Callable[[Runs], tuple[bool, str]]]] = {
+    "resumed": ("a run in two parts, by a checkpoint, equals one that was not interrupted, bit for bit", resume),
+    "off": ("what both runs log equals --replay off, bit for bit", compare_off),
+    "words": ("the run ends as the unchanged script does, with the same words in its log", compare_words),
+    "cause": ("the run ends by itself with the exit code of the unchanged script", end_early),
 }
-_DELAYED = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
-LIVES = (
-    Life(
-        "resumed",
-        "a run that ended at step 15 by --exit-interval and was resumed equals one that was not, bit for bit",
-        _resumed("--ckpt-format torch_dist"),
-    ),
-    Life(
-        "resumed, saved asynchronously",
-        "the same with --async-save",
-        _resumed("--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
-    ),
-    Life(
-        "resumed, FP8 delayed",
-        "the same under delayed scaling, whose factors and amax histories are in the checkpoint",
-        _resumed(f"--ckpt-format torch_dist {_DELAYED}"),
-    ),
-    *(
-        Life(
-            f"evaluation{name}",
-            f"training and validation losses{under} with evaluation every 5 steps equal --replay off",
-            _replayed_and_off("--eval-interval 5 --eval-iters 3", flags, names=(*MEASURES, "lm loss validation")),
-        )
-        for name, under, flags in ((", FP8 delayed", " under delayed scaling", _DELAYED), ("", "", ""))
-    ),
-    Life(
-        "several evaluation sets",
-        "losses of two validation sets equal --replay off",
-        _replayed_and_off(
-            "--eval-interval 10 --eval-iters 1 --multiple-validation-sets --full-validation "
-            "--train-data-path DATA --valid-data-path SMALL SMALL",
-            names=("*",),
-        ),
-    ),
-    Life(
-        "batch size ramp-up",
-        "losses of a run whose step grows from 2 to 4 and 8 micro-batches equal --replay off",
-        _replayed_and_off("--step-batch-size-schedule '0:2 20480:4 61440:8' --train-samples 200"),
-    ),
-    Life(
-        "rerun machine, transient error",
-        "an injected transient error is found and told as by the unchanged script",
-        _as_unchanged(
-            "--error-injection-rate 40 --error-injection-type transient_error --save FOLDER/kept --save-interval 1000",
-            words=("Injecting", "Unexpected result", "Need to rerun", "Possible transient error", "reproducible"),
-        ),
-    ),
-    Life(
-        "NaN",
-        "a learning rate that makes the loss NaN ends the run as it ends the unchanged script",
-        _as_unchanged(
-            "--lr 1e30 --min-lr 1e29 --clip-grad 0 --save FOLDER/kept --save-interval 1000",
-            words=("Unexpected result", "NaN", "Need to rerun", "reproducible", "exiting program"),
-        ),
-    ),
-    Life(
-        "timers, straggler, norms",
-        "losses with all of Megatron's timers and the straggler detector equal --replay off",
-        _replayed_and_off(
-            "--timing-log-level 2 --log-timers-to-tensorboard --log-straggler --log-params-norm --log-throughput "
-            "--log-num-zeros-in-grad --log-memory-to-tensorboard --manual-gc --manual-gc-interval 5",
-            names=(*MEASURES, "params-norm", "num-zeros"),
-        ),
-    ),
-    *(
-        Life(name, "the run ends by itself with the exit code of the unchanged script", run)
-        for name, run in _ENDS.items()
-    ),
-)
+"""What must hold, and the function that makes a life's runs; it returns whether that held, and what was seen."""

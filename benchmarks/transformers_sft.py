@@ -19,8 +19,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+
+import numpy as np
+from megatron_lm import run_thdprof
 
 SHAPES = {
     "tiny": {
@@ -53,17 +57,16 @@ PLANNED = ("plan", "padded", "fused-plan", "fused-padded")
 STARTS = ("start", "fused-start")
 
 
-def write_rows(path: Path, rows: int) -> None:
-    """Rows as TRL packs them, of conversations of 30 to 4,096 tokens, half of them shorter than 240."""
-    import numpy as np
+def write_rows(
+    path: Path, rng: np.random.Generator, lengths: np.ndarray, *, row: int, vocabulary: int, rows: int | None = None
+) -> None:
+    """Rows as TRL packs documents of these lengths, whose tokens are drawn; the first ones of them, or all."""
     from datasets import Dataset
     from trl import pack_dataset
 
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(5.5, 1.0, rows * 12).astype(int), 30, ROW)
-    documents = [rng.integers(10, SAME["vocab_size"], n).tolist() for n in lengths]
-    packed = pack_dataset(Dataset.from_dict({"input_ids": documents}), ROW, "bfd")
-    packed.select(range(rows)).to_parquet(str(path))
+    documents = [rng.integers(10, vocabulary, n).tolist() for n in lengths]
+    packed = pack_dataset(Dataset.from_dict({"input_ids": documents}), row, "bfd")
+    packed.select(range(len(packed) if rows is None else rows)).to_parquet(str(path))
 
 
 def write_plan(options: argparse.Namespace) -> None:
@@ -78,15 +81,12 @@ def write_plan(options: argparse.Namespace) -> None:
         of_model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     settings.write_text("".join(f"{name}: {value}\n" for name, value in of_model.items()))
     command = [
-        *(sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer"),
-        *("--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", options.gpus, "--seq-length", ROW),
-        *("--gradient-accumulation", options.accumulation, "--train-iters", options.steps),
-        *("--model", config, "--settings", settings, "--gpu", options.gpu, "-o", directory / "plan.yaml"),
+        *("analyze", directory / "packed.parquet", "--loader", "trainer", "--seed", 42, "--micro-batch-size", 1),
+        *("--data-parallel-size", options.gpus, "--seq-length", ROW, "--train-iters", options.steps),
+        *("--gradient-accumulation", options.accumulation, "--model", config, "--settings", settings),
+        *("--gpu", options.gpu, "-o", directory / "plan.yaml"),
     ]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    report.write_text(done.stdout + done.stderr)
-    if done.returncode:
-        raise SystemExit(report.read_text())
+    report.write_text(run_thdprof([str(word) for word in command]))
 
 
 def run_mode(options: argparse.Namespace, mode: str) -> dict:
@@ -95,14 +95,12 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
     from datasets import Dataset
+    from support.trl_training import tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     from thdprof.plan import load_plan
     from thdprof.transformers import PlanCallback, attention
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from support.trl_training import tokenizer
 
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -130,20 +128,15 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
             seconds.append(now - began[0])
             began[0] = now
 
-    callbacks: list[TrainerCallback] = [Clock()]
-    plan_callback = None
-    stats = directory / f"{mode}.stats.jsonl"
-    if mode in STARTS:
-        plan_callback = PlanCallback(stats=stats, attention=options.attention, compile=mode.startswith("fused"))
-        callbacks.append(plan_callback)
-    elif mode in PLANNED:
+    stats, is_fused = directory / f"{mode}.stats.jsonl", mode.startswith("fused")
+    plan, how = None, {"stats": stats, "attention": options.attention, "compile": is_fused}
+    if mode in PLANNED:
         plan = load_plan(directory / "plan.yaml")
         # Verified micro-batches also run eagerly
         plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
-        plan_callback = PlanCallback(plan, replay=mode.endswith("plan"), stats=stats,
-                                     attention=options.attention, compile=mode.startswith("fused"))  # fmt: skip
-        callbacks.append(plan_callback)
-    else:
+        how["replay"] = mode.endswith("plan")
+    plan_callback = PlanCallback(plan, **how) if mode in (*PLANNED, *STARTS) else None
+    if plan_callback is None:
         attention.register(options.attention)
         model.config._attn_implementation = attention.IMPLEMENTATION
     peft_config = None
@@ -163,7 +156,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         dataloader_num_workers=2,
     )  # fmt: skip
     trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer(),
-                         callbacks=callbacks, peft_config=peft_config)  # fmt: skip
+                         callbacks=[*filter(None, [Clock(), plan_callback])], peft_config=peft_config)  # fmt: skip
     started = time.perf_counter()
     trainer.train()
     counted, last = seconds[WARMUP:] or seconds, plan_callback and plan_callback.last
@@ -192,8 +185,8 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     }
 
 
-def main() -> None:
-    """Run every mode, or, in its process, one."""
+def run_modes(argv: Sequence[str]) -> list[dict]:
+    """Run every mode, or, in its process, one; the lines of JSON of those that did not fail."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--modes", default="eager,compile,plan", help=f"of eager, compile, {', '.join(PLANNED)}")
@@ -209,33 +202,44 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("transformers_sft"), help="data and plan are kept here")
     parser.add_argument("--out", type=Path, help="append the lines here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.one:
         found = run_mode(options, options.one)
         if int(os.environ.get("RANK", 0)) == 0:
             print("RESULT " + json.dumps(found), flush=True)
-        return
+        return [found]
     options.directory.mkdir(parents=True, exist_ok=True)
     if not (options.directory / "packed.parquet").exists():
-        write_rows(options.directory / "packed.parquet", options.steps * options.accumulation * options.gpus + 8)
+        rng, rows = np.random.default_rng(0), options.steps * options.accumulation * options.gpus + 8
+        lengths = np.clip(rng.lognormal(5.5, 1.0, rows * 12).astype(int), 30, ROW)  # half of them shorter than 240
+        path, vocabulary = options.directory / "packed.parquet", {**SAME, **SHAPES[options.shape]}["vocab_size"]
+        write_rows(path, rng, lengths, row=ROW, vocabulary=vocabulary, rows=rows)
     if {*PLANNED} & {*options.modes.split(",")} and not (options.directory / "plan.yaml").exists():
         write_plan(options)
     launch = [sys.executable]
     if options.gpus > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+    results = []
     for mode in options.modes.split(","):
-        done = subprocess.run([*launch, __file__, *sys.argv[1:], "--one", mode], capture_output=True, text=True)
+        done = subprocess.run([*launch, __file__, *argv, "--one", mode], capture_output=True, text=True)
         line = next((n for n in done.stdout.splitlines() if n.startswith("RESULT ")), None)
         if line is None:
             print(f"{mode}: failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}", flush=True)
             continue
         found = json.loads(line.removeprefix("RESULT "))
+        results.append(found)
         print(*(text for text in done.stderr.splitlines() if "thdprof" in text), sep="\n", flush=True)
         shown = {k: v for k, v in found.items() if k not in ("losses", "seconds")}
         print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
         if options.out is not None:
             with options.out.open("a") as file:
                 file.write(json.dumps(found) + "\n")
+    return results
+
+
+def main() -> None:
+    """Run what the command line names."""
+    run_modes(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.command import ENVIRONMENT, run_in_process, unwrap
 from support.paths import ROOT
+from support.warm_tokenizer import counting
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -106,6 +107,13 @@ def thdprof_process() -> Callable[..., subprocess.CompletedProcess]:
         return subprocess.run(command, **{**streams, "cwd": ROOT, "timeout": 120, **options}, env=environment)
 
     return run
+
+
+@pytest.fixture
+def warm_tokenizer() -> Iterator[None]:
+    """Counts tokens in forked processes; other tests start the programs that count them, as users do."""
+    with counting():
+        yield
 
 
 @pytest.fixture(scope="module")

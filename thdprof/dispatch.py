@@ -52,16 +52,6 @@ class FallbackReason(StrEnum):
     no_cuda = "no_cuda"
 
 
-BY_SHAPE = frozenset(
-    {
-        FallbackReason.too_many_seqs,
-        FallbackReason.document_too_long,
-        FallbackReason.token_count_differs,
-        FallbackReason.cp_size_not_captured,
-    }
-)
-"""Reasons that the data alone gives, which a plan therefore predicts."""
-
 SHAPE_NOT_ASKED = frozenset(
     {
         FallbackReason.argument_not_known,
@@ -126,6 +116,8 @@ _RULE: tuple[tuple[FallbackReason, Callable[[Bucket, Any], Any]], ...] = (
 """A bucket holds a `Shape`, or each of some `Shapes`, where all conditions are true. A micro-batch that no bucket holds
 runs eagerly for the first reason at which no bucket is left."""
 
+BY_SHAPE = frozenset(reason for reason, _ in _RULE)
+"""Reasons that the data alone gives, which a plan therefore predicts."""
 _REASONS = (*(reason for reason, _ in _RULE), FallbackReason.disabled_by_user)
 
 
@@ -202,11 +194,9 @@ def decide_all(buckets: Iterable[Bucket], shapes: Shapes) -> Decisions:
         n_tokens=np.broadcast_to(shapes.n_tokens, len(choice))[eager],
         cp_size=np.broadcast_to(shapes.cp_size, len(choice))[eager],
     )
-    if not ordered:
-        reason = np.full(len(eager), _REASONS.index(FallbackReason.disabled_by_user), dtype=np.int8)
-        return Decisions(buckets=ordered, choice=choice, eager=eager, reason=reason)
     left = np.ones((len(ordered), len(eager)), dtype=np.bool_)  # buckets that are left after some conditions
-    reason = np.zeros(len(eager), dtype=np.int8)
+    first = 0 if ordered else _REASONS.index(FallbackReason.disabled_by_user)
+    reason = np.full(len(eager), first, dtype=np.int8)
     for _, fits in _RULE:
         for row, bucket in zip(left, ordered, strict=True):
             row &= fits(bucket, eager_shapes)

@@ -12,21 +12,21 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
-from thdprof.training import GraphKind, TailPolicy, TrainingSettings, definitions_of
+from thdprof.training import GraphKind, TailPolicy, TrainingSettings
+from thdprof.training.settings import required_settings
 from thdprof.training.stamp import Stamp
 from thdprof.words import html_table, write_count
 
@@ -306,45 +306,24 @@ class CostsPart(Part):
     """Versions, GPU and processor that the costs were measured on; null where the table does not say."""
 
 
-class _AsInAFile:
-    """Validates `TrainingSettings` from a file, in which every setting that is not null must stand.
+def _check_names(value: Any) -> Any:
+    """Refuse a mapping out of a file that lacks a setting which is not null, or has an unknown one.
 
     The defaults of `TrainingSettings` are for users who give no value. A plan or profile that lacks a setting was cut
-    or misspelt, and is refused. Settings that were added after the first files were written may be absent.
+    or misspelt. Settings that were added after the first files were written may be absent.
     """
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(_check_names, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        reference = handler(schema)
-        shown = handler.resolve_ref_schema(reference)
-        shown["required"] = list(_REQUIRED)
-        for name in _REQUIRED:
-            shown["properties"][name].pop("default", None)
-        return reference
-
-
-_REQUIRED = tuple(
-    name for name, d in definitions_of(TrainingSettings).items() if d.setting.in_every_plan and d.default is not None
-)
-
-
-def _check_names(value: Any) -> Any:
-    """Return `value`; raise ValidationError if it is a mapping that lacks a setting or has an unknown one."""
     if not isinstance(value, dict):
         return value
     known = {field.name for field in fields(TrainingSettings)}
-    wrong = [InitErrorDetails(type="missing", loc=(name,), input=value) for name in _REQUIRED if name not in value]
+    lacking = [name for name in required_settings() if name not in value]
+    wrong = [InitErrorDetails(type="missing", loc=(name,), input=value) for name in lacking]
     wrong += [InitErrorDetails(type="extra_forbidden", loc=(n,), input=value[n]) for n in value if n not in known]
     if wrong:
         raise ValidationError.from_exception_data("TrainingSettings", wrong)
     return value
 
 
-Training = Annotated[TrainingSettings, _AsInAFile()]
+Training = Annotated[TrainingSettings, BeforeValidator(_check_names)]
 """The settings of a run as a plan or a profile holds them: validated and complete."""
 
 

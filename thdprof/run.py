@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_with(error, report_on="LOCAL_RANK")
     except ThdprofError as error:  # of arguments, which all ranks have alike
         return exit_with(error, report_on="RANK")
-    return _train_alone(options) if plan is None else _train(options, plan, is_refused)
+    return _train(options, plan, is_refused)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -219,7 +219,7 @@ def _find_unserved_packages(options: argparse.Namespace) -> list[str]:
     _take_place_of_script(options)
     try:
         from thdprof.runtime.megatron import versions
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         return [str(error)]
     try:
         versions.check(*versions.INSTALL, versions.MEGATRON_LM)
@@ -292,19 +292,16 @@ def _take_place_of_script(options: argparse.Namespace) -> None:
     sys.path[0] = str(options.script.resolve().parent)
 
 
-def _train_alone(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace, plan: Plan | None, is_refused: IsRefused | None) -> int:
     _take_place_of_script(options)
-    runpy.run_path(str(options.script), run_name="__main__")
-    return 0
-
-
-def _train(options: argparse.Namespace, plan: Plan, is_refused: IsRefused | None) -> int:
-    _take_place_of_script(options)
+    if plan is None:
+        runpy.run_path(str(options.script), run_name="__main__")
+        return 0
     try:
         from thdprof.runtime.megatron.refusals import SettingsError
         from thdprof.runtime.megatron.trainers.megatron_lm import following
         from thdprof.runtime.megatron.versions import VersionError
-    except ModuleNotFoundError as error:  # of packages, which each node has its own of
+    except ImportError as error:  # of packages, which each node has its own of
         return exit_with(error, report_on="LOCAL_RANK")
     try:
         stats, path = options.stats and options.stats.absolute(), options.plan.absolute()

@@ -4,6 +4,7 @@
 
 The environments lie in a temporary folder and see the packages of this one. A trainer is installed without its
 dependencies, and with what its configuration needs. Prints the version of each and what its configuration holds.
+Levanter has no release with the limit; its wheel is marin's nightly one, which needs all its dependencies.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ with hydra.initialize_config_dir(os.path.dirname(verl.trainer.config.__file__), 
     read = hydra.compose("ppo_trainer", overrides=lines).actor_rollout_ref.actor.fsdp_config
 print({key: read[key] for key in ("_target_", "pad_to_length", "pad_to_length_bucket")})
 """
+LEVANTER = """
+import draccus
+from levanter.data.text.datasets import _resolve_pack_config
+from levanter.main.train_lm import TrainLmConfig
+read = draccus.parse(TrainLmConfig, config_path=sys.argv[1], args=[])
+(component,) = read.data.components.values()
+most, _ = _resolve_pack_config(component.pack)
+print({"pack": component.pack, "max_segments_per_example": most, "train_seq_len": read.train_seq_len})
+"""
 READERS = {
     "axolotl": ("axolotl==0.21.0", AXOLOTL, "addict"),
     "maxtext": (
@@ -48,6 +58,7 @@ READERS = {
         MAXTEXT,
         "jax flax orbax-checkpoint pathwaysutils fastapi opentelemetry-exporter-otlp",
     ),
+    "levanter": ("marin-levanter==0.2.227.dev40316220070", LEVANTER, "marin-levanter==0.2.227.dev40316220070"),
     "verl": ("verl==0.9.1", VERL, "hydra-core ray tensordict"),
 }
 """The trainer's wheel, what reads the export there, and packages that reading needs, by target."""

@@ -14,7 +14,6 @@ no program can import then.
 from __future__ import annotations
 
 import argparse
-import array
 import gc
 import importlib
 import json
@@ -197,18 +196,14 @@ def _pass_signals(clients: dict[int, socket.socket], pid: int) -> None:
 
 def _received(client: socket.socket) -> tuple[Job, list[int]]:
     """A client's job, and its standard streams."""
-    streams = array.array("i")
-    length, told, _, _ = client.recvmsg(4, socket.CMSG_SPACE(3 * streams.itemsize))
-    for level, kind, data in told:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            streams.frombytes(data)
+    length, streams, _, _ = socket.recv_fds(client, 4, 3)
     wanted, body = int.from_bytes(length, "little"), b""
     while len(body) < wanted:
         piece = client.recv(wanted - len(body))
         if not piece:
             raise EOFError
         body += piece
-    return Job(**json.loads(body)), list(streams)
+    return Job(**json.loads(body)), streams
 
 
 def run(job: Job) -> None:

@@ -265,6 +265,7 @@ def test_a_result_says_what_training_would_refuse(thdprof, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="text needs transformers")
+@pytest.mark.usefixtures("warm_tokenizer")
 def test_text_of_a_program_is_counted_as_that_of_a_file(tmp_path, rng):
     import datasets
     import transformers

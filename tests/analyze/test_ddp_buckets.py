@@ -10,8 +10,8 @@ import pytest
 from support.overlapping import BIG
 
 from thdprof.analyze.buckets.saved_tensors import Kind
-from thdprof.analyze.times.overlap import Bucket, bucket_size, buckets_of, expert_ranks
-from thdprof.analyze.times.parameters import Stage, stages
+from thdprof.analyze.times.overlap import Bucket, bucket_size, buckets_of
+from thdprof.analyze.times.parameters import Stage, expert_ranks, stages
 from thdprof.training import Model
 
 SMALL = Model(

@@ -62,17 +62,17 @@ def random_lengths(rng, longest, count) -> np.ndarray:
 def groups_of(by_step, values) -> list[list[list[list[int]]]]:
     """Documents' (tokens, size) of every rank in every round of every step, as `deal` places them."""
     ranks = values.data_parallel_size * values.context_parallel_size
-    placement, tokens = deal(by_step, values)
+    placement = deal(by_step, values)
     steps: list = [[] for _ in by_step]
     seen = -1
-    columns = (placement.document, placement.step, placement.round, placement.first_rank, placement.cp_size)
-    for document, step, round_, first, size in zip(*(c.tolist() for c in columns), strict=True):
+    columns = (placement.tokens, placement.step, placement.round, placement.first_rank, placement.cp_size)
+    for tokens, step, round_, first, size in zip(*(c.tolist() for c in columns), strict=True):
         if round_ > seen:
             steps[step].append([[] for _ in range(ranks)])
             seen += 1
         assert round_ == seen
         for rank in range(first, first + size):
-            steps[step][-1][rank].append((int(tokens[document]), size))
+            steps[step][-1][rank].append((tokens, size))
     return steps
 
 
@@ -257,7 +257,7 @@ class TestDynamicCp:
                 microbatch_group_size=case.get("microbatch_group_size"),
             )
             documents = np.array([case["documents"]])
-            placement, _ = deal(documents, values)
+            placement = deal(documents, values)
             if case["rounds"] is None:
                 assert placement.stopped_steps.tolist() + placement.uncut_steps.tolist() == [0]
                 stopped, uncut = stopped + placement.stopped_steps.size, uncut + placement.uncut_steps.size
@@ -282,7 +282,7 @@ class TestDynamicCp:
         assert [len(step) for step in rounds] == [3, 3]
         # after the last round the one before it is cut, which is the first part of the first cut
         assert rounds[0] == [on_ranks([(2, [8]), (2, [8])]), on_ranks([(4, [9])]), on_ranks([(4, [9])])]
-        placement, _ = deal(np.array([[9, 9, 8, 8], [7, 0, 0, 0]]), cut)
+        placement = deal(np.array([[9, 9, 8, 8], [7, 0, 0, 0]]), cut)
         assert placement.uncut_steps.tolist() == [1]  # a single document cannot be parted
         path = tmp_path / "documents.jsonl"
         path.write_text("9\n9\n8\n8\n7\n7\n7\n38\n")
@@ -382,10 +382,10 @@ class TestDynamicCp:
                             expected.append(on_ranks(groups))
                             whole += len(groups) == 1 and groups[0][0] == ranks and ranks & (ranks - 1) != 0
                     except IndexError:
-                        assert deal(lengths[None], values)[0].stopped_steps.tolist() == [0]
+                        assert deal(lengths[None], values).stopped_steps.tolist() == [0]
                         stopped += 1
                         continue
-                    assert deal(lengths[None], values)[0].stopped_steps.size == 0
+                    assert deal(lengths[None], values).stopped_steps.size == 0
                     assert groups_of(lengths[None], values) == [expected]
                     compared, rounds = compared + 1, rounds + len(expected)
         assert (compared + stopped, rounds > 1_000, whole > 10, stopped > 10) == (480, True, True, True)
@@ -438,9 +438,10 @@ class TestDynamicCp:
             assert np.bincount(groups.round, groups.cp_size).tolist() == [ranks] * (groups.round.max() + 1)
             assert sorted(table.max_seqlen.tolist(), reverse=True)[0] == padded.max()
             assert table.exact
-            placement, tokens = deal(padded.reshape(3, size), values)
-            assert sorted(placement.document.tolist()) == list(range(len(lengths)))
-            assert (placement.cp_size * room >= tokens[placement.document]).all()
+            placement = deal(padded.reshape(3, size), values)
+            for step, documents in enumerate(padded.reshape(3, size)):
+                assert sorted(placement.tokens[placement.step == step]) == sorted(documents)
+            assert (placement.cp_size * room >= placement.tokens).all()
             checked += len(table)
         assert checked > 1_000
 

@@ -114,11 +114,11 @@ def words_of(exported) -> list[str]:
 
 def test_targets_describe_what_they_give():
     megatron = ["megatron-lm", "megatron-lm-dev", "megatron-bridge", "megatron-rl"]
-    assert list(TARGETS) == [*megatron, "axolotl", "maxtext", "verl", "torch", "json"]
+    assert list(TARGETS) == [*megatron, "axolotl", "maxtext", "levanter", "verl", "torch", "json"]
     for name, target in TARGETS.items():
-        assert target.name == name
         exported = export_plan(make_plan(), name)
         assert exported.text.endswith("\n")
+        assert target.title in exported.text.split("\n")[0]
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ def test_offloading_that_is_not_exported_is_told(target):
     assert "# graphs.offload is left out" in export_plan(Plan.model_validate(values), target).text
 
 
-@pytest.mark.parametrize("target", ["axolotl", "maxtext", "megatron-rl"])
+@pytest.mark.parametrize("target", ["axolotl", "maxtext", "levanter", "megatron-rl"])
 @pytest.mark.parametrize(
     ("changes", "given", "cap"),
     [
@@ -477,6 +477,11 @@ def test_a_packers_limit_is_that_of_the_fullest_micro_batch(target, changes, giv
     exported = export_plan(make_plan(**changes), target, given)
     if target == "megatron-rl":
         found = words_of(exported)[-1]
+    elif target == "levanter":
+        written = yaml.safe_load(exported.text)
+        found = written["data"]["components"]["train"]["pack"]
+        assert written["train_seq_len"] == 2048
+        assert "room left in a pack is padded" in exported.text
     else:
         key = {"axolotl": "sample_packing_bin_size", "maxtext": "max_segments_per_seq"}[target]
         found = yaml.safe_load(exported.text)[key]

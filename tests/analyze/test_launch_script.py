@@ -436,7 +436,8 @@ ARGS=(--num-layers 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 32
 def test_the_very_command_line_of_a_run_by_a_plan_is_read_as_the_run_without_it(launcher, ours):
     alone = WITHOUT_US.format(launcher=launcher)
     by_plan = WITHOUT_US.format(launcher=f"{launcher} {ours}")
-    assert parse(by_plan) == parse(alone)
+    names = ("settings", "data_paths", "weights", "notes", "model", "format", "global_aux_loss")
+    assert [getattr(parse(by_plan), name) for name in names] == [getattr(parse(alone), name) for name in names]
     assert parse(by_plan).settings["seq_length"] == 64
     assert parse(alone).notes in ([], ["run.sh: does not tell the number of ranks; give --data-parallel-size"])
     commands = [training_words(read_script(text, where="run.sh")) for text in (by_plan, alone)]

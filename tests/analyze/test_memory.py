@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.paths import ROOT
 from support.sample_files import cost_table, write_lines
-from support.schedules import analyzed_run, make_costs, make_table
+from support.schedules import analyzed_run, make_costs, make_table, pool_bytes
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
@@ -24,13 +24,12 @@ from thdprof.analyze.buckets.saved_tensors import (
     pass_bytes,
     saved_bytes,
     split_around_router,
-    split_mtp_around_router,
 )
 from thdprof.analyze.report.analysis import print_report, to_dict
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.answer import OVERHEAD_SECONDS, predict_capture
-from thdprof.analyze.times.memory import eager_in_flight, predict_memory, slot_bytes
+from thdprof.analyze.times.memory import eager_in_flight, predict_memory
 from thdprof.analyze.times.parameters import list_adapted_widths, stage_parameters, stages, state_bytes
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket
 from thdprof.plan import load_plan, parse_plan
@@ -210,29 +209,29 @@ def test_layers_that_are_recomputed_together_keep_one_input():
     settings = run_of()
     shape = like(hidden_size=1024, num_attention_heads=16, num_layers=8, recompute_granularity="full")
     one, two, all_of_them = (
-        slot_bytes(replace(shape, recompute_num_layers=together), settings, 4096) for together in (1, 2, 8)
+        pool_bytes(replace(shape, recompute_num_layers=together), settings, 4096) for together in (1, 2, 8)
     )
-    assert one == slot_bytes(shape, settings, 4096)
+    assert one == pool_bytes(shape, settings, 4096)
     hidden = 4096 * 1024 * 2
     layer = saved_by_layer(like(hidden_size=1024, num_attention_heads=16)) * 4096
     assert layer - 5 * hidden < two - one < layer  # 4 inputs less, and one layer more with its gradients
-    assert one < all_of_them < slot_bytes(replace(shape, recompute_granularity=None), settings, 4096) + layer
+    assert one < all_of_them < pool_bytes(replace(shape, recompute_granularity=None), settings, 4096) + layer
     uneven = replace(shape, recompute_num_layers=3)
-    assert two < slot_bytes(uneven, settings, 4096) < all_of_them
+    assert two < pool_bytes(uneven, settings, 4096) < all_of_them
 
 
 def test_full_recompute_of_a_block_keeps_what_the_layers_behind_it_save():
     settings = run_of()
     shape = like(hidden_size=1024, num_attention_heads=16, num_layers=8, recompute_granularity="full")
     sizes = [
-        slot_bytes(replace(shape, recompute_method="block", recompute_num_layers=layers), settings, 4096)
+        pool_bytes(replace(shape, recompute_method="block", recompute_num_layers=layers), settings, 4096)
         for layers in (8, 6, 2)
     ]
-    assert sizes[0] == slot_bytes(shape, settings, 4096)
-    assert sizes[0] < sizes[1] < sizes[2] < slot_bytes(like(shape, recompute_granularity=None), settings, 4096)
+    assert sizes[0] == pool_bytes(shape, settings, 4096)
+    assert sizes[0] < sizes[1] < sizes[2] < pool_bytes(like(shape, recompute_granularity=None), settings, 4096)
     piped = run_of(pipeline_parallel_size=4)
     two_of_each = replace(shape, recompute_method="block", recompute_num_layers=2)
-    assert slot_bytes(two_of_each, piped, 4096) == slot_bytes(shape, piped, 4096)  # a stage has two layers
+    assert pool_bytes(two_of_each, piped, 4096) == pool_bytes(shape, piped, 4096)  # a stage has two layers
 
 
 EXPERTS = like(num_layers=2, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, gated_linear_unit=True)
@@ -304,7 +303,7 @@ def test_pools_hold_what_ends_at_the_router_and_experts_are_beside_them():
     assert (
         covered.graph_bytes
         == pass_bytes(inside, 4096) + 32 * MIB
-        == slot_bytes(LARGE, run_of(experts="dropless"), 4096, ends_at_router=True)
+        == pool_bytes(LARGE, run_of(experts="dropless"), 4096, ends_at_router=True)
     )
     assert covered.experts_bytes == pass_bytes(behind, 4096) > saved_bytes(behind, 4096) > 50 * MIB
     assert covered.peak_bytes == sum(getattr(covered, part) for part in PARTS)
@@ -355,7 +354,7 @@ def test_a_capture_up_to_a_router_runs_no_experts():
     heavy = dropless_peak(replace(light, moe_ffn_hidden_size=512), caps=(2, 9))
     assert heavy.moment == "training"
     assert heavy.experts_bytes > 0
-    warm_up = found.eager_bytes - 4 * stage_parameters(light, stage, light.vocab_size).largest
+    warm_up = found.eager_bytes - 4 * stage_parameters(light, stage).largest
     assert warm_up == pass_bytes(inside, 4096) < pass_bytes([*inside, *behind], 4096)
 
 
@@ -392,13 +391,13 @@ def test_replayed_multi_token_prediction_is_in_the_slots_and_eager_beside_them()
     one_pass, hidden = pass_bytes([LAYER] * 8 + [PREDICTION] * 2, 4096), 4096 * 1024 * 2
     pools = pass_bytes([LAYER] * 8, 4096) + 2 * pass_bytes([PREDICTION], 4096) + 3 * 32 * MIB
     assert found.graph_bytes == 3 * pools
-    assert slot_bytes(WIDE, run_of(seq_length=4096), 4096) == pools
+    assert pool_bytes(WIDE, run_of(seq_length=4096), 4096) == pools
     assert (found.eager_in_flight, found.eager_bytes) == (1, one_pass)
     assert found.static_bytes - alone.static_bytes == 3 * hidden * 3 * 2  # two inputs and a gradient, of each depth
     assert found.outside_bytes - alone.outside_bytes == 2 * 4 * 4096 * WIDE.vocab_size  # what both losses keep
     others = 2 * WIDE.query_groups * WIDE.head_dim * 2 * 4096 * 10  # the other rank's keys and values, of ten layers
     shared = run_of(seq_length=4096, context_parallel_size=2)
-    assert slot_bytes(WIDE, shared, 4096) == pools + others
+    assert pool_bytes(WIDE, shared, 4096) == pools + others
 
 
 def test_the_last_chunk_of_the_last_stage_has_multi_token_prediction():
@@ -426,14 +425,14 @@ def test_measured_slots_hold_multi_token_prediction_on_the_stage_that_predicts(s
 
 def test_dropless_experts_of_multi_token_prediction_are_behind_its_graph_with_its_last_norm():
     model = replace(LARGE, mtp_num_layers=1)
-    inside, behind = split_mtp_around_router(model)
+    inside, behind = split_around_router(model, None)
     assert {one.module for one in behind} >= {"final_layernorm", "mlp.experts"}
     assert sum(one.bytes_per_token for one in (*inside, *behind)) == kept_in_prediction(model)
     graphs, experts = layers_around_router(LARGE, 2)
     found = dropless_peak(model)
     assert found.graph_bytes == pass_bytes(graphs, 4096) + pass_bytes([inside], 4096) + 2 * 32 * MIB
     assert found.experts_bytes == pass_bytes([*experts, behind], 4096)
-    recomputed = split_mtp_around_router(replace(model, recompute_granularity="full"))
+    recomputed = split_around_router(replace(model, recompute_granularity="full"), None)
     assert recomputed[0] == inside
     assert all(one.recomputed for one in recomputed[1])
 
@@ -445,10 +444,10 @@ def test_graphs_of_single_layers_keep_what_the_model_recomputes(modules):
     for model, experts in ((like(LARGE, num_experts=None), "none"), (predicting, "none"), (padded, "padded")):
         chosen = replace(model, recompute_granularity="selective", recompute_modules=modules)
         settings = run_of(seq_length=4096, experts=experts)
-        plain = slot_bytes(model, settings, 4096)
-        assert slot_bytes(chosen, settings, 4096, layer_graphs=True) == plain
+        plain = pool_bytes(model, settings, 4096)
+        assert pool_bytes(chosen, settings, 4096, layer_graphs=True) == plain
         if (modules == ("moe",)) == (experts == "padded"):
-            assert slot_bytes(chosen, settings, 4096) != plain
+            assert pool_bytes(chosen, settings, 4096) != plain
         table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
         found = {
             layers: predict_memory(
@@ -487,17 +486,17 @@ def test_the_kind_of_graphs_decides_what_is_predicted_of_recomputed_layers(tmp_p
 def test_only_adapters_have_gradients_and_optimizer_state():
     model = like(lora_dim=4)
     (stage,) = stages(model, pipeline_size=1, num_chunks=1)
-    found = stage_parameters(model, stage, 256)
-    whole = stage_parameters(DENSE, stage, 256)
+    found = stage_parameters(model, stage)
+    whole = stage_parameters(DENSE, stage)
     of_layer = 4 * ((64 + 3 * 64) + (64 + 64) + (64 + 256) + (256 + 64))
     assert found.adapters == 4 * of_layer
     assert (found.dense, whole.adapters) == (whole.dense, None)
     assert found.largest == 4 * (64 + 256)
-    state, moments = state_bytes(model, found, data_parallel_size=1, context_parallel_size=1)
+    state, moments = state_bytes(model, found, ranks=1)
     assert moments == 8 * found.adapters
     assert state == 2 * found.dense + 18 * found.adapters
     shared = replace(model, use_distributed_optimizer=True)
-    assert state_bytes(shared, found, data_parallel_size=4, context_parallel_size=1) == (
+    assert state_bytes(shared, found, ranks=4) == (
         2 * found.dense + (6 + 12 / 4) * found.adapters,
         2 * found.adapters,
     )
@@ -513,12 +512,12 @@ def test_parameters_of_the_stages_add_up_by_hand():
     layer = 12 * 64 * 64 + 2 * 64
     first, last = stages(DENSE, pipeline_size=2, num_chunks=1)
     for stage in (first, last):
-        found = stage_parameters(DENSE, stage, 256)
+        found = stage_parameters(DENSE, stage)
         assert (found.dense, found.outside, found.experts) == (2 * layer + 256 * 64, 256 * 64, 0)
     tied = like(untie_embeddings_and_output_weights=False)
     (only,) = stages(tied, pipeline_size=1, num_chunks=1)
-    assert stage_parameters(tied, only, 256).outside == 256 * 64  # one table serves both
-    assert stage_parameters(tied, last, 256).outside == 256 * 64  # the last stage has a copy
+    assert stage_parameters(tied, only).outside == 256 * 64  # one table serves both
+    assert stage_parameters(tied, last).outside == 256 * 64  # the last stage has a copy
 
 
 def test_chunks_of_a_virtual_pipeline_are_dealt_in_turn():
@@ -540,8 +539,8 @@ def test_chunks_of_a_virtual_pipeline_are_dealt_in_turn():
 def test_state_takes_so_many_bytes_a_parameter(changes, bytes_each):
     model = like(**changes)
     (stage,) = stages(model, pipeline_size=1, num_chunks=1)
-    parameters = stage_parameters(model, stage, 256)
-    state, moments = state_bytes(model, parameters, data_parallel_size=2, context_parallel_size=2)
+    parameters = stage_parameters(model, stage)
+    state, moments = state_bytes(model, parameters, ranks=4)
     assert state == parameters.dense * bytes_each
     assert moments == parameters.dense * 8 / (4 if model.use_distributed_optimizer else 1)
 
@@ -549,9 +548,9 @@ def test_state_takes_so_many_bytes_a_parameter(changes, bytes_each):
 def test_experts_are_shared_by_fewer_ranks_than_other_weights():
     model = like(num_experts=8, moe_ffn_hidden_size=32, expert_model_parallel_size=4, use_distributed_optimizer=True)
     (stage,) = stages(model, pipeline_size=1, num_chunks=1)
-    parameters = stage_parameters(model, stage, 256)
+    parameters = stage_parameters(model, stage)
     assert parameters.experts == 4 * 2 * (2 * 64 * 32)  # 4 layers, 2 of 8 experts
-    state, _ = state_bytes(model, parameters, data_parallel_size=8, context_parallel_size=1)
+    state, _ = state_bytes(model, parameters, ranks=8)
     assert state == parameters.dense * (6 + 12 / 8) + parameters.experts * (6 + 12 / 2)
 
 
@@ -635,7 +634,7 @@ def test_a_verified_micro_batch_runs_eagerly_beside_the_slots_with_copies_of_gra
         peak(DENSE, table, caps=(9,), watched=True),
     )
     (stage,) = stages(DENSE, pipeline_size=1, num_chunks=1)
-    found = stage_parameters(DENSE, stage, DENSE.vocab_size)
+    found = stage_parameters(DENSE, stage)
     gradients = 4 * (found.dense - found.outside)
     assert gradients < WATCHED_BYTES
     assert (silent.moment, watched.moment, watched.outside_bytes) == ("training", "verification", 0)
@@ -652,7 +651,7 @@ def test_a_verified_layer_runs_eagerly_beside_copies_of_what_all_layers_got_and_
     watched, silent = dropless_peak(watched=True), dropless_peak()
     assert watched.moment == "verification"
     (stage,) = stages(LARGE, pipeline_size=1, num_chunks=1)
-    found = stage_parameters(LARGE, stage, LARGE.vocab_size)
+    found = stage_parameters(LARGE, stage)
     largest = 4 * max(found.largest, WATCHED_BYTES // 4)
     compared = WATCHED_COPIES * min(4 * (found.dense - found.outside + found.experts), largest)
     inside, _ = layers_around_router(LARGE, 1)
@@ -892,7 +891,7 @@ def test_a_slot_of_the_built_in_tables_model_is_predicted_within_a_twentieth():
     measured = built_in_costs("transformer_engine", 4096)
     sizes = measured.model
     model = like(num_layers=sizes.layers, hidden_size=sizes.hidden, num_attention_heads=sizes.heads)
-    assert slot_bytes(model, run_of(), 4096) == pytest.approx(measured.slot_bytes, rel=0.05)
+    assert pool_bytes(model, run_of(), 4096) == pytest.approx(measured.slot_bytes, rel=0.05)
 
 
 def test_measured_rows_were_compared():

@@ -216,10 +216,16 @@ def megatron_steps(documents, values: TrainingSettings) -> list[list[list[list[i
     return result
 
 
+def balance(documents, settings):
+    """The packs of `dp_balanced`, and the micro-batches of one rank in every step."""
+    packing = dp_balanced(documents, settings)
+    return packing.rows, packing.num_microbatches
+
+
 class TestDpBalanced:
     def test_by_hand(self):
         documents = np.array([4, 4, 4, 4, 9, 2, 2, 2, 1], dtype=np.int32)
-        rows, microbatches = dp_balanced(documents, settings=dp_settings(global_batch_size=4, data_parallel_size=2))
+        rows, microbatches = balance(documents, settings=dp_settings(global_batch_size=4, data_parallel_size=2))
         # step 0: ranks 0 and 1 hold documents 0, 2 and 1, 3; step 1: 9, 2 and 2, 2
         assert rows_of(rows) == [[4, 4], [4, 4], [9], [2, 2, 2]]
         assert microbatches.tolist() == [1, 1]
@@ -227,7 +233,7 @@ class TestDpBalanced:
 
     def test_gives_documents_away_until_the_ranks_are_even(self):
         documents = np.array([3, 3, 3, 3], dtype=np.int32)
-        rows, microbatches = dp_balanced(
+        rows, microbatches = balance(
             documents, settings=dp_settings(seq_length=12, global_batch_size=4, data_parallel_size=4)
         )
         assert rows_of(rows) == [[3], [3], [3], [3]]
@@ -243,7 +249,7 @@ class TestDpBalanced:
         ],
     )
     def test_packs_are_a_multiple_of_the_ranks_and_the_micro_batch_group(self, virtual, group, expected):
-        rows, microbatches = dp_balanced(
+        rows, microbatches = balance(
             np.full(44, 5, dtype=np.int32),
             settings=dp_settings(
                 global_batch_size=44,
@@ -268,7 +274,7 @@ class TestDpBalanced:
                     dp_balanced(documents, settings=values)
                 stopped += 1
                 continue
-            rows, microbatches = dp_balanced(documents, settings=values)
+            rows, microbatches = balance(documents, settings=values)
             assert rows_of(rows) == [pack for rank in case["packs_by_rank"] for pack in rank]
             assert microbatches.tolist() == [len(case["packs_by_rank"][0])]
             compared += rows.num_rows()
@@ -300,7 +306,7 @@ class TestDpBalanced:
                 with pytest.raises(DataError, match=r"step \d+: its \d+ documents cannot be spread"):
                     dp_balanced(documents, settings=values)
                 continue
-            rows, microbatches = dp_balanced(documents, settings=values)
+            rows, microbatches = balance(documents, settings=values)
             assert rows_of(rows) == [pack for step in expected for rank in step for pack in rank]
             assert microbatches.tolist() == [len(step[0]) for step in expected]
             compared += rows.num_rows()

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from support.sample_files import write_index, write_lines
 
-from thdprof.analyze.settings.launch_flags import find_refusals
+from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolved_model import read_model_file
 from thdprof.plan import OffloadPart, load_plan
 
@@ -197,7 +197,7 @@ def test_what_a_recipe_offloads_is_held_against_the_plan(thdprof, documents, tmp
     plan = load_plan(file)
     offload = OffloadPart(modules=["core_attn"])
     offloading = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"offload": offload})})
-    lines, _ = find_refusals(offloading, script=None, recipe=read_model_file(recipe).config)
+    lines, _ = Request(given={}, recipe=read_model_file(recipe).config).find_refusals(offloading)
     assert lines == ["graphs.offload: it was not checked with FP8 or FP4; set it to null"]
 
 

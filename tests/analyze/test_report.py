@@ -356,7 +356,7 @@ def test_dynamic_context_parallelism(tmp_path):
     )  # fmt: skip
     assert len({b.cp_size for b in report.plan.graphs.buckets}) > 1
     assert [figure(report, report.default_cap).id for figure in figures.ALL] == IDS
-    assert re.search(r"documents?, 4 ranks \d", figures.choice(report, 4).alt)
+    assert re.search(r"documents?, 4 ranks: \d", figures.choice(report, 4).alt)
 
 
 def test_drawings_are_the_same_bytes_and_carry_no_colour_of_ink(made):

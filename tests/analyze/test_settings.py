@@ -6,7 +6,6 @@ import pytest
 
 from thdprof.analyze import analyze_dataset
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
-from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.errors import DataError, UsageError
 from thdprof.training.pipeline_slots import slots
@@ -82,11 +81,17 @@ def test_packs_tell_their_own_size_and_may_not_exceed_another(tmp_path):
         analyze_dataset(packs, seq_length=2048)
 
 
-def test_limits_are_checked():
-    with pytest.raises(UsageError, match="--buckets 0"):
-        Limits(num_buckets=0)
-    with pytest.raises(UsageError, match="--max-fallback-rate 5"):
-        Limits(max_fallback_rate=5)
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"buckets": 0}, "--buckets 0: must be a whole number of at least 1"),
+        ({"max_fallback_rate": 5}, "--max-fallback-rate 5: must be a share"),
+        ({"graph_memory_bytes": -1}, "graph-memory-gib .*: must be a number of GiB from 0"),
+    ],
+)
+def test_limits_are_checked(limit, message):
+    with pytest.raises(UsageError, match=message):
+        analyze_dataset([[8, 8]], **limit)
 
 
 def test_the_group_size_of_the_interleaved_schedule():

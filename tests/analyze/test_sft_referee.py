@@ -7,22 +7,16 @@ from itertools import product
 
 import numpy as np
 import pytest
-from support import conversations, warm_tokenizer
+from support import conversations
 
 from thdprof.analyze.schedule.replay import replay
 from thdprof.analyze.sources import read_dataset
 
 sft = pytest.importorskip("support.sft_referee")
 referee = pytest.importorskip("support.megatron_referee")
-pytestmark = pytest.mark.referee
+pytestmark = [pytest.mark.referee, pytest.mark.usefixtures("warm_tokenizer")]
 
 FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _counted_at_once():
-    with warm_tokenizer.counting():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -35,8 +35,8 @@ def draw(rng: np.random.Generator, ranks: int) -> tuple[list[int], int]:
 def by_rank(documents: list[int], **values) -> list[list[list[list[int]]]]:
     """The packs of every step and rank."""
     settings = TrainingSettings(loader="single", **values)
-    packing, counts = pack_steps(np.array(documents, dtype=np.int32), settings)
-    rows = packing.rows
+    packing = pack_steps(np.array(documents, dtype=np.int32), settings)
+    rows, counts = packing.rows, packing.num_microbatches
     packs = iter([part.tolist() for part in np.split(rows.document_tokens, rows.row_offsets[1:-1])])
     ranks = range(settings.data_parallel_size)
     return [[[next(packs) for _ in range(count)] for _ in ranks] for count in counts.tolist()]

@@ -19,7 +19,7 @@ from thdprof.analyze.predictions import Times
 from thdprof.analyze.report.analysis import to_dict, verdict_sentence
 from thdprof.analyze.times import answer
 from thdprof.analyze.times.answer import find_worth
-from thdprof.analyze.times.decoder import Decoder, round_documents
+from thdprof.analyze.times.decoder import Decoder, Work, round_documents
 from thdprof.analyze.times.gpus import GPUS, find_gpu
 from thdprof.analyze.times.modelled_costs import LAUNCHES, STATED, HostRate, ModelledTimes
 from thdprof.errors import UsageError
@@ -65,7 +65,7 @@ def model_of(row: dict[str, Any]) -> Model:
 
 
 def decoder_ms(model: Model, gpu: str = "h200", **work: Any) -> float:
-    return Decoder(model, GPUS[gpu]).time(**{"tokens": 4096, "squared": 2.0e6, "max_seqs": 64, **work}).replay_ms
+    return Decoder(model, GPUS[gpu]).time(Work(**{"tokens": 4096, "squared": 2.0e6, "max_seqs": 64, **work})).replay_ms
 
 
 def test_modelled_replays_lie_near_the_measured_rows():
@@ -92,9 +92,11 @@ def test_measured_eager_times_lie_in_the_modelled_range():
     inside = 0
     for row in rows:
         time = Decoder(model_of(row), GPUS["h200"]).time(
-            tokens=row["batch"]["tokens"],
-            squared=float(sum(n * n for n in row["lengths"])),
-            max_seqs=row["batch"]["documents"],
+            Work(
+                tokens=row["batch"]["tokens"],
+                squared=float(sum(n * n for n in row["lengths"])),
+                max_seqs=row["batch"]["documents"],
+            )
         )
         low, _, high = STATED.eager_ms(time)
         inside += low * 0.99 <= row["eager_queued_ms"] <= high
@@ -130,7 +132,7 @@ def test_sharing_a_layer_over_ranks_shortens_it_and_adds_communication():
     shared = replace(LLAMA, tensor_model_parallel_size=4, sequence_parallel=True)
 
     def time_of(model, gpu=GPUS["h100"]):
-        return Decoder(model, gpu).time(tokens=4096, squared=2e6, max_seqs=64)
+        return Decoder(model, gpu).time(Work(tokens=4096, squared=2e6, max_seqs=64))
 
     time, alone, slow = time_of(shared), time_of(LLAMA), replace(GPUS["h100"], link_gbps=10)
     assert alone.gpu_ms / 4 < time.gpu_ms < alone.gpu_ms / 2
@@ -142,8 +144,8 @@ def test_sharing_a_layer_over_ranks_shortens_it_and_adds_communication():
 def test_a_pipeline_rank_runs_its_share_of_the_layers():
     half = Decoder(QWEN, GPUS["h100"], pipeline_size=2)
     assert half.num_layers == 14
-    assert half.time(tokens=4096, squared=2e6, max_seqs=64).gpu_ms == pytest.approx(
-        Decoder(QWEN, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=64).gpu_ms / 2
+    assert half.time(Work(tokens=4096, squared=2e6, max_seqs=64)).gpu_ms == pytest.approx(
+        Decoder(QWEN, GPUS["h100"]).time(Work(tokens=4096, squared=2e6, max_seqs=64)).gpu_ms / 2
     )
 
 
@@ -178,7 +180,7 @@ def test_the_ends_of_a_pipeline_share_the_launches_outside_the_decoder():
     model = replace(QWEN, vocab_size=None)
     whole, end = times_outside(model)[1], times_outside(model, pipeline_parallel_size=2)[1]
     assert end == pytest.approx(whole / 2)
-    layer = Decoder(model, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    layer = Decoder(model, GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))
     predicting = times_outside(replace(model, mtp_num_layers=1), pipeline_parallel_size=2)[1]
     assert predicting == pytest.approx(whole / 2 + whole + layer.gpu_ms / model.num_layers)
 
@@ -193,8 +195,8 @@ def test_the_longest_stage_of_a_pipeline_is_modelled_wherever_it_is(pattern: str
     experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 768}
     model = replace(QWEN, hybrid_layer_pattern=pattern, num_layers=8, **experts)
     work = {"tokens": 4096, "squared": 2e6, "max_seqs": 12}
-    half = Decoder(model, GPUS["h200"], pipeline_size=2).time(**work)
-    assert half.expert_launches == Decoder(model, GPUS["h200"]).time(**work).expert_launches > 0
+    half = Decoder(model, GPUS["h200"], pipeline_size=2).time(Work(**work))
+    assert half.expert_launches == Decoder(model, GPUS["h200"]).time(Work(**work)).expert_launches > 0
 
 
 DROPLESS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 768}
@@ -234,15 +236,18 @@ def test_replays_of_multi_token_prediction_take_longer_with_the_cap_as_the_decod
 
 
 def test_adapters_are_launched_in_eager_layers_and_with_the_experts():
-    plain = Decoder(QWEN, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
-    adapted = Decoder(replace(QWEN, lora_dim=16), GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    plain = Decoder(QWEN, GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))
+    adapted = Decoder(replace(QWEN, lora_dim=16), GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))
     assert adapted.launches == plain.launches + 28 * 4 * 13
     assert plain.gpu_ms < adapted.gpu_ms < 1.5 * plain.gpu_ms
     some = replace(QWEN, lora_dim=16, lora_target_modules=("linear_qkv",))
-    assert Decoder(some, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12).launches == plain.launches + 28 * 13
+    assert (
+        Decoder(some, GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12)).launches
+        == plain.launches + 28 * 13
+    )
     experts = replace(QWEN, num_experts=8, moe_router_topk=2)
     of_experts = [
-        Decoder(model, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12).expert_launches
+        Decoder(model, GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12)).expert_launches
         for model in (experts, replace(experts, lora_dim=16))
     ]
     assert of_experts[1] == of_experts[0] + 28 * 2 * 13
@@ -250,7 +255,7 @@ def test_adapters_are_launched_in_eager_layers_and_with_the_experts():
 
 def test_eager_time_is_the_larger_of_the_gpus_and_the_hosts():
     host = HostRate(low_us=10.0, high_us=200.0, basis="")
-    small = Decoder(QWEN, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    small = Decoder(QWEN, GPUS["h100"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))
     low, _, high = host.eager_ms(small)
     assert low == small.gpu_ms
     assert high == pytest.approx(host.launch_ms(small)[1], rel=0.01)
@@ -259,7 +264,7 @@ def test_eager_time_is_the_larger_of_the_gpus_and_the_hosts():
 def test_fp8_launches_more_and_computes_less():
     eight = replace(LLAMA, fp8_recipe="tensorwise")
     work = {"tokens": 4096, "squared": 2e6, "max_seqs": 12}
-    plain, quantized = (Decoder(model, GPUS["h200"]).time(**work) for model in (LLAMA, eight))
+    plain, quantized = (Decoder(model, GPUS["h200"]).time(Work(**work)) for model in (LLAMA, eight))
     assert quantized.gpu_ms < plain.gpu_ms
     assert quantized.launches + quantized.light_launches > plain.launches + plain.light_launches
 
@@ -371,10 +376,10 @@ def test_experts_without_gates_are_modelled_with_what_is_not_fused_of_them(gpu, 
         num_layers=12, hidden_size=1024, ffn_hidden_size=2048, num_attention_heads=16, num_experts=8,
         moe_router_topk=2, moe_expert_capacity_factor=1.25, hidden_dropout=0.0,
     )  # fmt: skip
-    modelled_ms = Decoder(model, GPUS[gpu]).time(tokens=4096, squared=2e6, max_seqs=24).replay_ms
+    modelled_ms = Decoder(model, GPUS[gpu]).time(Work(tokens=4096, squared=2e6, max_seqs=24)).replay_ms
     assert all(0.9 < modelled_ms / ms < 1.1 for ms in measured_ms)
     gated = replace(model, gated_linear_unit=True, add_bias_linear=False)
-    fused = Decoder(replace(gated, ffn_hidden_size=1365), GPUS[gpu]).time(tokens=4096, squared=2e6, max_seqs=24)
+    fused = Decoder(replace(gated, ffn_hidden_size=1365), GPUS[gpu]).time(Work(tokens=4096, squared=2e6, max_seqs=24))
     assert fused.replay_ms < 0.85 * modelled_ms  # as many weights
 
 

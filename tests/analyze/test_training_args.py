@@ -170,6 +170,7 @@ def test_the_state_follows_the_dtype_that_trl_loads_weights_in(thdprof, tmp_path
     assert "variable-length attention takes no float32" in json.loads(done.stdout)["refused"][0]
 
 
+@pytest.mark.usefixtures("warm_tokenizer")
 def test_a_sweep_reads_arguments_and_text_as_an_analysis_does(thdprof, tmp_path, arguments):
     tokenizer = conversations.write_tokenizer(tmp_path / "tokenizer")
     data = conversations.write_lines(tmp_path / "chat.jsonl", conversations.lines(np.random.default_rng(3), 40))

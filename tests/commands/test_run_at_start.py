@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import pytest
-from support.paths import ROOT
 
 pytest.importorskip("torch")
+
+from support.rank_processes import printed_by_ranks
 
 from thdprof import run
 from thdprof.analyze.sources.demo import write_demo
@@ -151,22 +153,25 @@ def test_a_gpu_is_looked_up_in_another_process(tmp_path, monkeypatch, ends, foun
     assert LOOK(2) == found
 
 
-RANK = """
-import sys
-from contextlib import contextmanager
-from thdprof import run
-from thdprof.runtime import startup
-from thdprof.runtime.megatron.trainers import megatron_lm
-free = float(sys.argv.pop(1))
-startup.find_device_apart = lambda index: startup.Device("NVIDIA H100 80GB HBM3", int(free * 2**30), 0, 79 * 2**30)
-run._find_unserved_packages = lambda options: []
-@contextmanager
-def following(plan, **options):
-    print("follows", plan.training.data_parallel_size)
-    yield
-megatron_lm.following = following
-sys.exit(run.main(sys.argv[1:]))
-"""
+def train_as_rank(free, command, rank, world, store):
+    """`thdprof.run` on a rank whose GPU has so many GiB free; its errors go to a file beside its output."""
+    from thdprof.runtime.megatron.trainers import megatron_lm
+
+    @contextmanager
+    def following(plan, **options):
+        print("follows", plan.training.data_parallel_size)
+        yield
+
+    host, port = "127.0.0.1", store.rpartition("-")[2]
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    startup.find_device_apart = lambda index: startup.Device(H100.name, free[rank] * GIB, 0, 79 * GIB)
+    mock.patch.object(run, "_find_unserved_packages", return_value=[]).start()
+    megatron_lm.following = following
+    with open(f"{store}-{rank}.err", "w") as errors:
+        os.dup2(errors.fileno(), 2)
+        assert run.main(command) == 0
+        sys.stdout.flush()
 
 
 MEETS = """
@@ -180,23 +185,16 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("free", "follows"), [((79, 79), True), ((79, 1), False)])
-def test_two_ranks_do_the_same_and_the_least_memory_counts(script, arguments, free, follows):
+def test_two_ranks_do_the_same_and_the_least_memory_counts(script, arguments, free, follows, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        store = tmp_path / f"ranks-{probe.getsockname()[1]}"
     script.write_text(script.read_text() + MEETS)
-    ranks = []
-    for rank, gib in enumerate(free):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-        command = [sys.executable, "-c", RANK, str(gib), str(script), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
-    ended = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
-    assert [code for *_, code in ended] == [0, 0], ended
-    assert ["follows 2\n" in out for out, *_ in ended] == [follows, follows]
-    assert all(out.endswith("ran --num-layers 24\nmeets 2\n") for out, *_ in ended)
-    told = [[line for line in errors.splitlines() if line.startswith("thdprof.run: ")] for _, errors, _ in ended]
+    ended = printed_by_ranks(partial(train_as_rank, free, [str(script), *arguments]), 2, store)
+    assert ["follows 2\n" in out for out in ended] == [follows, follows]
+    assert all(out.endswith("ran --num-layers 24\nmeets 2\n") for out in ended)
+    errors = [store.with_name(f"{store.name}-{rank}.err").read_text() for rank in range(2)]
+    told = [[line for line in lines.splitlines() if line.startswith("thdprof.run: ")] for lines in errors]
     assert [len(lines) for lines in told] == [1, 0]
     if not follows:
         assert "rank 1: too little memory: the plan needs " in told[0][0]

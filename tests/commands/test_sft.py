@@ -10,8 +10,9 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import yaml
-from support import conversations, warm_tokenizer
+from support import conversations
 from support.command import run_in_process
+from support.warm_tokenizer import counting
 
 from thdprof.plan import load_plan
 from thdprof.run import compared
@@ -35,13 +36,6 @@ def run(tmp_path_factory):
     conversations.write_tokenizer(directory / "tokenizer")
     write_script(directory)
     return directory
-
-
-@pytest.fixture
-def warm():
-    """Counts tokens in forked processes; other tests start the program, as users do."""
-    with warm_tokenizer.counting():
-        yield
 
 
 def write_script(directory, *, name="run.sh", **changed):
@@ -79,7 +73,7 @@ def test_the_very_command_line_is_analysed(thdprof, run, tmp_path):
     assert json.loads(checked.stdout)["microbatches"] == {"planned": 20, "now": 20}
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_tokenizer")
 def test_settings_give_the_tokenizer_where_no_script_does(thdprof, run, tmp_path):
     settings = tmp_path / "settings.yaml"
     settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\nseq_length: 256\nsplit: '1,0,0'\n")
@@ -89,7 +83,7 @@ def test_settings_give_the_tokenizer_where_no_script_does(thdprof, run, tmp_path
     assert (found["dataset"]["format"], found["exact"], found["microbatches"]) == ("megatron-sft", True, 40)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_tokenizer")
 def test_a_directory_of_conversations_is_recognised(thdprof, run, tmp_path):
     settings = tmp_path / "settings.yaml"
     settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\nformat: megatron-sft\n")
@@ -116,13 +110,13 @@ def test_a_directory_of_conversations_is_recognised(thdprof, run, tmp_path):
         ({"seq_length": 250, "context_parallel_size": 2, "micro_batch_size": 1}, 2, "it must be a multiple of 4"),
     ],
 )
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_tokenizer")
 def test_what_cannot_be_tokenised_is_said(thdprof, run, changed, code, said):
     script = write_script(run, name="other.sh", **changed)
     assert said in one_line_error(thdprof("analyze", "--megatron-args", script), code=code)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_tokenizer")
 def test_a_tokenizer_without_the_padding_token_stops_training(thdprof, run, tmp_path):
     tokenizer = conversations.write_tokenizer(tmp_path / "tokenizer", special=("</s>",))
     script = write_script(run, name="other.sh", tokenizer_model=tokenizer)
@@ -139,7 +133,7 @@ def test_a_missing_package_is_named_with_its_extra(thdprof, run, tmp_path, monke
     assert said.endswith("the package transformers is not installed: pip install '.[sft]' in a checkout of thdprof\n")
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_tokenizer")
 def test_lines_that_are_no_conversations_are_refused(thdprof, run, tmp_path):
     settings = tmp_path / "settings.yaml"
     settings.write_text(f"tokenizer_model: {run / 'tokenizer'}\nformat: megatron-sft\n")
@@ -171,7 +165,7 @@ def test_analysis_imports_no_torch_for_conversations(run):
 @pytest.fixture(scope="module")
 def plan(run, tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
-    with warm_tokenizer.counting():
+    with counting():
         assert run_in_process("analyze", "--megatron-args", run / "run.sh", "-o", path).returncode == 0
     return load_plan(path)
 

@@ -18,7 +18,12 @@ import yaml
 from support import conversations
 from support.kept_shards import change_kept
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="text needs transformers")
+from thdprof.analyze.sources import trl_text
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="text needs transformers"),
+    pytest.mark.usefixtures("warm_tokenizer"),
+]
 
 
 def one_line_error(done, *, code):
@@ -236,6 +241,7 @@ def test_text_without_a_tokenizer_names_the_option(thdprof, tmp_path):
 def test_the_extra_is_named_where_it_is_missing(thdprof, data, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(trl_text, "subprocess", subprocess)  # the program as users start it
     error = one_line_error(thdprof("analyze", data, "--packer", "bfd", "--tokenizer", tokenizer), code=2)
     assert "the package transformers is not installed: pip install '.[sft]'" in error
 

@@ -30,10 +30,10 @@ def test_two_runs_become_a_table_of_their_model(tmp_path):
     flags = shlex.split(f"{SMALL} {COMMON} {NO_DROPOUT} --train-iters 30 --eval-interval 1000 --eval-iters 0")
     flags += ["--data-path", str(tmp_path / "documents")]
     plan = plan_of(flags, tmp_path, "plan", caps=(0.5, 0.95))
-    files = [tmp_path / "on.jsonl", tmp_path / "off.jsonl"]
+    files = [tmp_path / f"{name}.jsonl" for name in ("on", "off")]
     script = Path(os.environ["MEGATRON_LM"]).resolve() / "pretrain_gpt.py"
-    for file, replay in zip(files, (True, False), strict=True):
-        ran = script_run(script, flags, plan=plan, replay=replay, stats=file)
+    for file in files:
+        ran = script_run(script, flags, tmp_path, file.stem, plan=plan, replay=file.stem == "on")
         assert ran.code == 0, ran.log[-3000:]
     table = tmp_path / "costs.yaml"
     command = [sys.executable, "-m", "thdprof", "calibrate", *(f"--stats={file}" for file in files), "-o", str(table)]

@@ -53,6 +53,7 @@ def split_rows(rows) -> Counter:
 
 
 @pytest.mark.referee
+@pytest.mark.usefixtures("warm_tokenizer")
 @pytest.mark.parametrize("seed", range(5))
 def test_documents_of_text_are_those_that_trl_packs(seed, tmp_path):
     datasets.disable_progress_bars()
@@ -116,7 +117,7 @@ def test_rows_of_tokens_are_those_that_trl_packs(kind, tmp_path, monkeypatch):
     assert split_rows(table.to_pylist()) == expected
     assert sum(expected.values()) == 299
     assert pq.ParquetFile(output).num_row_groups > 3
-    assert result.notes == (
+    assert result.packs.documents.notes == (
         "1 document without a token to train on left out",
         "1 document longer than 64 tokens cut to that",
     )
@@ -141,7 +142,7 @@ def test_tokens_of_a_megatron_dataset_are_written(tmp_path, monkeypatch):
         written.update(tuple(part.tolist()) for part in np.split(row["input_ids"], np.cumsum(row["seq_lengths"])[:-1]))
     assert written == pieces
     assert sum(written.values()) > 4000
-    assert any("documents longer than 512 tokens split" in note for note in result.notes)
+    assert any("documents longer than 512 tokens split" in note for note in result.packs.documents.notes)
     with pytest.raises(UsageError, match="--to trl needs text or input_ids, and this is bridge: give --to index"):
         pack(demo.bridge, tmp_path / "other.parquet")
     assert not (tmp_path / "other.parquet").exists()

@@ -98,7 +98,7 @@ def test_rows_of_tokens_are_those_that_bridge_packs(masked, tmp_path):
     assert sum(documents(theirs).values()) > 350
     num_long = sum(len(row) > 65 for row in rows)
     assert num_long > 0
-    assert result.notes == (
+    assert result.packs.documents.notes == (
         "2 documents without a token to train on left out",
         f"{num_long} documents longer than 64 tokens left out",
     )

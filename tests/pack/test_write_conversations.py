@@ -17,7 +17,7 @@ from thdprof.pack import write
 from thdprof.pack.repack import plan_packs, repack
 
 sft = pytest.importorskip("support.sft_referee")
-pytestmark = pytest.mark.referee
+pytestmark = [pytest.mark.referee, pytest.mark.usefixtures("warm_tokenizer")]
 SEQ_LENGTH = 128
 
 
@@ -80,7 +80,7 @@ def test_conversations_keep_their_tokens_and_lines_their_order(context_parallel_
     old = samples(apart, 151)  # each alone, cut as training cuts it
     assert trained(new) == trained(old)
     assert packs < 100
-    assert result.notes == ("2 documents longer than 128 tokens cut to that",)
+    assert result.packs.documents.notes == ("2 documents longer than 128 tokens cut to that",)
     counts = [len(np.unique(item["cu_seqlens"].numpy())) - 1 for item in new]
     assert counts == np.diff(result.packs.offsets).tolist()
     request = read_request(
@@ -97,7 +97,7 @@ def test_conversations_keep_their_tokens_and_lines_their_order(context_parallel_
     )
     found = analyze(request)
     assert found.microbatches.exact
-    assert found.n_seqs == result.after.documents
+    assert found.n_seqs == result.after.analysis.n_seqs
     _, plan = plan_packs(result, output)
     assert plan.microbatches.n_seqs == found.n_seqs
     assert plan.training.split == "100,0,0"
@@ -106,7 +106,7 @@ def test_conversations_keep_their_tokens_and_lines_their_order(context_parallel_
 def test_only_the_training_split_is_packed(chat, tokenizer, tmp_path):
     result = pack(chat, tmp_path / "packs.jsonl", tokenizer, split="50,50,0")
     assert result.packs.documents.row.max() == 74
-    assert "--split 50,50,0: only rows of the training split are packed" in result.notes
+    assert "--split 50,50,0: only rows of the training split are packed" in result.packs.documents.notes
 
 
 def test_conversations_that_would_run_together_are_refused(tokenizer, tmp_path):

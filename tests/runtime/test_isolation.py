@@ -27,8 +27,7 @@ from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack, verify_isolation  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
-from thdprof.runtime.isolation.result import Region  # noqa: E402
-from thdprof.runtime.isolation.verify import regions_of, rounds  # noqa: E402
+from thdprof.runtime.isolation import Region, regions_of, rounds  # noqa: E402
 from thdprof.runtime.padding import Boundaries, pad_cu_seqlens  # noqa: E402
 from thdprof.runtime.stack import PackedStack  # noqa: E402
 
@@ -189,7 +188,8 @@ def test_a_leak_of_the_padded_form_alone_is_found(x):
     assert found.leak.mode == "padded"
     assert [check.mode for check in found.checks] == ["eager", "padded"]
     assert verify_isolation(WrongWhenPadded(), pack(BOUNDS), x, modes=["eager"])
-    assert verify_isolation(WrongWhenPadded(), pack(BOUNDS), x, bucket=Bucket(4, TOKENS, TOKENS))  # nothing to pad
+    exact = GraphedModule(WrongWhenPadded().train(), [Bucket(4, TOKENS, TOKENS)])  # nothing to pad
+    assert verify_isolation(exact, pack(BOUNDS), x)
 
 
 class OneMovesOne(Attention):
@@ -310,9 +310,11 @@ def test_the_tail_is_what_the_policy_makes_of_it(x, policy, expected):
         def forward(self, x, packed):
             return super().forward(x, packed) + nn.functional.pad(x[-1:], (0, 0, 0, len(x) - 1))
 
-    assert verify_isolation(Attention(), pack([0, 5, 15]), x, tail_policy=policy)
-    wrapped = GraphedModule(TailMoves(), [Bucket(6, TOKENS, TOKENS)], tail_policy=policy)
-    leak = verify_isolation(wrapped, pack([0, 5, 15]), x).leak
+    kept, moving = (
+        GraphedModule(module, [Bucket(6, TOKENS, TOKENS)], tail_policy=policy) for module in (Attention(), TailMoves())
+    )
+    assert verify_isolation(kept, pack([0, 5, 15]), x)
+    leak = verify_isolation(moving, pack([0, 5, 15]), x).leak
     assert [str(source) for source in leak.sources] == [expected[-1]]
     assert leak.document == 0
 
@@ -420,7 +422,8 @@ def test_a_tensor_that_all_documents_share_is_left_alone(x):
 
     table = torch.rand(TOKENS, HIDDEN) + 0.5
     assert not verify_isolation(Rotated(), pack(BOUNDS), x, table)
-    assert verify_isolation(Rotated(), pack(BOUNDS), x, table, shared=[1])
+    module = Rotated()
+    assert verify_isolation(module, pack(BOUNDS), x, call=lambda given, packed: module(*given, table, packed))
 
 
 def test_half_precision_double_precision_and_autocast(x):
@@ -499,11 +502,8 @@ def changes_its_shape(x, seen):
         ({"token_dim": 2}, ValueError, "token_dim 2: the first tensor has shape (24, 8)"),
         ({"modes": ["quickly"]}, ValueError, "modes ['quickly']: give some of eager, padded, replayed, or None"),
         ({"modes": []}, ValueError, "modes []: give some of"),
-        ({"shared": [1]}, ValueError, "shared [1]: there are 1 tensors, counted from 0"),
-        ({"shared": [0]}, ValueError, "none of the 1 tensors can be perturbed"),
+        ({"tensors": (torch.ones(TOKENS, dtype=int),)}, ValueError, "none of the 1 tensors can be perturbed"),
         ({"tolerance": -1.0}, ValueError, "tolerance -1.0: must not be negative"),
-        ({"bucket": Bucket(3, TOKENS, TOKENS)}, ValueError, "4 documents, the largest bucket holds 3"),
-        ({"bucket": Bucket(8, 6, TOKENS)}, ValueError, "a document of 9 tokens among 4"),
         ({"call": lambda tensors, packed: 3}, TypeError, "the module returned no tensor: give call="),
         (
             {"call": lambda tensors, packed: tensors[0].sum()},

@@ -309,7 +309,7 @@ def graphs_of(block, engine=None, *, num_slots=2, **options):
     decoder, engine = Decoder(block), engine or FakeEngine()
     engine.block = block
     run = LayerGraphs(decoder, BUCKETS, num_slots=num_slots, make=engine, sample_every=0, **options)
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    decoder.attach(run, cp_size=1)
     return run
 
 

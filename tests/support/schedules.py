@@ -12,7 +12,8 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources.base import Dataset, PackedRows
-from thdprof.training import Attention, TrainingSettings
+from thdprof.analyze.times.memory import slot_bytes
+from thdprof.training import Attention, Model, TrainingSettings
 
 
 def schedule(content, **given):
@@ -81,3 +82,9 @@ def write_own_costs(directory: Path, *, n_tokens: int = 64, attention: Attention
     own = built_in_costs(attention, n_tokens).model_copy(update={"calibrated": True})
     path.write_text(own.model_dump_json(by_alias=True))
     return path
+
+
+def pool_bytes(model: Model, settings: TrainingSettings, n_tokens: int, **fields) -> int:
+    """The memory of one slot of `model` with one bucket."""
+    table = make_table([1], ranks=1, num_microbatches=1)
+    return slot_bytes(analyzed_run(table, settings, n_tokens=n_tokens, model=model, **fields))

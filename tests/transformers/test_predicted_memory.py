@@ -10,12 +10,12 @@ pytest.importorskip("torch")
 pytest.importorskip("trl", reason="needs the extra transformers")
 
 import torch
+from support.schedules import pool_bytes
 from support.trl_training import small_model
 
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.memory import (
     cast_bytes,
-    slot_bytes,
     trainer_loss_bytes,
     trainer_state_bytes,
     transformers_tensors,
@@ -118,8 +118,8 @@ def test_layers_with_experts_save_what_is_predicted(family, monkeypatch):
 def test_a_graph_holds_the_gradient_of_all_experts_first_weights_of_one_layer():
     shape = replace(SHAPE, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=16)
     settings = settings_of_trainer(experts="dropless")
-    trained, frozen = (slot_bytes(model, settings, 4096) for model in (shape, replace(shape, lora_dim=4)))
-    alone = slot_bytes(shape, settings_of_trainer(), 4096)
+    trained, frozen = (pool_bytes(model, settings, 4096) for model in (shape, replace(shape, lora_dim=4)))
+    alone = pool_bytes(shape, settings_of_trainer(), 4096)
     assert trained - alone == 6 * 2 * 16 * 32 * 2
     assert frozen < alone
 
@@ -135,16 +135,16 @@ def test_checkpointing_keeps_the_inputs_of_layers_alone():
     first, *others = transformers_tensors(recomputed, "attention+mlp")
     assert (first.bytes_per_token, first.recomputed) == (2 * 32, False)
     assert all(one.recomputed for one in others)
-    assert slot_bytes(recomputed, settings_of_trainer(), 4096) < slot_bytes(SHAPE, settings_of_trainer(), 4096)
+    assert pool_bytes(recomputed, settings_of_trainer(), 4096) < pool_bytes(SHAPE, settings_of_trainer(), 4096)
 
 
 def test_the_state_is_that_of_weights_in_their_dtype_and_of_float32_adapters():
-    parameters = stage_parameters(SHAPE, stages(SHAPE, pipeline_size=1, num_chunks=1)[0], 64)
+    parameters = stage_parameters(SHAPE, stages(SHAPE, pipeline_size=1, num_chunks=1)[0])
     assert trainer_state_bytes(SHAPE, parameters) == (8 * parameters.dense, 4 * parameters.dense)
     by_autocast = replace(SHAPE, autocast=True)
     assert trainer_state_bytes(by_autocast, parameters) == (16 * parameters.dense, 8 * parameters.dense)
     adapted = replace(SHAPE, lora_dim=4)
-    parameters = stage_parameters(adapted, stages(adapted, pipeline_size=1, num_chunks=1)[0], 64)
+    parameters = stage_parameters(adapted, stages(adapted, pipeline_size=1, num_chunks=1)[0])
     state, moments = trainer_state_bytes(adapted, parameters)
     assert (state, moments) == (2 * parameters.dense + 16 * parameters.adapters, 8 * parameters.adapters)
     assert trainer_loss_bytes(SHAPE, 64, 100) - trainer_loss_bytes(adapted, 64, 100) == 64 * 32 * 6

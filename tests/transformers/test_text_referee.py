@@ -10,7 +10,7 @@ pytest.importorskip("trl", reason="needs the extra transformers")
 
 from support.trl_text import compare
 
-pytestmark = pytest.mark.referee
+pytestmark = [pytest.mark.referee, pytest.mark.usefixtures("warm_tokenizer")]
 
 
 @pytest.mark.parametrize("seed", range(8))  # more of them: tests/support/trl_text.py

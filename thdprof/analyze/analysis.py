@@ -186,7 +186,6 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
 
 
 def _captured(analysis: Analysis) -> str:
-    """What the plan captures, or why nothing."""
     if not analysis.recommendation.buckets:
         text = sentence(analysis)
         return f"{text[0].lower()}{text[1:]}"
@@ -278,16 +277,8 @@ def analyze(
     return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
 
 
-def read_showing(
-    locations: Sequence[str],
-    *,
-    format: str,
-    settings: Mapping[str, Any],
-    cache: Path | None,
-    engine: str,
-    progress: Progress,
-) -> tuple[Dataset, Progress]:
-    """Read a dataset as `read_dataset` does, and show how far that is; also `progress` of what remains.
+def read_showing(locations: Sequence[str], progress: Progress, **how: Any) -> tuple[Dataset, Progress]:
+    """Read a dataset as `read_dataset` does by `how`, and show how far that is; also `progress` of what remains.
 
     Raises:
         DataError, UsageError: as for `read_dataset`.
@@ -300,20 +291,14 @@ def read_showing(
         counted = _COUNTED_SHARE * done
         progress(stage, counted, documents)
 
-    dataset = read_dataset(locations, format=format, settings=settings, cache=cache, engine=engine, tick=tick)
+    dataset = read_dataset(locations, tick=tick, **how)
     return dataset, lambda stage, done, documents: progress(stage, counted + (1 - counted) * done, documents)
 
 
 def read_requested(request: Request, progress: Progress) -> tuple[Dataset, Progress]:
     """The dataset of a request, as `read_showing` reads it."""
-    return read_showing(
-        request.locations,
-        format=request.format,
-        settings=request.given,
-        cache=request.cache,
-        engine=request.engine,
-        progress=progress,
-    )
+    how = {name: getattr(request, name) for name in ("format", "cache", "engine")}
+    return read_showing(request.locations, progress, settings=request.given, **how)
 
 
 @dataclass(frozen=True, slots=True)

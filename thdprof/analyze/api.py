@@ -171,7 +171,6 @@ def _check_names(settings: Mapping[str, Any], tokenizer: Any) -> None:
 
 
 def _read_arguments(training_args: Any) -> Path | Mapping[str, Any] | None:
-    """A Trainer's arguments as a file or as their fields."""
     if isinstance(training_args, str):
         return Path(training_args)
     if hasattr(training_args, "to_dict"):  # which hides tokens

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.buckets.statistics import AnalyzedRun
-from thdprof.analyze.predictions import Memory, Predictions
+from thdprof.analyze.predictions import Predictions
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.megatron_limits import UNMEASURED
@@ -72,7 +72,12 @@ def caveats(
     `kind` is that of the dataset, `gpu` the GPU of modelled times, such as h100. `full_size` micro-batches have the
     number of tokens that graphs are captured for.
     """
-    yield from _warn_of_memory(predicted.memory, gpu)
+    memory, room = predicted.memory, find_gpu_memory(gpu)
+    if memory is not None and room is not None and memory.peak_bytes > room * 2**30:
+        yield (
+            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and the GPU has {room}: the parallelism or "
+            "recompute that is known of it does not fit"
+        )
     recomputes = run.model is not None and run.model.recompute_granularity is not None
     if recomputes and (run.layer_graphs or run.ends_at_router):
         yield (
@@ -111,16 +116,6 @@ def find_gpu_memory(gpu: str | None) -> int | None:
     return None if known is None else known.memory_gib
 
 
-def _warn_of_memory(memory: Memory | None, gpu: str | None) -> Iterator[str]:
-    """A warning where the predicted peak is more than the GPU has."""
-    room = find_gpu_memory(gpu)
-    if memory is not None and room is not None and memory.peak_bytes > room * 2**30:
-        yield (
-            f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and the GPU has {room}: the parallelism or "
-            "recompute that is known of it does not fit"
-        )
-
-
 def warn_of_model(
     model: Model, settings: TrainingSettings, gpu: str | None, *, graphs: bool, ends_at_router: bool
 ) -> Iterator[str]:
@@ -133,8 +128,17 @@ def warn_of_model(
         from thdprof.analyze.times.gpus import find_gpu
 
         unlike = _list_unmeasured(model, settings, find_gpu(gpu))
-        if unlike or not settings.is_of_trainer:
-            yield f"{MODELLED}: {_describe_accuracy(unlike)}"
+        if unlike:
+            yield (
+                f"{MODELLED}: of {', '.join(unlike)} no measured replays were compared; thdprof calibrate measures "
+                "yours"
+            )
+        elif not settings.is_of_trainer:
+            yield (
+                f"{MODELLED}: 38 replays on an H200 that rates were not fitted to lay within 8.4% of it (kernels of "
+                "some had been profiled, and three corrections followed), and 9 on an H100, whose rates were fitted to "
+                "them, within 10%; thdprof calibrate measures yours"
+            )
         if settings.is_of_trainer:
             yield (
                 f"{MODELLED}, from fused layers, which PlanCallback(compile=True) makes, to "
@@ -171,7 +175,6 @@ def warn_of_model(
 
 
 def _warn_of_counts(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: int) -> Iterator[str]:
-    """What the counts of micro-batches rest on."""
     table, settings = run.table, run.settings
     if other_sizes := len(table) - full_size:
         dynamic = table.groups is not None
@@ -204,7 +207,6 @@ def _warn_of_counts(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: i
 def _warn_of_choice(
     run: AnalyzedRun, costs: CostTable, recommendation: Recommendation, limits: Limits
 ) -> Iterator[str]:
-    """What the choice by times of the user's own model rests on."""
     if run.ends_at_router and not costs.modelled:
         yield "times are of layers that are captured whole; with experts run eagerly a replay saves less"
     relative, unlimited = recommendation.relative_step_time or 0.0, recommendation.unlimited_relative_step_time
@@ -234,14 +236,3 @@ def _list_unmeasured(model: Model, settings: TrainingSettings, gpu: Gpu) -> list
     if ranks > 1:
         unlike.append("communication between GPUs")
     return unlike
-
-
-def _describe_accuracy(unlike: Sequence[str]) -> str:
-    """How far modelled times were compared with measured ones; `unlike` is what was in none of these."""
-    if unlike:
-        return f"of {', '.join(unlike)} no measured replays were compared; thdprof calibrate measures yours"
-    return (
-        "38 replays on an H200 that rates were not fitted to lay within 8.4% of it (kernels of some had been profiled, "
-        "and three corrections followed), and 9 on an H100, whose rates were fitted to them, within 10%; "
-        "thdprof calibrate measures yours"
-    )

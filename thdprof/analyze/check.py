@@ -183,14 +183,8 @@ def _read(
     """The dataset at `locations`, or the plan's dataset without any, read in the plan's format, as `read_showing`."""
     planned, settings = plan.dataset.format, asdict(plan.training)
     try:
-        return read_showing(
-            list(locations) or plan.dataset.uris,
-            format=planned,
-            settings=settings,
-            cache=cache,
-            engine=engine,
-            progress=progress,
-        )
+        uris = list(locations) or plan.dataset.uris
+        return read_showing(uris, progress, format=planned, settings=settings, cache=cache, engine=engine)
     except DataError as error:
         if locations and (other := format_of(locations)) not in (None, planned):
             raise DataError(

@@ -13,8 +13,9 @@
   largest max_samples_per_bin of the metadata's list and pads `cu_seqlens` of every row to max_samples_per_bin + 2
   entries. So a row has room for max_samples_per_bin stored documents and one tail. Bridge leaves a row with more
   documents unpadded, without a warning; therefore the cap is never below the documents of the fullest row.
-- `megatron-rl`, `axolotl`, `maxtext`: trainers that pack at run time, by a limit of documents that the packer keeps to.
-  A smaller limit costs more packs instead of fallbacks, so the limit is that of the plan, or its fullest micro-batch.
+- `megatron-rl`, `axolotl`, `maxtext`, `levanter`: trainers that pack at run time, by a limit of documents that the
+  packer keeps to. A smaller limit costs more packs instead of fallbacks, so the limit is that of the plan, or its
+  fullest micro-batch. Levanter pads the room that is left in a pack.
   MaxText hands the limit on to attention, which may crash or give wrong results above it; it is never lower there.
 - `verl`: pads every packed micro-batch to a multiple of `pad_to_length_bucket` tokens, here the plan's tokens.
 - `torch`: the lengths of padded `cu_seqlens` for which torch.compile captures graphs; other lengths run without.
@@ -59,18 +60,20 @@ class Exported:
 class Target:
     """A system that a plan can be exported to."""
 
-    name: str
     main_file: str
     """File name under which the export's text is written."""
-    render: Callable[[Plan, int | None], Exported]
-    """Makes the export for a cap in documents, a dummy tail included; with None, training runs without graphs."""
-    one_cap: bool = True
-    """Whether the system takes one cap in place of a list of buckets."""
+    title: str
+    """What the export is, in its first comment."""
+    render: Callable[[Plan, int | None, list[str]], Exported]
+    """Makes the export for a cap in documents, a dummy tail included, below comments; with a cap of None, training runs
+    without graphs."""
     least_cap: Callable[[Plan], int] | None = None
     """Documents of the fullest micro-batch as this system forms it, where a micro-batch over the cap stops training or
     gives wrong results; None where it runs eagerly."""
     limits_packer: bool = False
     """Whether the cap is the limit of a packer at run time, so that no micro-batch exceeds it."""
+    one_cap: bool = True
+    """Whether the system takes one cap in place of a list of buckets."""
 
 
 def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
@@ -84,20 +87,28 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
     if target not in TARGETS:
         raise UsageError(f"--to {target}: unknown; choose one of {', '.join(TARGETS)}")
     chosen = TARGETS[target]
-    return chosen.render(plan, _choose_cap(chosen, plan, max_seqs))
-
-
-def _choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
-    """The cap in documents for `target`: `max_seqs` if the user gave it, else the plan's; None: run without graphs."""
-    if max_seqs is not None and not target.one_cap:
-        raise UsageError(
-            f"--max-seqs {max_seqs}: target {target.name} gives the plan as it is and takes no cap; leave it out"
+    cap, comments = _choose_cap(target, plan, max_seqs), _header(plan, chosen.title)
+    most = plan.microbatches.n_seqs.max
+    if chosen.one_cap and cap is None:
+        comments.append(f"no graphs: {_eager_reason(plan)}")
+    elif chosen.limits_packer and cap is not None and cap < most:
+        comments.append(
+            f"packs analysed have up to {most} documents: the packer will form more packs, and other ones; "
+            f"{suggest_setting('max_docs_per_pack', cap)} analyses them"
         )
+    return chosen.render(plan, cap, comments)
+
+
+def _choose_cap(name: str, plan: Plan, max_seqs: int | None) -> int | None:
+    """The cap in documents for a target: `max_seqs` if the user gave it, else the plan's; None: run without graphs."""
+    target = TARGETS[name]
+    if max_seqs is not None and not target.one_cap:
+        raise UsageError(f"--max-seqs {max_seqs}: target {name} gives the plan as it is and takes no cap; leave it out")
     if max_seqs is not None and not 1 <= max_seqs < 2**31:
         raise UsageError(f"--max-seqs {max_seqs}: must be at least 1 and less than 2**31")
     if target.one_cap and plan.training.max_seqlen_per_dp_cp_rank is not None:
         raise UsageError(
-            f"--to {target.name}: no graphs under dynamic context parallelism there, and a plan of --packer "
+            f"--to {name}: no graphs under dynamic context parallelism there, and a plan of --packer "
             f"{plan.training.packer} has buckets for each size; --to json gives it as it is"
         )
     eager = plan.graphs.one_cap is None or plan.graphs.impl == "none"
@@ -111,7 +122,7 @@ def _choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
     if max_seqs is not None and max_seqs < least:
         other = "" if target.limits_packer else "or the megatron-lm target, which runs longer micro-batches eagerly, "
         raise UsageError(
-            f"--max-seqs {max_seqs}: target {target.name} has no eager fallback, and the fullest micro-batch "
+            f"--max-seqs {max_seqs}: target {name} has no eager fallback, and the fullest micro-batch "
             f"has {least} documents there: use --max-seqs {least}, {other}or repack with "
             f"{suggest_setting('max_docs_per_pack', max_seqs)}"
         )
@@ -124,7 +135,6 @@ def _one_line(text: str) -> str:
 
 
 def _header(plan: Plan, name: str) -> list[str]:
-    """Comment lines that say from which plan an export comes, and for which run its cap holds."""
     training = plan.training
     exact = "exact" if plan.microbatches.exact else "not exact"
     lines = [
@@ -140,7 +150,6 @@ def _header(plan: Plan, name: str) -> list[str]:
 
 
 def _eager_reason(plan: Plan) -> str:
-    """The reason why a plan has no cap, for a comment of an export."""
     if plan.graphs.impl == "none" and plan.graphs.one_cap is not None:
         return "the plan asks for no graphs (graphs.impl: none)"
     return "no cap makes a step faster than running eagerly, by the plan's cost table"
@@ -157,15 +166,12 @@ def _shell_export(flags: Sequence[Flag], comments: Sequence[str], file: str) -> 
     return Exported(text=text, extra_files={file: " ".join(lines) + "\n"})
 
 
-def _render_lm(plan: Plan, cap: int | None) -> Exported:
-    """The flags for a cap of `cap` documents; without a cap, `--cuda-graph-impl none`."""
-    comments = _header(plan, "Megatron-LM flags")
+def _render_lm(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     flags: list[Flag] = []
     if plan.dataset.format == "megatron":
         # Without this flag GPTDataset gives no cu_seqlens: each row is one document.
         flags.append(("--dataloader-inter-document-masking",))
     if cap is None:
-        comments.append(f"no graphs: {_eager_reason(plan)}")
         return _shell_export([*flags, ("--cuda-graph-impl", "none")], comments, _LM_FILE)
     if plan.graphs.impl == "local":
         comments.append("needs a Megatron-LM with pull request 5046; no release has --cuda-graph-max-packed-seqs")
@@ -218,17 +224,14 @@ def _least_dev_cap(plan: Plan) -> int:
     return max(most, 2)  # one real document and the dummy: the scheduler refuses a smaller capacity
 
 
-def _render_dev(plan: Plan, cap: int | None) -> Exported:
-    """The flags for a cap of `cap` documents, a dummy included; without a cap, `--cuda-graph-impl none`."""
+def _render_dev(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     training = plan.training
-    comments = _header(plan, "Megatron-LM flags (dev branch)")
     packed_tokens = training.seq_length * training.micro_batch_size
     flags: list[Flag] = []
     if training.packer == "dp_balanced":
         flags.append(("--sequence-packing-scheduler", "dp_balanced"))
     flags.append(("--max-seqlen-per-dp-cp-rank", str(packed_tokens // training.context_parallel_size)))
     if cap is None:
-        comments.append(f"no graphs: {_eager_reason(plan)}")
         return _shell_export([*flags, ("--cuda-graph-impl", "none")], comments, _DEV_FILE)
     tail = "extend_last" if plan.graphs.tail_policy == "extend_last" else "append_dummy_seq"
     comments.append("no eager fallback: training stops on a micro-batch with more documents than the capacity")
@@ -281,11 +284,8 @@ def _metadata(plan: Plan, cap: int) -> dict[str, int | float]:
     }
 
 
-def _render_bridge(plan: Plan, cap: int | None) -> Exported:
-    """Overrides and metadata for a cap of `cap` documents, the tail included; None: an override to no graphs."""
-    comments = _header(plan, "Megatron-Bridge overrides")
+def _render_bridge(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     if cap is None:
-        comments.append(f"no graphs: {_eager_reason(plan)}")
         return _bridge_export({"model": {"cuda_graph_impl": "none"}}, comments, {})
     specs: dict[str, Value] = {
         "packed_sequence_size": plan.training.seq_length,
@@ -323,10 +323,7 @@ def _render_bridge(plan: Plan, cap: int | None) -> Exported:
 
 
 def _bridge_export(overrides: dict[str, Value], comments: list[str], extra: dict[str, str]) -> Exported:
-    import yaml
-
-    text = _comment(comments) + yaml.safe_dump(overrides, sort_keys=False, width=10_000, allow_unicode=True)
-    return Exported(text=text, extra_files={_BRIDGE_LINES: "".join(_key_value_lines(overrides)), **extra})
+    return _yaml_export(comments, overrides, {_BRIDGE_LINES: "".join(_key_value_lines(overrides)), **extra})
 
 
 def _key_value_lines(tree: dict[str, Value], prefix: str = "") -> Iterator[str]:
@@ -347,75 +344,67 @@ def _value(value: bool | int | str | list[str]) -> str:
     return json_text(value, indent=None)
 
 
-def _most_documents(plan: Plan) -> int:
-    return plan.microbatches.n_seqs.max
+def _yaml_export(comments: Sequence[str], keys: dict[str, Value], extra: Mapping[str, str] | None = None) -> Exported:
+    import yaml
+
+    text = _comment(comments) + yaml.safe_dump(keys, sort_keys=False, width=10_000, allow_unicode=True)
+    return Exported(text=text, extra_files=extra or {})
 
 
-def _describe_limit(plan: Plan, name: str, cap: int | None) -> list[str]:
-    """Comments of an export whose cap limits a packer at run time."""
-    comments, most = _header(plan, name), plan.microbatches.n_seqs.max
-    if cap is not None and cap < most:
-        comments.append(
-            f"packs analysed have up to {most} documents: the packer will form more packs, and other ones; "
-            f"{suggest_setting('max_docs_per_pack', cap)} analyses them"
-        )
-    return comments
+def _render_rl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
+    flags = [("--rl-use-sequence-packing",), ("--rl-sequence-packing-max-sequences-per-bin", str(cap))]
+    return _shell_export(flags, comments, _RL_FILE)
 
 
-def _yaml_export(comments: Sequence[str], keys: Mapping[str, bool | int]) -> Exported:
-    return Exported(text=_comment(comments) + "".join(f"{key}: {_value(value)}\n" for key, value in keys.items()))
-
-
-def _render_rl(plan: Plan, cap: int | None) -> Exported:
-    """The flags of Megatron-LM's reinforcement learning for bins of at most `cap` documents."""
-    flags: list[Flag] = [
-        ("--rl-use-sequence-packing",),
-        ("--rl-sequence-packing-max-sequences-per-bin", str(cap)),
-    ]
-    return _shell_export(flags, _describe_limit(plan, "Megatron-LM's flags for reinforcement learning", cap), _RL_FILE)
-
-
-def _render_axolotl(plan: Plan, cap: int | None) -> Exported:
-    """Keys of Axolotl's configuration for packs of at most `cap` documents, padded to the sequence length."""
-    keys = {
+def _render_axolotl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
+    keys: dict[str, Value] = {
         "sample_packing": True,
         "sample_packing_bin_size": cap or 1,
         "pad_to_sequence_len": True,
         "sequence_len": plan.training.seq_length,
         "micro_batch_size": plan.training.micro_batch_size,
     }
-    return _yaml_export(_describe_limit(plan, "Axolotl's configuration", cap), keys)
+    return _yaml_export(comments, keys)
 
 
-def _render_maxtext(plan: Plan, cap: int | None) -> Exported:
-    """Keys of MaxText's configuration for rows of at most `cap` segments."""
-    comments = _describe_limit(plan, "MaxText's configuration", cap)
+def _least_maxtext_cap(plan: Plan) -> int:
+    return plan.microbatches.n_seqs.max
+
+
+def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
-    keys = {"packing": True, "max_segments_per_seq": cap or 1}
+    keys: dict[str, Value] = {"packing": True, "max_segments_per_seq": cap or 1}
     return _yaml_export(comments, keys | {"max_target_length": plan.training.seq_length})
 
 
-def _render_verl(plan: Plan, cap: int | None) -> Exported:
-    """Overrides of verl that pad every packed micro-batch to the plan's tokens; the cap has no place there."""
+def _render_levanter(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
+    """Keys of Levanter's configuration for packs of at most `cap` segments.
+
+    In marin-levanter 0.2.227, `levanter.data.text.datasets` hands an integer `pack` of a component on as
+    `max_segments_per_example`, and `levanter.data.packing` begins a new pack at that limit.
+    """
+    comments.append(
+        "set pack in each component that the plan is of, here one named train; room left in a pack is padded"
+    )
+    data: dict[str, Value] = {"components": {"train": {"pack": cap or 1}}}
+    return _yaml_export(comments, {"data": data, "train_seq_len": plan.training.seq_length})
+
+
+def _render_verl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     tokens = plan.training.seq_length * plan.training.micro_batch_size
-    comments = _header(plan, "verl's overrides")
     comments.append("verl has no cap of documents: this makes the number of tokens constant, at the cost of padding")
-    engines = {"fsdp": "actor_rollout_ref.actor.fsdp_config", "megatron": "actor_rollout_ref.actor.megatron"}
-    lines = {
-        engine: "".join(
-            f"{prefix}.{key}={value}\n" for key, value in (("pad_to_length", "true"), ("pad_to_length_bucket", tokens))
-        )
-        for engine, prefix in engines.items()
-    }
-    extra = {"verl_megatron_overrides.txt": lines["megatron"]}
-    return Exported(text=_comment(comments) + lines["fsdp"], extra_files=extra)
+    fsdp, megatron = (
+        f"actor_rollout_ref.actor.{engine}.pad_to_length=true\n"
+        f"actor_rollout_ref.actor.{engine}.pad_to_length_bucket={tokens}\n"
+        for engine in ("fsdp_config", "megatron")
+    )
+    return Exported(text=_comment(comments) + fsdp, extra_files={"verl_megatron_overrides.txt": megatron})
 
 
-def _render_torch(plan: Plan, cap: int | None) -> Exported:
+def _render_torch(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     """A line of Python after which torch.compile captures graphs for the plan's buckets alone, or for `cap` alone."""
-    comments, setting = _header(plan, "torch.compile"), "torch._inductor.config.triton.cudagraph"
+    setting = "torch._inductor.config.triton.cudagraph"
     if cap is None:
-        comments.append(f"no graphs: {_eager_reason(plan)}")
         return Exported(text=f"{_comment(comments)}{setting}s = False\n")
     best = plan.graphs.one_cap
     caps = {bucket.max_seqs for bucket in plan.graphs.buckets} if best is not None and best.max_seqs == cap else {cap}
@@ -427,23 +416,26 @@ def _render_torch(plan: Plan, cap: int | None) -> Exported:
     return Exported(text=f"{_comment(comments)}{setting}_capture_sizes = ({lengths},)\n")
 
 
-def _render_json(plan: Plan, cap: int | None) -> Exported:
-    """The whole plan, with the keys of the plan file, whatever the cap."""
+def _render_json(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     return Exported(text=json_text(plan.model_dump(mode="json", by_alias=True)) + "\n")
 
 
 TARGETS = {
-    target.name: target
-    for target in (
-        Target("megatron-lm", "megatron_lm_args.sh", _render_lm),
-        Target("megatron-lm-dev", "megatron_lm_dev_args.sh", _render_dev, least_cap=_least_dev_cap),
-        Target("megatron-bridge", "megatron_bridge_overrides.yaml", _render_bridge, least_cap=_least_bridge_cap),
-        Target("megatron-rl", "megatron_rl_args.sh", _render_rl, limits_packer=True),
-        Target("axolotl", "axolotl.yaml", _render_axolotl, limits_packer=True),
-        Target("maxtext", "maxtext.yml", _render_maxtext, least_cap=_most_documents, limits_packer=True),
-        Target("verl", "verl_fsdp_overrides.txt", _render_verl, one_cap=False),
-        Target("torch", "torch_compile.py", _render_torch),
-        Target("json", "plan.json", _render_json, one_cap=False),
-    )
+    "megatron-lm": Target("megatron_lm_args.sh", "Megatron-LM flags", _render_lm),
+    "megatron-lm-dev": Target("megatron_lm_dev_args.sh", "Megatron-LM flags (dev branch)", _render_dev, _least_dev_cap),
+    "megatron-bridge": Target(
+        "megatron_bridge_overrides.yaml", "Megatron-Bridge overrides", _render_bridge, _least_bridge_cap
+    ),
+    "megatron-rl": Target(
+        "megatron_rl_args.sh", "Megatron-LM's flags for reinforcement learning", _render_rl, limits_packer=True
+    ),
+    "axolotl": Target("axolotl.yaml", "Axolotl's configuration", _render_axolotl, limits_packer=True),
+    "maxtext": Target(
+        "maxtext.yml", "MaxText's configuration", _render_maxtext, _least_maxtext_cap, limits_packer=True
+    ),
+    "levanter": Target("levanter.yaml", "Levanter's configuration", _render_levanter, limits_packer=True),
+    "verl": Target("verl_fsdp_overrides.txt", "verl's overrides", _render_verl, one_cap=False),
+    "torch": Target("torch_compile.py", "torch.compile", _render_torch),
+    "json": Target("plan.json", "", _render_json, one_cap=False),
 }
 """The systems that a plan can be exported to, by the name that `thdprof export --to` takes."""

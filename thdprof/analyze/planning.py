@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
-from thdprof.analyze.settings.launch_flags import find_refusals
 from thdprof.analyze.sources.remote import find_matches, locate
 from thdprof.plan import (
     SCHEMA,
@@ -91,14 +90,7 @@ def make_plan(
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
-    request = analysis.request
-    refused, unknown = find_refusals(
-        plan,
-        script=request.script,
-        recipe=request.recipe,
-        trainer_arguments=request.trainer_arguments,
-        model_file=request.model_file,
-    )
+    refused, unknown = analysis.request.find_refusals(plan)
     if warn is not None and unknown is not None:
         warn(f"which settings of the script training by this plan would refuse is not known: {unknown}")
     return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})})
@@ -163,7 +155,6 @@ def _predictions(analysis: Analysis) -> PredictionsPart:
 
 
 def _verify(analysis: Analysis, impl: Impl) -> str | None:
-    """The plan's `graphs.verify`; None for graphs that are not verified."""
     settings = analysis.settings
     offloaded_layers = impl == "transformer_engine" and analysis.offload is not None
     if impl == "local" or offloaded_layers or settings.max_seqlen_per_dp_cp_rank is not None:

@@ -6,20 +6,20 @@ Plans are ranked by tokens per second, or per second and GPU where their GPUs di
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from thdprof.analyze.analysis import Progress, Study, check_gpu, read_requested
+from thdprof.analyze.analysis import Progress, Study, read_requested
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
+from thdprof.analyze.caveats import find_gpu_memory
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import summarize_dataset
 from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Axis, Request
 from thdprof.analyze.settings.resolve import Assumption
-from thdprof.analyze.times.gpus import GPUS
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import DatasetPart, Plan
@@ -109,9 +109,9 @@ class Ranking:
     """All plans: those with times by rank, those without in their given order, and at last those that failed."""
     ranks: tuple[int | None, ...]
     """The rank of every plan, from 1, in their given order; None without times."""
-    first_on_slow_host: int | None
+    first_on_slow_host: int | None = None
     """The plan that is quickest on the slowest host that is expected; None where none has times."""
-    first_on_quick_host: int | None
+    first_on_quick_host: int | None = None
     """The plan that is quickest on the quickest host."""
 
 
@@ -121,17 +121,11 @@ def rank(rates: Sequence[Rate | None], works: Sequence[bool]) -> Ranking:
     Args:
         rates: the rate of every plan; None without times.
     """
-    timed = [place for place, rate in enumerate(rates) if rate is not None]
+    timed = {place: rate for place, rate in enumerate(rates) if rate is not None}
     if not timed:
-        return Ranking(
-            measure=None,
-            order=tuple(range(len(rates))),
-            ranks=(None,) * len(rates),
-            first_on_slow_host=None,
-            first_on_quick_host=None,
-        )
-    same_gpus = len({rate.gpus for rate in rates if rate is not None}) == 1
-    compared = {place: rate if same_gpus else rate.per_gpu() for place, rate in enumerate(rates) if rate is not None}
+        return Ranking(measure=None, order=tuple(range(len(rates))), ranks=(None,) * len(rates))
+    same_gpus = len({rate.gpus for rate in timed.values()}) == 1
+    compared = timed if same_gpus else {place: rate.per_gpu() for place, rate in timed.items()}
     ranked = _quickest_first(compared, lambda rate: rate.middle)
     untimed = [place for place in range(len(rates)) if place not in compared]
     ranks = {place: number for number, place in enumerate(ranked, start=1)}
@@ -244,41 +238,36 @@ def sweep(
         DataError: the dataset or a cost table cannot be read.
         UsageError: no combination makes a request, so that nothing could be read.
     """
-    requests: list[Request | UsageError] = []
-    value_sets = [c.values for c in combinations_of(axes)]
-    for values in value_sets:
+    combinations, requests, errors = combinations_of(axes), dict[int, Request](), list[UsageError]()
+    for index, combination in enumerate(combinations):
         try:
-            request = request_of(values)
-            check_gpu(request)
-            requests.append(request)
+            requests[index] = request_of(combination.values)
         except UsageError as error:
-            requests.append(error)
-    good = [r for r in requests if isinstance(r, Request)]
+            errors.append(error)
+            combinations[index] = replace(combination, problem=str(error))
+    good = [*requests.values()]
     if not good:
-        raise requests[0] if isinstance(requests[0], UsageError) else UsageError("sweep: names nothing to vary")
+        raise errors[0]
     costs = {path: load_costs(path) for path in sorted({r.cost_table for r in good if r.cost_table is not None})}
     first = next(
         (r for r in good if r.given.get("packer") == "none"), good[0]
     )  # it alone needs to know what is trained
     dataset, progress = read_requested(first, progress)
     varied = [axis.name for axis in axes if len(axis.values) > 1]
-    memo, done, share = Memo(), dict[int, Combination](), (1 - _READ_SHARE) / len(value_sets)
-    for count, index in enumerate(analysis_order(axes)):
-        chosen = requests[index]
+    memo, share = Memo(), (1 - _READ_SHARE) / len(good)
+    for count, index in enumerate(filter(requests.__contains__, analysis_order(axes))):
 
         def show(stage: str, part: float, documents: int, low: float = _READ_SHARE + share * count) -> None:
             progress(stage, low + share * part, documents)
 
-        if isinstance(chosen, UsageError):
-            done[index] = Combination(values=value_sets[index], plan=None, problem=str(chosen))
-        else:
-            measured = None if chosen.cost_table is None else costs[chosen.cost_table]
-            study = Study(chosen, dataset, measured, impl=impl, progress=show, memo=memo)
-            done[index] = _analyze(value_sets[index], study, varied)
+        chosen = requests[index]
+        measured = None if chosen.cost_table is None else costs[chosen.cost_table]
+        study = Study(chosen, dataset, measured, impl=impl, progress=show, memo=memo)
+        combinations[index] = _analyze(combinations[index].values, study, varied)
     return Sweep(
         dataset=summarize_dataset(dataset),
         names=tuple(axis.name for axis in axes),
-        combinations=tuple(done[index] for index in range(len(value_sets))),
+        combinations=tuple(combinations),
         notes=tuple(dict.fromkeys(note for r in good for note in r.notes)),
     )
 
@@ -333,7 +322,7 @@ def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Com
         worth=None if unranked else result.worth,
         rate=None if unranked else Rate.from_worth(result.worth, result.times, step_ms=step_ms),
         unranked=unranked,
-        memory_gib=None if result.gpu is None or result.gpu not in GPUS else GPUS[result.gpu].memory_gib,
+        memory_gib=find_gpu_memory(result.gpu),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +9,8 @@ from thdprof.commands import streams
 from thdprof.commands.options import (
     Datasets,
     Force,
-    Given,
-    GraphsToCapture,
     Json,
-    LaunchScript,
-    SettingsFile,
-    TrainerArguments,
+    RunOptions,
     capture_option,
     output_option,
     with_settings,
@@ -23,7 +18,6 @@ from thdprof.commands.options import (
 from thdprof.errors import GateError, UsageError
 
 if TYPE_CHECKING:
-    from thdprof.analyze.analysis import Analysis, Progress
     from thdprof.analyze.settings.request import Request
     from thdprof.offload.plan import Choice
     from thdprof.plan import Plan
@@ -34,11 +28,7 @@ if TYPE_CHECKING:
 def analyze(
     *,
     datasets: Datasets = None,
-    given: Given,
-    megatron_args: LaunchScript = None,
-    training_args: TrainerArguments = None,
-    settings: SettingsFile = None,
-    impl: GraphsToCapture = None,
+    run: RunOptions,
     offload: Annotated[
         str | None, capture_option(help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.")
     ] = None,
@@ -60,41 +50,59 @@ def analyze(
     Exits with 3, the plan written all the same, where training by the plan would be refused.
     """
     from thdprof.analyze.analysis import analyze as analyze_files
-    from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.profile.run_profile import check_part, make_profile
+    from thdprof.analyze.report.analysis import print_report, to_dict
     from thdprof.analyze.settings.captures import read_choice
     from thdprof.analyze.settings.limits import share_of
-    from thdprof.analyze.settings.request import read_request
-    from thdprof.files import check_not_inputs
+    from thdprof.files import check_not_inputs, check_targets
     from thdprof.training.stamp import compare_with_installed
 
     to_stdout = str(output) == "-"
+    file = None if to_stdout else output
     if json and to_stdout:
         raise UsageError("--json and -o - both print on stdout; give one")
     if part is not None and profile is None:
         raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
-    tables = {"--microbatches": microbatches, "--profile": profile}
-    outputs = _check_outputs(None if to_stdout else output, tables, part=part, force=force)
+    for option, table in (("--microbatches", microbatches), ("--profile", profile)):
+        if str(table) == "-":
+            raise UsageError(f"{option} -: a parquet table cannot go to stdout; name a file")
+    check_part(part)
+    outputs = [path for path in (file, microbatches, profile) if path is not None]
+    check_targets(outputs, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = read_choice(offload, share)
-    request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
-    check_gpu(request)
-    _check_captures(request, impl, choice)
-    for note in request.notes:
-        streams.say(note)
-    script = None if megatron_args is None else megatron_args.file
-    check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table, request.host])
+    request = run.read_request(datasets)
+    _check_captures(request, run.impl, choice)
+    run.check_outputs(request, outputs)
     with streams.progress_bar() as progress:
-        analysis = analyze_files(request, offload=choice, impl=impl, progress=progress)
+        analysis = analyze_files(request, offload=choice, impl=run.impl, progress=progress)
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))
-        _write_tables(analysis, tables, part=part, force=force, progress=progress)
+        if microbatches is not None:
+            progress("writing the table", 1.0, 0)
+            analysis.microbatches.write_parquet(microbatches)
+        if profile is not None:
+            progress("writing the profile", 1.0, 0)
+            make_profile(analysis, part=part).save(profile, force=force)
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     layers = request.layers_per_graph
-    plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=layers, warn=streams.say)
+    plan = make_plan(analysis, impl=run.impl, usual=request.usual_impl, layers_per_graph=layers, warn=streams.say)
     if (other := compare_with_installed(plan.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
-    _write_results(analysis, plan, request, output=output, profile=profile, json=json, details=details, force=force)
+    if to_stdout:
+        streams.write(plan.to_yaml())
+    elif file is not None:
+        plan.save(file, force=force)
+    refused = plan.predictions.refused
+    if json:
+        streams.write_json(to_dict(analysis, refused))
+    else:
+        then = _next_command(request, file, experts=plan.training.experts != "none") if plan.captured else ""
+        print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
+        for name, written in (("plan", file), ("profile", profile)):
+            if written is not None:
+                streams.say(f"{name} written to {written}")
     check_not_refused(plan)
 
 
@@ -110,53 +118,7 @@ def check_not_refused(plan: Plan) -> None:
         raise GateError(f"training by this plan would be refused: {refused[0]}{more}")
 
 
-def _write_results(
-    analysis: Analysis,
-    plan: Plan,
-    request: Request,
-    *,
-    output: Path | None,
-    profile: Path | None,
-    json: bool,
-    details: bool,
-    force: bool,
-) -> None:
-    """Write the plan, and print the report or its JSON."""
-    from thdprof.analyze.report.analysis import print_report, to_dict
-    from thdprof.files import json_text
-
-    to_stdout, refused = str(output) == "-", plan.predictions.refused
-    file = None if to_stdout else output
-    if to_stdout:
-        streams.write(plan.to_yaml())
-    elif file is not None:
-        plan.save(file, force=force)
-    if json:
-        streams.write(json_text(to_dict(analysis, refused)) + "\n")
-        return
-    then = next_command(request, file, experts=plan.training.experts != "none") if plan.captured else ""
-    print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
-    for name, written in (("plan", file), ("profile", profile)):
-        if written is not None:
-            streams.say(f"{name} written to {written}")
-
-
-def _write_tables(
-    analysis: Analysis, tables: Mapping[str, Path | None], *, part: str | None, force: bool, progress: Progress
-) -> None:
-    """Write the table of micro-batches and the profile, where they are asked for."""
-    if (microbatches := tables["--microbatches"]) is not None:
-        progress("writing the table", 1.0, 0)
-        analysis.microbatches.write_parquet(microbatches)
-    if (profile := tables["--profile"]) is not None:
-        from thdprof.analyze.profile.run_profile import make_profile
-
-        progress("writing the profile", 1.0, 0)
-        make_profile(analysis, part=part).save(profile, force=force)
-
-
-def next_command(request: Request, plan: Path | None, *, experts: bool) -> str:
-    """What the user types next, by the trainer that the request is of."""
+def _next_command(request: Request, plan: Path | None, *, experts: bool) -> str:
     if plan is None:
         return "the same with -o plan.yaml, which writes the plan"
 
@@ -166,24 +128,6 @@ def next_command(request: Request, plan: Path | None, *, experts: bool) -> str:
     of_script = request.script is not None
     found = training_command(plan, of_trainer=of_trainer, of_script=of_script, experts=experts)
     return found if of_trainer or of_script else f"{found}; with --profile FILE, thdprof report shows it"
-
-
-def _check_outputs(
-    output: Path | None, tables: Mapping[str, Path | None], *, part: str | None, force: bool
-) -> list[Path]:
-    """The files to write; those that cannot be written are refused before the work, and not after it."""
-    from thdprof.files import check_targets
-
-    for option, file in tables.items():
-        if str(file) == "-":
-            raise UsageError(f"{option} -: a parquet table cannot go to stdout; name a file")
-    if tables["--profile"] is not None:
-        from thdprof.analyze.profile.run_profile import check_part
-
-        check_part(part)
-    outputs = [path for path in (output, *tables.values()) if path is not None]
-    check_targets(outputs, force=force)
-    return outputs
 
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:

@@ -37,16 +37,21 @@ def compare(
     rates, and the relative changes of the predicted step times and of the percentiles from P50 to max. Other fields
     (dataset, training settings, buckets, slots, costs) are listed only.
     """
+    from thdprof.analyze.report.comparison import plan_comparison_to_dict, print_plan_comparison
     from thdprof.analyze.settings.limits import share_of
-    from thdprof.compare.plans import kind_of
+    from thdprof.compare.plans import compare_plans, kind_of
 
     allowed = share_of("--tolerance", tolerance)
     if streams.is_stdin(plan) and streams.is_stdin(other):
         raise UsageError("- is given twice, but stdin can be read only once; name a file for one of them")
     first = streams.read_plan(plan)
     if streams.is_stdin(other) or kind_of(other) == "plan":
-        where = f"{streams.name_plan(plan)} and {streams.name_plan(other)}"
-        _compare_plans(first, streams.read_plan(other), allowed, where=where, json=json)
+        result = compare_plans(first, streams.read_plan(other), tolerance=allowed)
+        streams.print_gate(result, json=json, to_dict=plan_comparison_to_dict, print_text=print_plan_comparison)
+        if not result.holds:
+            where = f"{streams.name_plan(plan)} and {streams.name_plan(other)}"
+            fields = ", ".join(d.field for d in result.past_tolerance)
+            raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")
     else:
         _compare_stats(first, other, allowed, json=json)
 
@@ -73,14 +78,3 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
             f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "
             f"{allowed:.3%}: analyse the data and settings that were trained on"
         )
-
-
-def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
-    from thdprof.analyze.report.comparison import plan_comparison_to_dict, print_plan_comparison
-    from thdprof.compare.plans import compare_plans
-
-    result = compare_plans(first, second, tolerance=allowed)
-    streams.print_gate(result, json=json, to_dict=plan_comparison_to_dict, print_text=print_plan_comparison)
-    if not result.holds:
-        fields = ", ".join(d.field for d in result.past_tolerance)
-        raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")

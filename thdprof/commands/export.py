@@ -11,7 +11,10 @@ from thdprof.commands import streams
 from thdprof.commands.options import Overwrite, PlanFile
 from thdprof.errors import UsageError
 
-_TARGETS = "Target: megatron-lm, megatron-lm-dev, megatron-bridge, megatron-rl, axolotl, maxtext, verl, torch or json."
+_TARGETS = (
+    "Target: megatron-lm, megatron-lm-dev, megatron-bridge, megatron-rl, axolotl, maxtext, levanter, verl, torch "
+    "or json."
+)
 
 
 def export(

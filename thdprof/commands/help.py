@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -141,18 +140,11 @@ def _draw_panel(title: str, rows: Rows) -> str:
     table.add_column(ratio=1)
     for name, meaning in rows:
         table.add_row(Text(_break_name(name, left), style="bold cyan"), Text(meaning))
-    stream = io.StringIO()
-    plain = Console()
-    console = Console(
-        file=stream,
-        width=max(_NARROWEST, min(_WIDEST, plain.width)),
-        force_terminal=plain.is_terminal,
-        no_color=plain.no_color,
-        legacy_windows=False,
-    )
-    edges = box.ROUNDED if plain.encoding.startswith("utf") else box.ASCII  # has the letters that it is drawn with
-    console.print(Panel(table, title=title, title_align="left", border_style="dim", box=edges))
-    return stream.getvalue()
+    console = Console(width=max(_NARROWEST, min(_WIDEST, Console().width)), legacy_windows=False)
+    edges = box.ROUNDED if console.encoding.startswith("utf") else box.ASCII  # has the letters that it is drawn with
+    with console.capture() as drawn:
+        console.print(Panel(table, title=title, title_align="left", border_style="dim", box=edges))
+    return drawn.get()
 
 
 def _break_name(name: str, width: int) -> str:
@@ -213,7 +205,6 @@ def _bad_value(error: Exception, param: Any) -> str:
 
 
 def _describe_usage(error: Exception, text: str) -> str:
-    """An error of the command line as a whole; in the parser's words `text` where it is of no known kind."""
     option = getattr(error, "option_name", None)
     if option is not None and "requires" in text:
         return f"{option}: needs a value"

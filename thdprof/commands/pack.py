@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from thdprof.commands import streams
 from thdprof.commands.analyze import check_not_refused
 from thdprof.commands.options import (
     Datasets,
     Force,
-    Given,
-    GraphsToCapture,
     Json,
-    LaunchScript,
-    SettingsFile,
-    TrainerArguments,
+    RunOptions,
     output_option,
     pack_option,
     with_settings,
 )
 from thdprof.errors import UsageError
 
-if TYPE_CHECKING:
-    from thdprof.pack.repack import Repacking, Target
-    from thdprof.training import GraphKind
-
 
 @with_settings
 def pack(
     *,
     datasets: Datasets = None,
-    given: Given,
-    megatron_args: LaunchScript = None,
-    training_args: TrainerArguments = None,
-    settings: SettingsFile = None,
-    impl: GraphsToCapture = None,
+    run: RunOptions,
     max_docs: Annotated[
         str | None,
         pack_option(
@@ -62,11 +50,10 @@ def pack(
     force: Force = False,
 ) -> None:
     """Pack a dataset anew, compare it with the trainer's own packs, and write it in the order of training."""
-    from thdprof.analyze.analysis import check_gpu
-    from thdprof.analyze.settings.request import read_request
-    from thdprof.files import check_not_inputs, check_targets
-    from thdprof.pack.repack import repack
-    from thdprof.pack.write import metadata_path, write_packs
+    from thdprof.files import check_not_inputs, check_targets, write_text
+    from thdprof.pack.repack import plan_packs, repack
+    from thdprof.pack.report import print_repacking, to_dict, to_page
+    from thdprof.pack.write import explain_reading, metadata_path, write_packs
 
     cap = _read_cap(max_docs)
     if dry_run and (output, plan, report) != (None, None, None):
@@ -80,51 +67,23 @@ def pack(
     beside = None if output is None or to != "bridge" else metadata_path(output)
     outputs = [path for path in (output, beside, plan, report) if path is not None]
     check_targets(outputs, force=force)
-    request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
-    check_gpu(request)
-    for note in request.notes:
-        streams.say(note)
-    script = None if megatron_args is None else megatron_args.file
-    check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table, request.host])
+    request = run.read_request(datasets)
+    run.check_outputs(request, outputs)
     with streams.progress_bar() as progress:
-        result, dataset = repack(request, max_docs=cap, window=window, target=to, impl=impl, progress=progress)
+        result, dataset = repack(request, max_docs=cap, window=window, target=to, impl=run.impl, progress=progress)
         check_not_inputs(outputs, map(Path, dataset.uris))
         if output is not None:
             write_packs(result, dataset, target=to, path=output, progress=progress)
-    _print_result(result, to, output, json=json)
-    if plan is not None or report is not None:
-        _write_plan(result, None if to == "index" else output, impl, plan=plan, report=report, force=force)
-
-
-def _print_result(result: Repacking, to: Target, output: Path | None, *, json: bool) -> None:
-    from thdprof.files import json_text
-    from thdprof.pack.report import print_repacking, to_dict
-    from thdprof.pack.write import explain_reading
-
     if json:
-        streams.write(json_text(to_dict(result)) + "\n")
+        streams.write_json(to_dict(result))
     else:
         then = [] if output is None else explain_reading(result, to, output)
         print_repacking(result, streams.console(stderr=False), then=then)
     if output is not None:
         streams.say(f"packs written to {output}")
-
-
-def _write_plan(
-    result: Repacking,
-    packs: Path | None,
-    impl: GraphKind | None,
-    *,
-    plan: Path | None,
-    report: Path | None,
-    force: bool,
-) -> None:
-    """Write the plan of the packs and their report page, where they are asked for."""
-    from thdprof.files import write_text
-    from thdprof.pack.repack import plan_packs
-    from thdprof.pack.report import to_page
-
-    analysis, made = plan_packs(result, packs, impl=impl)
+    if plan is None and report is None:
+        return
+    analysis, made = plan_packs(result, None if to == "index" else output, impl=run.impl)
     if plan is not None:
         made.save(plan, force=force)
         streams.say(f"plan written to {plan}")

@@ -71,7 +71,7 @@ def print_gate[Result](
     """
     try:
         if json:
-            write(json_text(to_dict(result)) + "\n")
+            write_json(to_dict(result))
         else:
             print_text(result, console(stderr=False))
         sys.stdout.flush()
@@ -83,6 +83,11 @@ def write(text: str) -> None:
     """Write `text` to stdout as it is."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def write_json(value: Any) -> None:
+    """Write `value` to stdout as one JSON object."""
+    write(json_text(value) + "\n")
 
 
 def say(line: str) -> None:

@@ -10,12 +10,8 @@ import typer
 from thdprof.commands import streams
 from thdprof.commands.options import (
     Force,
-    Given,
-    GraphsToCapture,
     Json,
-    LaunchScript,
-    SettingsFile,
-    TrainerArguments,
+    RunOptions,
     dataset_argument,
     output_option,
     with_settings,
@@ -42,11 +38,7 @@ def sweep(
             metavar="NAME=V1,V2",
         ),
     ] = None,
-    given: Given,
-    megatron_args: LaunchScript = None,
-    training_args: TrainerArguments = None,
-    settings: SettingsFile = None,
-    impl: GraphsToCapture = None,
+    run: RunOptions,
     output: Annotated[Path | None, output_option("-o", "--output", help="Directory for the plans.")] = None,
     json: Json = False,
     force: Force = False,
@@ -58,13 +50,12 @@ def sweep(
     thdprof sweep dataset/ seq-length=4096,8192 buckets=1,3
     """
     from thdprof.analyze.report.sweep import print_sweep, to_dict
-    from thdprof.analyze.settings.request import read_axes, read_request, split_arguments
+    from thdprof.analyze.settings.request import read_axes, split_arguments
     from thdprof.analyze.sweep import check_plan_files, write_plans
     from thdprof.analyze.sweep import sweep as analyze_combinations
-    from thdprof.files import json_text
 
     locations, texts = split_arguments(arguments or [])
-    axes = read_axes([*(vary or []), *texts], given)
+    axes = read_axes([*(vary or []), *texts], run.given)
     if not axes:
         raise UsageError(
             "sweep: nothing to vary; add settings and their values, as in seq-length=4096,8192; --help tells more"
@@ -73,18 +64,13 @@ def sweep(
         check_plan_files(axes, output, force=force)
     with streams.progress_bar() as progress:
         result = analyze_combinations(
-            axes,
-            lambda values: read_request(
-                locations, {**given, **values}, settings=settings, launch=megatron_args, training_args=training_args
-            ),
-            impl=impl,
-            progress=progress,
+            axes, lambda values: run.read_request(locations, values), impl=run.impl, progress=progress
         )
     for note in result.notes:
         streams.say(note)
     written = write_plans(result, output, force=force) if output is not None else []
     if json:
-        streams.write(json_text(to_dict(result)) + "\n")
+        streams.write_json(to_dict(result))
     else:
         print_sweep(result, streams.console(stderr=False))
     for path in written:

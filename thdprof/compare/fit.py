@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +15,13 @@ from thdprof.words import list_some
 
 Changes = Literal["graphs", "prediction"]
 
+_SAME_NAMES = """
+seq_length micro_batch_size global_batch_size context_parallel_size seed split max_seqlen_per_dp_cp_rank
+min_dynamic_context_parallel_size sft_tokenizer_prompt_format
+"""
 MEGATRON_ARGUMENTS: Mapping[str, str] = {
-    "seq_length": "--seq-length",
-    "micro_batch_size": "--micro-batch-size",
-    "global_batch_size": "--global-batch-size",
+    **{name: definitions()[name].option for name in _SAME_NAMES.split()},
     "data_parallel_size": "data-parallel size (ranks / tensor, pipeline and context parallel sizes)",
-    "context_parallel_size": "--context-parallel-size",
     "pipeline_parallel_size": "--pipeline-model-parallel-size",
     "virtual_pipeline_size": "model chunks of a pipeline rank (--num-virtual-stages-per-pipeline-rank)",
     "microbatch_group_size": "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -29,14 +29,9 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "experts": "experts (--num-experts, --moe-pad-expert-input-to-capacity)",
     "shared_capture_ranks": "data-parallel ranks that share experts (--expert-model-parallel-size)",
     "data_sharding": "data sharding (--no-data-sharding)",
-    "seed": "--seed",
-    "split": "--split",
     "train_samples": "samples of the run (--train-samples, or --train-iters x --global-batch-size)",
     "weights": "weights of --data-path",
-    "max_seqlen_per_dp_cp_rank": "--max-seqlen-per-dp-cp-rank",
-    "min_dynamic_context_parallel_size": "--min-dynamic-context-parallel-size",
     "tokenizer_model": "--tokenizer-model",
-    "sft_tokenizer_prompt_format": "--sft-tokenizer-prompt-format",
     "dataset": "--data-path",
 }
 """What Megatron-LM's command line calls the settings of a run."""
@@ -133,9 +128,8 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
             not compared.
         data_paths: the run's datasets; None where they are not known.
     """
-    if (
-        "moe_preprocess" in plan.graphs.modules or plan.graphs.expert_room is not None
-    ):  # who decides together then follows from the plan, too
+    # who decides together follows from the plan, too, where its graphs exchange tokens
+    if "moe_preprocess" in plan.graphs.modules or plan.graphs.expert_room is not None:
         settings = {name: value for name, value in settings.items() if name != "shared_capture_ranks"}
     kinds = _KINDS.get(plan.dataset.format)
     known = {
@@ -267,9 +261,9 @@ def _contents(plan: Plan, settings: Mapping[str, Any], data_paths: Sequence[str]
     dataset of a run. The contents of tokenizers are not compared.
     """
     training = plan.training
-    if "split" in settings and _shares(settings["split"]) != _shares(training.split):
+    if "split" in settings and _split_shares(settings["split"]) != _split_shares(training.split):
         yield Misfit("split", training.split, settings["split"], "prediction", _OTHER_ROWS)
-    if "weights" in settings and not _are_proportional(training.weights, settings["weights"]):
+    if "weights" in settings and _shares(training.weights) != _shares(settings["weights"]):
         yield Misfit("weights", training.weights, settings["weights"], "prediction", _OTHER_ROWS)
     planned, run = training.tokenizer_model, settings.get("tokenizer_model")
     if run is not None and (planned is None or not _same([Path(planned)], [Path(run)])):
@@ -296,24 +290,21 @@ def _stem(path: str) -> Path:
     return found.with_suffix("") if found.suffix in (".idx", ".bin") else found
 
 
-def _shares(split: str) -> tuple[float, ...] | str:
-    """The shares of a split such as `90,5,5`, rounded so that other spellings of one split are equal."""
+def _split_shares(split: str) -> tuple[float, ...] | str | None:
+    """The shares of a split such as `90,5,5`; of a text that is no split the text."""
     try:
         weights = [float(part) for part in split.split(",")]
     except ValueError:
         return split
-    if not sum(weights) > 0:
-        return split
-    weights += [0.0] * (3 - len(weights))
-    return tuple(round(weight / sum(weights), 9) for weight in weights)
+    return _shares([*weights, *[0.0] * (3 - len(weights))]) if sum(weights) > 0 else split
 
 
-def _are_proportional(first: Sequence[float] | None, second: Sequence[float] | None) -> bool:
-    """Whether weights give the same shares; None are other ones than any."""
-    if first is None or second is None or len(first) != len(second):
-        return first is second
-    totals = [sum(weights) if sum(weights) > 0 else 1.0 for weights in (first, second)]
-    return all(isclose(a / totals[0], b / totals[1]) for a, b in zip(first, second, strict=True))
+def _shares(weights: Sequence[float] | None) -> tuple[float, ...] | None:
+    """Weights as shares of their sum, rounded so that other spellings of one blend are equal."""
+    if weights is None:
+        return None
+    total = sum(weights)
+    return tuple(round(weight / total, 9) if total > 0 else weight for weight in weights)
 
 
 def _text(value: Any) -> str:

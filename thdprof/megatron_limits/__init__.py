@@ -13,27 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import graph_kinds, models
-from thdprof.megatron_limits.limit import Limit, MustBeOff, Words
-from thdprof.megatron_limits.run import UNMEASURED, UP_TO_ROUTER, Facts, Run, ends_at_router, moved_by_core
+from thdprof.megatron_limits.limit import Limit as Limit
+from thdprof.megatron_limits.limit import Words as Words
+from thdprof.megatron_limits.run import UNMEASURED as UNMEASURED
+from thdprof.megatron_limits.run import UP_TO_ROUTER as UP_TO_ROUTER
+from thdprof.megatron_limits.run import Facts as Facts
+from thdprof.megatron_limits.run import Run as Run
+from thdprof.megatron_limits.run import ends_at_router as ends_at_router
+from thdprof.megatron_limits.run import moved_by_core as moved_by_core
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
-
-__all__ = [
-    "LIMITS",
-    "UNMEASURED",
-    "UP_TO_ROUTER",
-    "Facts",
-    "Limit",
-    "MustBeOff",
-    "Run",
-    "Words",
-    "check_options",
-    "ends_at_router",
-    "explain_router",
-    "limits_of",
-    "moved_by_core",
-]
 
 LIMITS: tuple[Limit, ...] = (
     *graph_kinds.ALL_GRAPHS,

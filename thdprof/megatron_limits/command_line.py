@@ -223,29 +223,6 @@ def read_fields(given: Arguments) -> tuple[SimpleNamespace, dict[str, str]]:
     return config, flags
 
 
-def describe_arguments(
-    plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
-) -> tuple[Run, dict[str, str]]:
-    """The run of a script's arguments, and the arguments by the field of TransformerConfig that each sets."""
-    config, flags = read_fields(given)
-    positions = given.value("--position-embedding-type")
-    if positions not in ("rope", "yarn") and "--use-rotary-position-embeddings" in given:
-        positions = "rope"
-    run = Run.from_plan(
-        plan,
-        config,
-        environment,
-        replay=replay,
-        impl=impl,
-        experts=find_experts(config),
-        pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", 1),
-        context_parallel_size=given.count("--context-parallel-size") or 1,
-        position_embedding=None if positions == "mrope" else positions,  # which has a line of its own
-        wrapper=SHARDED if any(flag in given for flag in _FSDP) else None,
-    )
-    return run, flags
-
-
 def read_precision_file(path: str) -> Any:
     """What megatron-core makes of the value of `PRECISION_FILE`, as far as the table looks at it: the file's `configs`.
 
@@ -265,7 +242,22 @@ def _refuse_by_table(
     plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
 ) -> Iterator[str]:
     """The rows of the table of limits that the arguments meet."""
-    run, flags = describe_arguments(plan, given, impl, environment, replay=replay)
+    config, flags = read_fields(given)
+    positions = given.value("--position-embedding-type")
+    if positions not in ("rope", "yarn") and "--use-rotary-position-embeddings" in given:
+        positions = "rope"
+    run = Run.from_plan(
+        plan,
+        config,
+        environment,
+        replay=replay,
+        impl=impl,
+        experts=find_experts(config),
+        pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", 1),
+        context_parallel_size=given.count("--context-parallel-size") or 1,
+        position_embedding=None if positions == "mrope" else positions,  # which has a line of its own
+        wrapper=SHARDED if any(flag in given for flag in _FSDP) else None,
+    )
     for limit in limits_of(run):
         remedy = limit.fields.remedy
         if limit.name in CASES:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from thdprof.megatron_limits import LIMITS
-from thdprof.training import find_unread_fields
+from thdprof.training import find_defaults, find_unread_fields
 
 
 def _fields(text: str) -> frozenset[str]:
@@ -164,7 +164,5 @@ def _unread(settings: Any, known: Collection[str]) -> list[str]:
     own = [kind for kind in type(settings).__mro__ if kind.__module__.startswith("megatron.core.")]
     defaults: dict[str, Any] = {}
     for kind in own:  # the class that declares a field first comes last
-        for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-            make = field.default_factory
-            defaults[field.name] = field.default if make is dataclasses.MISSING else make()
+        defaults |= find_defaults(kind) if dataclasses.is_dataclass(kind) else {}
     return find_unread_fields({name: getattr(settings, name) for name in defaults}, defaults, known)

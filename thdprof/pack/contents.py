@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,17 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources import indexed
 from thdprof.analyze.sources.base import Dataset, Reading
 from thdprof.analyze.sources.readers import arrow, json_lines
-from thdprof.analyze.sources.readers.json_lines import TOKENS
+from thdprof.analyze.sources.readers.json_lines import IGNORED, LABELS, TOKENS
 from thdprof.analyze.sources.readers.parquet import column_names, holds_columns, read_batches
 from thdprof.analyze.sources.remote import locate
+from thdprof.analyze.sources.trl_text import write_tokens
 from thdprof.errors import DataError, UsageError
 
-LABELS, LOSS_MASK = "labels", "loss_mask"
-IGNORED = -100
-"""Label of a token that is not trained."""
+LOSS_MASK = "loss_mask"
 _BESIDE = {LABELS: np.int32, "completion_mask": np.int8, "assistant_masks": np.int8}
 """Columns of TRL's rows that have a value for each token."""
+_LINES = 1000
+"""Lines of JSON that are read at a time."""
 _OF_BRIDGE = {LOSS_MASK: np.int8}
 """The column of Megatron-Bridge's rows that has one."""
 Batch = dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
@@ -63,14 +65,6 @@ class Contents:
     """`input_ids` and what stands beside them, by name."""
     row_starts: NDArray[np.int64]
     """First token of every row, and the number of tokens, shape [rows + 1]."""
-    trained: Column | None = None
-    """Whether each token is trained; None: all are, or a column says it."""
-
-    def read_labels(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The labels that TRL makes of documents, by `trained`; arguments as for `Column.read`."""
-        assert self.trained is not None
-        trained = self.trained.read(starts, lengths) != 0
-        return np.where(trained, self.columns[TOKENS].read(starts, lengths), IGNORED).astype(np.int32)
 
     def read_loss_mask(self, starts: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int8]:
         """Megatron-Bridge's mask of such documents: whether the token after each one is trained; 0 at their ends."""
@@ -100,16 +94,12 @@ def copy_contents(dataset: Dataset, reading: Reading, directory: Path) -> Conten
 
 
 def _copy_text(dataset: Dataset, reading: Reading, directory: Path) -> Contents:
-    from thdprof.analyze.sources.readers.count_trl_tokens import LENGTHS_FILE, TOKENS_FILE, TRAINED_FILE
-    from thdprof.analyze.sources.trl_text import write_tokens
-
-    write_tokens([locate(uri) for uri in dataset.uris], reading, directory)
-    lengths = np.load(directory / LENGTHS_FILE, allow_pickle=False)
-    trained = Column(path=directory / TRAINED_FILE, dtype=np.uint8)
+    lengths = directory / "lengths.npy"
+    write_tokens([locate(uri) for uri in dataset.uris], reading, lengths)
+    names = [name for name in (TOKENS, LABELS) if (directory / name).stat().st_size]
     return Contents(
-        columns={TOKENS: Column(path=directory / TOKENS_FILE, dtype=np.int32)},
-        row_starts=np.concatenate(([0], np.cumsum(lengths))),
-        trained=trained if trained.path.stat().st_size else None,
+        columns={name: Column(path=directory / name, dtype=np.int32) for name in names},
+        row_starts=np.concatenate(([0], np.cumsum(np.load(lengths, allow_pickle=False)))),
     )
 
 
@@ -159,27 +149,13 @@ def _read_batches(path: Path, names: Sequence[str]) -> Iterator[Batch]:
             columns = {name: pa.chunked_array([batch.column(name)]) for name in names}
             yield {name: arrow.list_integers(c, f"{path}: column {name}") for name, c in columns.items()}
         return
-    for first, values in _some(json_lines.read_values(path, expected=f"an object with {TOKENS}")):
+    for lines in batched(json_lines.read_values(path, expected=f"an object with {TOKENS}"), _LINES):
         try:
             rows = {
-                name: pa.chunked_array([pa.array([v[name] for v in values], pa.list_(pa.int64()))]) for name in names
+                name: pa.chunked_array([pa.array([v[name] for _, v in lines], pa.list_(pa.int64()))]) for name in names
             }
         except (KeyError, TypeError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise DataError(
-                f"{path}: lines from {first} on: not lists of integers {', '.join(names)}: {error}"
+                f"{path}: lines from {lines[0][0]} on: not lists of integers {', '.join(names)}: {error}"
             ) from error
         yield {name: arrow.list_integers(column, f"{path}: {name}") for name, column in rows.items()}
-
-
-def _some(values: Iterator[tuple[int, Any]], most: int = 1000) -> Iterator[tuple[int, list[Any]]]:
-    """The values of `most` lines at a time, with the number of the first line."""
-    held: list[Any] = []
-    first = 0
-    for number, value in values:
-        first = first if held else number
-        held.append(value)
-        if len(held) == most:
-            yield first, held
-            held = []
-    if held:
-        yield first, held

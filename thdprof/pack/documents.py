@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule.gpt_dataset import train_share
-from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.analyze.sources.readers import json_lines
-from thdprof.analyze.sources.readers.parquet import column_names, holds_columns, open_columns, read_batches
+from thdprof.analyze.sources.readers.parquet import column_names, holds_columns, read_batches
 from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError
 from thdprof.training import AXOLOTL_PACKERS, SWIFT_PACKERS, TrainingSettings
@@ -66,26 +65,20 @@ def collect_documents(
     Raises:
         DataError: no document is left.
     """
-    content, notes = dataset.content, _note_splits(dataset)
-    stored_more = 0
+    content, notes, row_counts = dataset.content, _note_splits(dataset), dataset.rows_of_files()
+    lengths, rule, stored_more = dataset.document_tokens(), "cut", 0
+    counts = np.ones(len(lengths), dtype=np.int64)
     match content:
         case PackedRows():
-            lengths, rule = content.document_tokens, "cut"
-            counts, row_counts = np.diff(content.row_offsets), _rows_of_files(dataset, settings)
-            stored_more = int(content.rule == "bridge")
+            counts, stored_more = np.diff(content.row_offsets), int(content.rule == "bridge")
         case UnpackedDocuments():
-            lengths, rule = content.document_tokens, _overlong_rule(settings)
+            rule = _overlong_rule(settings)
             if settings.packer == "none" and content.trained_from is not None:
                 lengths = np.where(content.trained_from <= seq_length, lengths, 0)
-            counts, row_counts = np.ones(len(lengths), dtype=np.int64), _rows_of_files(dataset, settings)
         case Conversations():
-            lengths = np.concatenate([file.conversation_tokens for file in content.files])
             counts = np.concatenate([np.diff(file.line_offsets) for file in content.files])
-            row_counts, rule = [len(file.line_numbers) for file in content.files], "cut"
-        case streams:
-            lengths, rule = np.concatenate([stream.sequence_tokens for stream in streams]), "split"
-            counts = np.ones(len(lengths), dtype=np.int64)
-            row_counts = [len(stream.sequence_tokens) for stream in streams]
+        case _:
+            rule = "split"
     if for_bridge:
         rule = "leave out"
         if not stored_more:
@@ -149,24 +142,6 @@ def _overlong_rule(settings: TrainingSettings) -> str:
     if settings.packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS):
         return "leave out"
     return "split" if settings.packer in ("best_fit_split", "wrapped", "torchtitan_first_fit") else "cut"
-
-
-def _rows_of_files(dataset: Dataset, settings: TrainingSettings) -> Sequence[int]:
-    """The number of rows of each file of packed rows, of lengths or of text."""
-    if len(dataset.uris) == 1:
-        return [dataset.num_rows()]
-    named = {"length_column": settings.length_column}
-    if dataset.format != "trl-text":  # is read again in a moment: no tokens are counted
-        return [read_dataset([uri], format=dataset.format, settings=named).num_rows() for uri in dataset.uris]
-    return [_count_texts(locate(uri)) for uri in dataset.uris]
-
-
-def _count_texts(path: Path) -> int:
-    if holds_columns(path):
-        with open_columns(path) as file:
-            return file.num_rows()
-    lines = chain.from_iterable(lines for _, _, lines in json_lines.read_parts(path))
-    return sum(1 for line in lines if line.strip())
 
 
 def read_sources(documents: Documents) -> tuple[list[str], NDArray[np.int64]] | None:

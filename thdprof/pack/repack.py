@@ -26,12 +26,11 @@ from thdprof.analyze.sources.base import (
     RowRule,
     UnpackedDocuments,
 )
-from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.pack.documents import Documents, collect_documents, read_sources
 from thdprof.pack.order import OrderFigures, measure_order, order_packs
 from thdprof.pack.packs import pack_documents
-from thdprof.plan import FallbackRate, Percentiles, Plan
+from thdprof.plan import Plan
 from thdprof.training import TRAINER_PACKERS, TRL_PACKERS, GraphKind, TrainingSettings
 
 _READ_SHARE = 0.4
@@ -90,28 +89,20 @@ class Packs:
 class Side:
     """One column of the comparison: the run with the old packs or with the new ones."""
 
+    analysis: Analysis
+    """The analysis of the run."""
     packs: int
     """Packs of one epoch."""
     fill: float
     """Share of the packs' tokens that hold documents, 0 to 1."""
-    documents: Percentiles
-    """Documents of a micro-batch."""
-    buckets: tuple[Bucket, ...]
-    """Graphs that are captured."""
-    fallback_rate: FallbackRate
-    """What runs eagerly beside them."""
     graph_memory_bytes: int | None
     """Memory of the graphs; None: not known."""
     slowest_over_mean: float | None
     """Work of a step's slowest rank over that of the mean rank; None under dynamic context parallelism."""
     slowest_over_mean_random: float | None
     """The same with the micro-batches in a random order."""
-    step_ms: Range | None
-    """Milliseconds of a step; None: no times are known."""
     tokens_per_second: Range | None
     """Tokens of documents that the run trains on per second; None: no times are known."""
-    relative_step_time: Range | None
-    """A step's time by that of the same step run eagerly; None: no times are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +139,10 @@ class Repacking:
     """The dataset and the run with its trainer's own packs, over one epoch."""
     new: Request
     """The run with the new packs."""
-    settings: TrainingSettings
-    """The settings of that run, complete, for which the order holds."""
-    analysis: Analysis
-    """The analysis of the run with the new packs."""
     order: OrderFigures | None
     """The steps of the new order and of a random one; None: no step is full."""
     sources: tuple[str, ...]
     """Names of the sources that rows have; empty where they have none."""
-    notes: tuple[str, ...]
-    """Sentences on documents that were cut, split or left out."""
 
 
 def repack(
@@ -223,11 +208,8 @@ def repack(
         after=_summarize(after, chosen.packs, int(packs.tokens.sum(dtype=np.int64))),
         old=old,
         new=new,
-        settings=after.settings,
-        analysis=after,
         order=_measure_order(packs, after.settings, sources),
         sources=() if sources is None else tuple(sources[0]),
-        notes=packs.documents.notes,
     )
     return result, dataset
 
@@ -268,13 +250,20 @@ def _measure_order(
     return measure_order(
         packs.costs,
         np.arange(count),
-        num_ranks=settings.data_parallel_size,
-        num_microbatches=settings.num_microbatches,
-        micro_batch_size=settings.micro_batch_size,
-        seed=settings.seed,
+        **_describe_steps(settings),
         sizes=np.stack([np.add.reduceat(packs.tokens, packs.offsets[:-1], dtype=np.float64), np.diff(packs.offsets)]),
         sources=of_sources,
     )
+
+
+def _describe_steps(settings: TrainingSettings) -> dict[str, int]:
+    """Arguments of `order_packs` and `measure_order`."""
+    return {
+        "num_ranks": settings.data_parallel_size,
+        "num_microbatches": settings.num_microbatches,
+        "micro_batch_size": settings.micro_batch_size,
+        "seed": settings.seed,
+    }
 
 
 def _measure_cap(max_docs: int | None, packs: Packs, analysis: Analysis) -> Cap:
@@ -296,7 +285,7 @@ def plan_packs(result: Repacking, path: Path | None, *, impl: GraphKind | None =
         DataError: the file cannot be read.
         UsageError: as `make_plan` raises it.
     """
-    new, analysis = result.new, result.analysis
+    new, analysis = result.new, result.after.analysis
     if path is not None:
         analysis = analyze(replace(new, locations=[str(path)], format="auto"), impl=impl)
     return analysis, make_plan(analysis, impl=impl, usual=new.usual_impl, layers_per_graph=new.layers_per_graph)
@@ -340,11 +329,8 @@ def make_packs(
     costs = np.bincount(pack, weights=np.square(tokens, dtype=np.float64))
     read = order_packs(
         costs,
-        num_ranks=settings.data_parallel_size,
-        num_microbatches=settings.num_microbatches,
-        micro_batch_size=settings.micro_batch_size,
+        **_describe_steps(settings),
         window=window,
-        seed=settings.seed,
         sizes=np.stack([np.bincount(pack, weights=tokens), np.bincount(pack)]),
     )
     place = np.empty_like(read)
@@ -404,24 +390,16 @@ def _count_packs(dataset: Dataset, before: Analysis, packs: Packs) -> tuple[int,
 
 
 def _summarize(analysis: Analysis, packs: int, tokens: int) -> Side:
-    chosen, times, worth = analysis.recommendation, analysis.times, analysis.worth
-    work = _work(analysis)
+    work, worth = _work(analysis), analysis.worth
+    shuffled = None if work is None else np.random.default_rng(analysis.settings.seed).permutation(work)
     return Side(
+        analysis=analysis,
         packs=packs,
         fill=tokens / (packs * analysis.settings.seq_length),
-        documents=analysis.n_seqs,
-        buckets=tuple(chosen.buckets),
-        fallback_rate=chosen.fallback_rate,
-        graph_memory_bytes=chosen.graph_memory_bytes if analysis.timed else None,
+        graph_memory_bytes=analysis.recommendation.graph_memory_bytes if analysis.timed else None,
         slowest_over_mean=None if work is None else slowest_over_mean(analysis, work),
-        slowest_over_mean_random=(
-            None
-            if work is None
-            else slowest_over_mean(analysis, np.random.default_rng(analysis.settings.seed).permutation(work))
-        ),
-        step_ms=times.step_ms,
+        slowest_over_mean_random=None if shuffled is None else slowest_over_mean(analysis, shuffled),
         tokens_per_second=None if worth is None else worth.tokens_per_second,
-        relative_step_time=times.relative_step_time,
     )
 
 

@@ -30,7 +30,7 @@ _ORDERED_FOR = ("seq_length", "data_parallel_size", "global_batch_size", "micro_
 
 def print_repacking(result: Repacking, console: Console, *, then: Sequence[str] = ()) -> None:
     """Write the table, the notes, and what the user does next."""
-    run = result.settings
+    run = result.after.analysis.settings
     step = (
         write_count(run.data_parallel_size, "rank"),
         write_count(run.num_microbatches, "micro-batch", "micro-batches"),
@@ -50,13 +50,12 @@ def print_repacking(result: Repacking, console: Console, *, then: Sequence[str] 
     table = plain_table(["one epoch"], ["before", "after"])
     for name, *cells in _rows(result):
         table.add_row(name, *cells)
-    notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in result.notes]
-    notes += map(Text, _describe_order(result))
-    print_parts([*parts, table, *notes, *map(Text, then)], console)
+    print_parts([*parts, table, *map(Text, _describe_packs(result)), *map(Text, then)], console)
 
 
-def _describe_order(result: Repacking) -> Iterator[str]:
-    """How like a random order the new one is."""
+def _describe_packs(result: Repacking) -> Iterator[str]:
+    """Sentences on documents that were not packed whole, and on how like a random order the new one is."""
+    yield from (f"{note[0].upper()}{note[1:]}." for note in result.packs.documents.notes)
     if result.order is None:
         return
     ordered, random = result.order
@@ -75,7 +74,11 @@ def _rows(result: Repacking) -> list[tuple[str, str, str]]:
         return name, cell(before), cell(after)
 
     def documents(side: Side) -> str:
-        return f"{side.documents.p50:,}; {side.documents.p99:,}; {side.documents.max:,}"
+        counts = side.analysis.n_seqs
+        return f"{counts.p50:,}; {counts.p99:,}; {counts.max:,}"
+
+    def graphs(side: Side) -> str:
+        return ", ".join(f"{bucket.max_seqs:,}" for bucket in side.analysis.recommendation.buckets) or "none"
 
     def memory(side: Side) -> str:
         return "not known" if side.graph_memory_bytes is None else memory_size(side.graph_memory_bytes / 2**30)
@@ -87,15 +90,15 @@ def _rows(result: Repacking) -> list[tuple[str, str, str]]:
         row("packs", lambda side: f"{side.packs:,}"),
         row("share of them that is filled", lambda side: percent(side.fill)),
         row("documents of a micro-batch: P50; P99; max", documents),
-        row("graphs for documents up to", lambda side: ", ".join(f"{b.max_seqs:,}" for b in side.buckets) or "none"),
-        row("steps with an eager micro-batch", lambda side: percent(side.fallback_rate.step)),
+        row("graphs for documents up to", graphs),
+        row("steps with an eager micro-batch", lambda side: percent(side.analysis.recommendation.fallback_rate.step)),
         row("memory of graphs", memory),
         row("slowest rank by the mean rank", lambda side: slowest(side.slowest_over_mean)),
         row("the same in a random order", lambda side: slowest(side.slowest_over_mean_random)),
     ]
-    if before.step_ms is not None and after.step_ms is not None:
-        rows.append(row("a step", lambda side: write_range(side.step_ms, "ms")))
-        rows.append(row("of a step run eagerly", lambda side: ratio(side.relative_step_time)))
+    if before.analysis.times.step_ms is not None and after.analysis.times.step_ms is not None:
+        rows.append(row("a step", lambda side: write_range(side.analysis.times.step_ms, "ms")))
+        rows.append(row("of a step run eagerly", lambda side: ratio(side.analysis.times.relative_step_time)))
     if before.tokens_per_second is not None and after.tokens_per_second is not None:
         rows.append(row("tokens a second", lambda side: write_range(side.tokens_per_second)))
     return rows
@@ -105,10 +108,14 @@ def to_page(result: Repacking, analysis: Analysis, plan: Plan) -> str:
     """The page that `thdprof report` makes of a plan of the new packs, with the table of before and after."""
     report = Report(plan=plan, profile=make_profile(analysis), comparison=None)
     rows = [("one epoch", "before", "after"), *_rows(result)]
-    sentences = [f"{note[0].upper()}{note[1:]}." for note in result.notes] + [*_describe_order(result)]
     title = "thdprof pack: before and after"
     return html.to_page(
-        report, report.default_cap, title=title, version=__version__, compared=rows, explained=" ".join(sentences)
+        report,
+        report.default_cap,
+        title=title,
+        version=__version__,
+        compared=rows,
+        explained=" ".join(_describe_packs(result)),
     )
 
 
@@ -116,7 +123,7 @@ def to_dict(result: Repacking) -> dict[str, Any]:
     """The JSON object as a dict."""
     return {
         "schema": SCHEMA,
-        "settings": {name: getattr(result.settings, name) for name in _ORDERED_FOR},
+        "settings": {name: getattr(result.after.analysis.settings, name) for name in _ORDERED_FOR},
         "max_docs": result.max_docs,
         "documents": len(result.packs.order),
         "caps": [asdict(cap) for cap in result.curve],
@@ -124,20 +131,22 @@ def to_dict(result: Repacking) -> dict[str, Any]:
         "after": _side(result.after),
         "sources": list(result.sources),
         "steps": None if result.order is None else {name: f._asdict() for name, f in result.order._asdict().items()},
-        "notes": list(result.notes),
+        "notes": list(result.packs.documents.notes),
     }
 
 
 def _side(side: Side) -> dict[str, Any]:
+    chosen, times = side.analysis.recommendation, side.analysis.times
     return {
-        **{name: getattr(side, name) for name in ("packs", "fill")},
-        "documents_per_microbatch": side.documents.model_dump(),
-        "buckets": [asdict(bucket) for bucket in side.buckets],
-        "fallback_rate": side.fallback_rate.model_dump(),
-        **{
-            name: getattr(side, name)
-            for name in ("graph_memory_bytes", "slowest_over_mean", "slowest_over_mean_random", "relative_step_time")
-        },
-        "step_ms": side.step_ms,
+        "packs": side.packs,
+        "fill": side.fill,
+        "documents_per_microbatch": side.analysis.n_seqs.model_dump(),
+        "buckets": [asdict(bucket) for bucket in chosen.buckets],
+        "fallback_rate": chosen.fallback_rate.model_dump(),
+        "graph_memory_bytes": side.graph_memory_bytes,
+        "slowest_over_mean": side.slowest_over_mean,
+        "slowest_over_mean_random": side.slowest_over_mean_random,
+        "relative_step_time": times.relative_step_time,
+        "step_ms": times.step_ms,
         "tokens_per_second": side.tokens_per_second,
     }

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Progress
 from thdprof.analyze.sources.base import Dataset, Reading
+from thdprof.analyze.sources.bridge import write_metadata
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
 from thdprof.analyze.sources.readers.arrow import make_lists
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError, UsageError
-from thdprof.files import json_text, replacing, write_batches
-from thdprof.pack.contents import LABELS, LOSS_MASK, Column, Contents, copy_contents
+from thdprof.files import replacing, write_batches
+from thdprof.pack.contents import LOSS_MASK, Column, Contents, copy_contents
 from thdprof.pack.documents import Documents
 from thdprof.pack.repack import Packs, Repacking, Target
 
@@ -146,8 +147,19 @@ def write_trl(packs: Packs, dataset: Dataset, reading: Reading, path: Path, tick
         UsageError: the dataset holds no tokens and no text.
         DataError: the dataset cannot be read, is another than when it was counted, or the file cannot be written.
     """
+    import pyarrow as pa
+
     with _copied(packs, dataset, reading, path) as (contents, starts):
-        write_batches(path, _trl_rows(packs, contents, starts, tick))
+
+        def rows() -> Iterator[Any]:
+            for documents, offsets in _groups(packs, tick):
+                at, lengths = starts[packs.order[documents]], packs.tokens[documents]
+                totals = np.add.reduceat(lengths, offsets[:-1])
+                columns = contents.columns.items()
+                lists = {name: make_lists(column.read(at, lengths), totals) for name, column in columns}
+                yield pa.record_batch({**lists, "seq_lengths": make_lists(lengths, np.diff(offsets))})
+
+        write_batches(path, rows())
 
 
 def write_bridge(packs: Packs, dataset: Dataset, reading: Reading, path: Path, tick: Tick = lambda done: None) -> None:
@@ -156,19 +168,26 @@ def write_bridge(packs: Packs, dataset: Dataset, reading: Reading, path: Path, t
     A document stores one token more than it trains, and its mask says for each token whether the next one is trained.
     Contents and errors are those of `write_trl`.
     """
-    lengths = np.diff(packs.offsets)
-    totals = np.add.reduceat(packs.tokens, packs.offsets[:-1], dtype=np.int64)
-    metadata = {
-        "dataset_max_seqlen": int(packs.tokens.max()),
-        "max_samples_per_bin": int(lengths.max()),
-        "packing_factor": round(float(lengths.mean()), 2),
-        "packing_efficiency": round(float(totals.mean()) / packs.seq_length * 100, 2),
-        "pack_size": packs.seq_length,
-        "min_packed_seqlen": int(totals.min()),
-    }
+    import pyarrow as pa
+
     with _copied(packs, dataset, reading, path) as (contents, starts), replacing(metadata_path(path)) as beside:
-        beside.write_text(json_text([metadata], indent=None), encoding="utf-8")
-        write_batches(path, _bridge_rows(packs, contents, starts, tick))
+
+        def rows() -> Iterator[Any]:
+            for documents, offsets in _groups(packs, tick):
+                at, stored = starts[packs.order[documents]], packs.tokens[documents] + 1
+                totals = np.add.reduceat(stored, offsets[:-1])
+                row_starts = np.repeat(np.cumsum(totals) - totals, np.diff(offsets))
+                begins = (np.cumsum(stored) - stored - row_starts).astype(np.int32)
+                yield pa.record_batch(
+                    {
+                        TOKENS: make_lists(contents.columns[TOKENS].read(at, stored), totals),
+                        LOSS_MASK: make_lists(contents.read_loss_mask(at, stored), totals),
+                        "seq_start_id": make_lists(begins, np.diff(offsets)),
+                    }
+                )
+
+        write_metadata(beside, packs.tokens, np.diff(packs.offsets), pack_tokens=packs.seq_length)
+        write_batches(path, rows())
 
 
 def write_conversations(packs: Packs, dataset: Dataset, path: Path, tick: Tick = lambda done: None) -> None:
@@ -252,38 +271,3 @@ def _groups(packs: Packs, tick: Tick) -> Iterator[tuple[slice, NDArray[np.int64]
         yield slice(packs.offsets[first], packs.offsets[stop]), packs.offsets[first : stop + 1] - packs.offsets[first]
         tick(stop / last)
         first = stop
-
-
-def _lists(values: NDArray[Any], lengths: NDArray[np.integer]) -> Any:
-    """An Arrow array of lists, whose `lengths` are given."""
-    return make_lists(values, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
-
-
-def _trl_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick: Tick) -> Iterator[Any]:
-    import pyarrow as pa
-
-    for documents, offsets in _groups(packs, tick):
-        at, lengths = starts[packs.order[documents]], packs.tokens[documents]
-        columns = {name: column.read(at, lengths) for name, column in contents.columns.items()}
-        if contents.trained is not None:
-            columns[LABELS] = contents.read_labels(at, lengths)
-        totals = np.add.reduceat(lengths, offsets[:-1])
-        lists = {name: _lists(values, totals) for name, values in columns.items()}
-        yield pa.record_batch({**lists, "seq_lengths": _lists(lengths, np.diff(offsets))})
-
-
-def _bridge_rows(packs: Packs, contents: Contents, starts: NDArray[np.int64], tick: Tick) -> Iterator[Any]:
-    import pyarrow as pa
-
-    for documents, offsets in _groups(packs, tick):
-        at, stored = starts[packs.order[documents]], packs.tokens[documents] + 1
-        totals = np.add.reduceat(stored, offsets[:-1])
-        row_starts = np.repeat(np.cumsum(totals) - totals, np.diff(offsets))
-        begins = (np.cumsum(stored) - stored - row_starts).astype(np.int32)
-        yield pa.record_batch(
-            {
-                TOKENS: _lists(contents.columns[TOKENS].read(at, stored), totals),
-                LOSS_MASK: _lists(contents.read_loss_mask(at, stored), totals),
-                "seq_start_id": _lists(begins, np.diff(offsets)),
-            }
-        )

@@ -12,8 +12,7 @@ except ModuleNotFoundError as error:  # pragma: no cover - tested in an environm
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import FallbackError
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
-from thdprof.runtime.isolation.result import Isolation, Leak
-from thdprof.runtime.isolation.verify import verify_isolation
+from thdprof.runtime.isolation import Isolation, Leak, verify_isolation
 from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import PackedSequence, pack
 from thdprof.runtime.stats import Stats

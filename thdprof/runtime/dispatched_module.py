@@ -10,7 +10,7 @@ import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -24,9 +24,9 @@ from thdprof.runtime import teardown
 from thdprof.runtime.agreement import Agreed, Proposal, agree
 from thdprof.runtime.options import GraphOptions, Surroundings
 from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, shape_of, to_device
+from thdprof.runtime.replacing import attributes
 from thdprof.runtime.stats import Captured, Stats, TimedPass
 from thdprof.runtime.timing import PassTimer, when_gradient_arrives
-from thdprof.training import TailPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,14 @@ class Call:
 
         return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
 
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """The call with `tensors` in place of its tensors, in order."""
+        args, kwargs = self.substitute(tensors, self.packed)
+        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tuple(tensors))
+
     def without_values(self) -> Call:
         """The call with meta tensors, which hold no memory, in place of its tensors: it can be kept as a sample."""
-        tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
-        args, kwargs = self.substitute(tensors, self.packed)
-        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
+        return self.with_tensors([t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors])
 
 
 def describe_argument(value: Any) -> Any:
@@ -329,8 +332,7 @@ class DispatchedModule(nn.Module):
             torch.is_grad_enabled() and tuple(t.requires_grad for t in call.tensors) != self._takes_grad
         )
 
-    @contextmanager
-    def ahead_of_training(self) -> Iterator[None]:
+    def ahead_of_training(self) -> AbstractContextManager[None]:
         """Inside the block, a call runs nothing and returns None: its arguments stand for those that training will
         give, and all graphs are captured for them, if `capture` is startup and a training micro-batch would be captured
         for.
@@ -338,11 +340,7 @@ class DispatchedModule(nn.Module):
         The first micro-batch of training is compared with them. If it differs, or what the graphs read has moved since,
         the graphs are dropped and captured anew at that micro-batch.
         """
-        self._opening_ahead = True
-        try:
-            yield
-        finally:
-            self._opening_ahead = False
+        return attributes(self, _opening_ahead=True)
 
     def _confirm(self, call: Call) -> None:
         """Drop the graphs that were captured before training if `call`, its first micro-batch, does not fit them."""
@@ -451,19 +449,9 @@ class DispatchedModule(nn.Module):
         return self._buckets
 
     @property
-    def tail_policy(self) -> TailPolicy:
-        """How tokens after the last boundary are treated."""
-        return self._options.tail_policy
-
-    @property
-    def token_dim(self) -> int:
-        """Dimension of the first tensor that runs over tokens."""
-        return self._options.token_dim
-
-    @property
-    def token_shards(self) -> int:
-        """Number of ranks that share this rank's tokens out among them."""
-        return self._options.token_shards
+    def options(self) -> GraphOptions:
+        """How the module is run."""
+        return self._options
 
     def generators(self) -> Sequence[torch.Generator]:
         """CUDA generators, besides the default one, that the module draws from, as far as they are known."""
@@ -479,41 +467,27 @@ class DispatchedModule(nn.Module):
         logged, reported to `on_decision`, or refused by `overflow: error`. Where nothing was captured before, graphs
         are dropped at the end, so that training's first micro-batch shows the captures what inputs are like.
         """
-        kept = self._stats, self._explained, self._timers, self._options, self._watch
         captured, presumed, signature = self._signature is not None, self._presumed, self._signature
-        self._watch = None
-        self._stats, self._explained, self._timers = Stats(), set(FallbackReason), []
-        self._options = replace(self._options, sample_every=0, on_decision=lambda choice: None, overflow="eager")
+        stats, explained = Stats(), set(FallbackReason)
+        options = replace(self._options, sample_every=0, on_decision=lambda choice: None, overflow="eager")
         try:
-            yield
+            with attributes(self, _stats=stats, _explained=explained, _timers=[], _options=options, _watch=None):
+                yield
         finally:
-            made = self._stats.captures
-            self._stats, self._explained, self._timers, self._options, self._watch = kept
             if presumed and self._signature is signature:
                 self._presumed = True  # training's first micro-batch is still to come
             if captured and (self._signature is signature or not presumed):
-                self._stats.captures += made
+                self._stats.captures += stats.captures
             elif self._signature is not None:
                 self.recapture()
 
-    @contextmanager
-    def falling_back(self, reason: FallbackReason | None) -> Iterator[None]:
+    def falling_back(self, reason: FallbackReason | None) -> AbstractContextManager[None]:
         """Run the micro-batches inside the block eagerly for `reason`, which the caller has found; None: as decided."""
-        before, self._found_outside = self._found_outside, reason
-        try:
-            yield
-        finally:
-            self._found_outside = before
+        return attributes(self, _found_outside=reason)
 
-    @contextmanager
-    def only(self, bucket: Bucket | None) -> Iterator[None]:
+    def only(self, bucket: Bucket | None) -> AbstractContextManager[None]:
         """Replay only `bucket` inside the block, or nothing with None: to measure the cost of each."""
-        dispatcher, enabled = self._dispatcher, self.enabled
-        self._dispatcher, self.enabled = Dispatcher([bucket] if bucket else []), bucket is not None
-        try:
-            yield
-        finally:
-            self._dispatcher, self.enabled = dispatcher, enabled
+        return attributes(self, _dispatcher=Dispatcher([bucket] if bucket else []), enabled=bucket is not None)
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""

@@ -14,10 +14,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -27,11 +26,9 @@ from thdprof.dispatch import Bucket, Shape
 from thdprof.errors import DataError
 from thdprof.files import write_text
 from thdprof.megatron_limits.run import is_dynamic
+from thdprof.plan import Plan
 from thdprof.runtime.rank_totals import rank_and_size
 from thdprof.runtime.stats import Stats
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
 
 COMPARED_EVERY = 100
 """Steps between two comparisons of the observed shares with the plan's."""
@@ -41,18 +38,6 @@ _WAIT = timedelta(seconds=60)
 _NUMBERS = itertools.count()
 """Counts the watches of this process, which all ranks make in the same order, for keys of their own."""
 _ANALYSE = "run `thdprof check PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """What this rank has seen since the comparison before."""
-
-    iteration: int
-    """Number of the last step of it."""
-    steps: int
-    """Number of steps."""
-    shapes: Counter[Shape]
-    """Micro-batches of each shape that this rank counts."""
 
 
 class DriftWatch:
@@ -70,7 +55,8 @@ class DriftWatch:
         self._key = f"thdprof/shapes/{next(_NUMBERS)}"
         self._test = DriftTest(plan)
         self._iteration = self._steps = 0
-        self._taken = _Taken(0, 0, Counter())
+        self._compared = 0, 0  # the last step before a comparison, and the number of steps since the one before
+        self._shapes = Counter[Shape]()  # of the micro-batches in these steps that this rank counts
         self._said: tuple[Bucket, ...] | None = None
         self._lacking: tuple[Bucket, ...] = ()
 
@@ -90,7 +76,7 @@ class DriftWatch:
             own: this rank's counters, whose shapes are emptied.
             counts: whether this rank counts its micro-batches for all that share them.
         """
-        self._taken = _Taken(self._iteration, self._steps, Counter(own.shapes) if counts else Counter())
+        self._compared, self._shapes = (self._iteration, self._steps), Counter(own.shapes if counts else ())
         self._steps = 0
         own.shapes.clear()
 
@@ -105,7 +91,7 @@ class DriftWatch:
         seen = None if moved is None else self._gather()
         if seen is None:
             return
-        iteration, steps = self._taken.iteration, self._taken.steps
+        iteration, steps = self._compared
         source = f"{steps} steps until step {iteration} of a run by the plan {self._plan.identity}"
         try:
             revision = revise(self._plan, seen, steps=steps, source=source, lacking=self._lacking)
@@ -126,9 +112,9 @@ class DriftWatch:
 
     def _gather(self) -> Counter[Shape] | None:
         """The latest shapes of all ranks, each micro-batch counted once; None on other ranks than rank 0."""
-        seen = Counter(self._taken.shapes)
+        seen = Counter(self._shapes)
         if self._num_ranks > 1:
-            store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{self._taken.iteration}"
+            store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{self._compared[0]}"
             if self._rank != 0:
                 with suppress(RuntimeError):  # rank 0 has ended
                     store.set(f"{key}/{self._rank}", json.dumps([[*astuple(shape), n] for shape, n in seen.items()]))

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from thdprof.runtime.replacing import attributes
+
 _STEP = 4
 """Change of an offset that shows whether two generators share a state; offsets are multiples of 4."""
 
@@ -142,11 +144,9 @@ class Repeats:
     @contextmanager
     def of_pass(self, generators: Sequence[torch.Generator]) -> Iterator[PassStates]:
         """A pass, whose graphs register `generators`, is warmed up and captured inside the block."""
-        self.captured = PassStates(generators)
-        try:
+        with attributes(self, captured=PassStates(generators)):
+            assert self.captured is not None
             yield self.captured
-        finally:
-            self.captured = None
 
 
 class PassStates:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from thdprof.dispatch import FallbackReason
 from thdprof.megatron_limits.run import is_dynamic
+from thdprof.plan import Plan
 from thdprof.runtime.stats import Prediction, Stats
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
 
 _REASONS = tuple(FallbackReason)
 

@@ -163,9 +163,11 @@ class Start:
 
     def _settle(self, ranks: Ranks, device: Device | None) -> Plan:
         """The plan that every rank agrees to."""
-        late = _as_reason(self._late())
+        late = _REASON + self._late()
         made = ranks.share("plan", self._make if ranks.rank == 0 else None, self.deadline_s + _GRACE_S, late)
-        plan = parse_plan(yaml.safe_load(_read(made)), where=str(self.path))
+        if made.startswith(_REASON):
+            raise NoPlanError(made.removeprefix(_REASON))
+        plan = parse_plan(yaml.safe_load(made), where=str(self.path))
         if reason := ranks.agree(self._objection(plan, device)):
             raise NoPlanError(reason)
         return plan
@@ -182,7 +184,7 @@ class Start:
         try:
             return self._earlier_or_new()
         except Exception as error:  # planning ends no run, whatever it meets in the user's objects
-            return _as_reason(_describe_error(error))
+            return _REASON + _describe_error(error)
 
     def _earlier_or_new(self) -> str:
         ends = time.monotonic() + self.deadline_s
@@ -298,17 +300,6 @@ _REASON = "no plan: "
 def _describe_error(error: Exception) -> str:
     """The text of an error of thdprof's; of another, that planning failed by it."""
     return str(error) if isinstance(error, ThdprofError) else f"planning failed: {type(error).__name__}: {error}"
-
-
-def _as_reason(text: str) -> str:
-    return _REASON + text
-
-
-def _read(value: str) -> str:
-    """The value; NoPlanError with the reason where it is one."""
-    if value.startswith(_REASON):
-        raise NoPlanError(value.removeprefix(_REASON))
-    return value
 
 
 def run_analysis(words: Sequence[str], output: Path, seconds: float) -> str | None:

@@ -12,13 +12,11 @@ from math import ceil, isfinite
 from operator import or_
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason, Shape
 from thdprof.files import json_text
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
+from thdprof.plan import Plan
 
 SCHEMA = "thdprof.stats/1"
 _OUTLIER = 1.5
@@ -47,10 +45,6 @@ class Prediction:
     def from_plan(cls, plan: Plan) -> Prediction:
         """The prediction of `plan`."""
         return cls(fallback_rate=plan.predictions.fallback_rate.microbatch, shares=plan.shares)
-
-    def share(self, bucket: Bucket) -> float:
-        """Predicted share of `bucket`; 0 if the plan has no such bucket."""
-        return self.shares.get(bucket, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,11 +307,8 @@ class Stats:
                 raise ModuleNotFoundError(
                     "Stats.write_tensorboard needs tensorboard: pip install tensorboard"
                 ) from error
-            writer = SummaryWriter(str(target))
-            try:
+            with SummaryWriter(str(target)) as writer:
                 self.write_tensorboard(writer, step)
-            finally:
-                writer.close()
             return
         for tag, value in self.scalars().items():
             target.add_scalar(tag, value, step)
@@ -344,7 +335,7 @@ class Stats:
         total, plan = max(1, self.microbatches), self.prediction
         lines = [f"{self.microbatches} micro-batches, {self.captures} captures"]
         for bucket, n in sorted(self.replays.items()):
-            beside = f", predicted {plan.share(bucket):.1%}" if plan is not None else ""
+            beside = f", predicted {plan.shares.get(bucket, 0.0):.1%}" if plan is not None else ""
             lines.append(
                 f"  replayed {bucket.max_seqs} documents of {bucket.max_seqlen} tokens: {n} ({n / total:.1%}{beside})"
             )

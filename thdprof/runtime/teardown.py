@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -34,21 +34,14 @@ LAUNCH = threading.RLock()
 """Held while a graph is launched, and while graphs are freed: another thread may abort the communicators."""
 
 
-class HasGraphs(Protocol):
-    """An object that captures graphs."""
-
-    def close(self) -> None:
-        """Free all graphs for good; a second call does nothing."""
-
-    def holds_graphs(self) -> bool:
-        """Whether there is something to free."""
+_known: WeakSet[Any] = WeakSet()
 
 
-_known: WeakSet[HasGraphs] = WeakSet()
+def before_communicators(owner: Any) -> None:
+    """Close `owner`, which is kept weakly, before torch gives up communicators, and at the interpreter's exit.
 
-
-def before_communicators(owner: HasGraphs) -> None:
-    """Close `owner`, which is kept weakly, before torch gives up communicators, and at the interpreter's exit."""
+    Its method `holds_graphs` says whether there is something to free; a second call of `close` does nothing.
+    """
     _known.add(owner)
     _follow_torch()
 

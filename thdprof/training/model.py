@@ -31,6 +31,7 @@ _PART = Interval(ge=0, lt=1)
 _FIXED = Setting(panel="Model", everyday=False, in_every_plan=False, swept=False)
 _CHOICE = replace(_FIXED, swept=True)
 """A field that runs of one architecture choose differently, so that a sweep can vary it."""
+_COMMUNICATION = replace(_CHOICE, of_communication=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,39 +147,39 @@ class Model:
     """Dropout of what adapters take; 0: no dropout kernel keeps a mask."""
     use_distributed_optimizer: Annotated[bool, _CHOICE] = False
     """Whether data-parallel ranks share the optimizer's state out among them."""
-    overlap_grad_reduce: Annotated[bool, _CHOICE] = False
+    overlap_grad_reduce: Annotated[bool, _COMMUNICATION] = False
     """Whether Megatron reduces gradients over data-parallel ranks while the backward of other layers runs."""
-    overlap_param_gather: Annotated[bool, _CHOICE] = False
+    overlap_param_gather: Annotated[bool, _COMMUNICATION] = False
     """Whether Megatron gathers parameters of data-parallel ranks while the forward of other layers runs."""
-    overlap_param_gather_with_optimizer_step: Annotated[bool, _CHOICE] = False
+    overlap_param_gather_with_optimizer_step: Annotated[bool, _COMMUNICATION] = False
     """Whether Megatron starts the first gather of parameters in the optimizer's step: gradients are one bucket then."""
-    ddp_bucket_size: Annotated[int | None, _SIZE, _CHOICE] = None
+    ddp_bucket_size: Annotated[int | None, _SIZE, _COMMUNICATION] = None
     """Parameters of a bucket that is reduced and gathered together, at least; null: 40 million, or 1 million for each
     data- and context-parallel rank if that is more.
     """
-    ddp_num_buckets: Annotated[int | None, _SIZE, _CHOICE] = None
+    ddp_num_buckets: Annotated[int | None, _SIZE, _COMMUNICATION] = None
     """Buckets into which a rank's parameters are divided, instead of `ddp_bucket_size`."""
-    ddp_pad_buckets_for_high_nccl_busbw: Annotated[bool, _CHOICE] = False
+    ddp_pad_buckets_for_high_nccl_busbw: Annotated[bool, _COMMUNICATION] = False
     """Whether buckets are padded to multiples of 65,536 parameters."""
-    ddp_average_in_collective: Annotated[bool, _CHOICE] = False
+    ddp_average_in_collective: Annotated[bool, _COMMUNICATION] = False
     """Whether reductions average gradients, so that they are not scaled before."""
-    calculate_per_token_loss: Annotated[bool, _CHOICE] = False
+    calculate_per_token_loss: Annotated[bool, _COMMUNICATION] = False
     """Whether the loss is averaged over the tokens of a step: gradients are scaled after their reduction then."""
-    grad_reduce_in_fp32: Annotated[bool | None, _CHOICE] = None
+    grad_reduce_in_fp32: Annotated[bool | None, _COMMUNICATION] = None
     """Whether gradients are kept and reduced in float32; null: with precision bf16, as Megatron-LM does."""
-    fp8_param_gather: Annotated[bool, _CHOICE] = False
+    fp8_param_gather: Annotated[bool, _COMMUNICATION] = False
     """Whether the parameters of linear layers are kept and gathered in FP8."""
-    align_param_gather: Annotated[bool, _CHOICE] = True
+    align_param_gather: Annotated[bool, _COMMUNICATION] = True
     """Whether pipeline stages start the gathers of all buckets of a chunk at the same time; with a virtual pipeline
     alone.
     """
-    align_grad_reduce: Annotated[bool, _CHOICE] = True
+    align_grad_reduce: Annotated[bool, _COMMUNICATION] = True
     """Whether pipeline stages start the reductions of all buckets of a chunk at the same time, after its last backward;
     with a virtual pipeline alone.
     """
-    num_distributed_optimizer_instances: Annotated[int, _SIZE, _CHOICE] = 1
+    num_distributed_optimizer_instances: Annotated[int, _SIZE, _COMMUNICATION] = 1
     """Groups of data-parallel ranks, each of which has the optimizer's whole state among its ranks."""
-    check_for_nan_in_grad: Annotated[bool, _CHOICE] = True
+    check_for_nan_in_grad: Annotated[bool, _COMMUNICATION] = True
     """Whether Megatron checks every bucket of gradients for NaN before it reduces it, which the host waits for."""
     gradient_accumulation_fusion: Annotated[bool, _CHOICE] = True
     """Whether the products that make weight gradients add them to main_grad (fp32) themselves."""
@@ -207,6 +208,26 @@ class Model:
     def expert_ffn_size(self) -> int:
         """Width inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def gate_factor(self) -> int:
+        """Width of an MLP's first product beside that inside it: 2 where it is gated."""
+        return 2 if self.gated_linear_unit else 1
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share the weights of one expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a number in `precision`."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def gradients_in_fp32(self) -> bool:
@@ -348,7 +369,7 @@ def _check_pattern(model: Model, pattern: str) -> Iterator[Problem]:
         field = "num_experts" if model.num_experts is None else "num_moe_layers"
         yield field, f"hybrid_layer_pattern has experts (E) in {kinds['E']} of its layers"
     if kinds["M"]:
-        heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+        heads = model.mamba_heads
         text = f"the heads of a Mamba layer, {heads}, must be a multiple of it"
         if heads < 1 or heads % model.mamba_num_groups:
             yield "mamba_num_groups", text

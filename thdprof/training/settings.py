@@ -60,6 +60,8 @@ class Setting:
     """Whether the option takes text that is parsed later, such as `0.5%` or `0.3,0.7`."""
     swept: bool = True
     """Whether a sweep can vary the setting. False where a value holds commas, or says how files are read."""
+    of_communication: bool = False
+    """Whether it says how a run communicates over data-parallel ranks: no times of a pass depend on it."""
     flag: str | None = None
     """The option that gives the setting, where it is not the setting's name."""
     aliases: Mapping[str, str] = dataclasses.field(default=MappingProxyType({}), hash=False)
@@ -180,44 +182,37 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
 
 _LONGEST = 60
 """Characters of a value that a message shows."""
-_MISSING = object()
 
 
-def find_unread_fields(settings: object, defaults: object, known: Collection[str]) -> list[str]:
+def find_unread_fields(
+    settings: Mapping[str, object], defaults: Mapping[str, object], known: Collection[str]
+) -> list[str]:
     """Fields of a run that are off their default and that thdprof does not know, each as `name=value`, in order.
 
     A field that `defaults` lacks, such as one of a subclass, is off its default unless it is None. Names that begin
     with an underscore are no settings.
 
     Args:
-        settings: the run's: a mapping, a dataclass or any object with attributes.
-        defaults: the values of a run that changes nothing, in any of these forms, or a dataclass itself.
+        settings: the run's values by name.
+        defaults: the values of a run that changes nothing, such as `find_defaults` gives.
         known: names of the fields that thdprof reads, or that change nothing which it relies on.
     """
-    usual = _fields(defaults)
     return [
         f"{name}={_shorten(value)}"
-        for name, value in _fields(settings).items()
-        if not name.startswith("_") and name not in known and not _is_equal(value, usual.get(name))
+        for name, value in settings.items()
+        if not name.startswith("_") and name not in known and not _is_equal(value, defaults.get(name))
     ]
 
 
-def _fields(settings: object) -> dict[str, object]:
-    """The fields by name. Of a dataclass itself they are the declared defaults; those without one are left out."""
-    if isinstance(settings, Mapping):
-        return {str(name): value for name, value in settings.items()}
-    if isinstance(settings, type) and dataclasses.is_dataclass(settings):
-        return {f.name: value for f in dataclasses.fields(settings) if (value := _default(f)) is not _MISSING}
-    found = dict(vars(settings)) if hasattr(settings, "__dict__") else {}
-    if dataclasses.is_dataclass(settings):  # with slots too
-        found = {f.name: getattr(settings, f.name, None) for f in dataclasses.fields(settings)} | found
-    return found
-
-
-def _default(field: dataclasses.Field[object]) -> object:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return _MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
+def find_defaults(settings: type) -> dict[str, Any]:
+    """The values that a class declares for its fields; fields of a dataclass without a default are left out."""
+    if not dataclasses.is_dataclass(settings):
+        return {**vars(settings)}
+    values = {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(settings)
+    }
+    return {name: value for name, value in values.items() if value is not dataclasses.MISSING}
 
 
 def _is_equal(value: object, usual: object) -> bool:
@@ -330,6 +325,13 @@ _RANKS = Interval(ge=1, le=2**20)
 _TOKENS = Interval(ge=1, le=2**31 - 1)
 
 
+def _require_settings(schema: dict[str, Any]) -> None:
+    """Write into the JSON schema of `TrainingSettings` which of them a file must hold."""
+    schema["required"] = required_settings()
+    for name in required_settings():
+        schema["properties"][name].pop("default", None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
     """The run whose micro-batches are predicted, and the training arguments that its schedule uses.
@@ -337,7 +339,11 @@ class TrainingSettings:
     The upper bounds are values beyond which nobody trains, and which would only take memory and time.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+        "json_schema_extra": _require_settings,
+    }
 
     seq_length: Annotated[
         int,
@@ -548,6 +554,13 @@ class TrainingSettings:
         if (self.virtual_pipeline_size or 1) == 1:
             return 1
         return self.microbatch_group_size or self.pipeline_parallel_size
+
+
+@functools.cache
+def required_settings() -> list[str]:
+    """The settings without which a plan is refused, by name."""
+    settings = definitions_of(TrainingSettings).items()
+    return [name for name, d in settings if d.setting.in_every_plan and d.default is not None]
 
 
 class TrainingOptions(TypedDict, total=False):

@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from thdprof.errors import UsageError
@@ -30,9 +31,6 @@ from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import follow_collator
 from thdprof.transformers.decoder import GraphedDecoder, without_random_states
 from thdprof.transformers.inputs import gather_inputs
-
-if TYPE_CHECKING:
-    from torch import nn
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,8 +22,8 @@ from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
 from thdprof.runtime.padding import PackedSequence, boundaries_of, pack, pad_cu_seqlens, shape_of
+from thdprof.runtime.replacing import attributes, replaced, shared
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
-from thdprof.transformers.router_logits import NAME, RouterLogits
 
 NOT_FOR_LAYERS = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
@@ -139,6 +139,77 @@ def _restored(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return tuple(_restored(part, tensors) for part in value) if isinstance(value, tuple) else value
 
 
+_LOGITS = "router_logits"
+"""The field of a model's result that has them; with `output_` before it, the argument that asks for them."""
+
+
+class RouterLogits:
+    """Which modules of a decoder are routers, and whether the present micro-batch wants their logits.
+
+    transformers makes its load-balancing loss of them, and keeps them by hooks, which a replay does not run and
+    torch.compile cannot follow. Here each router keeps its own for a moment, and its layer returns them beside hidden
+    states, so that graphs and checkpoints know of them.
+    """
+
+    def __init__(self, kind: type[nn.Module], index: int, path: str) -> None:
+        """Routers of class `kind`, which return logits at `index`, at `path` inside of each layer that has one."""
+        self._kind, self._index, self._path = kind, index, path.split(".")
+        self.wanted = False
+        """Whether layers return them."""
+
+    @classmethod
+    def find(cls, decoder: nn.Module) -> Self | None:
+        """Those of `decoder`; None where transformers records none of it.
+
+        `_can_record_outputs` of its class says which modules transformers itself would put hooks on.
+        """
+        recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get(_LOGITS)
+        if recorder is None:
+            return None
+        kind = recorder.target_class
+        layers: Any = decoder.layers
+        paths = {name for layer in layers for name, part in layer.named_modules() if isinstance(part, kind)}
+        return cls(kind, recorder.index, paths.pop()) if len(paths) == 1 else None
+
+    @contextmanager
+    def kept(self, layers: nn.ModuleList) -> Iterator[None]:
+        """Let the routers of `layers` keep their logits inside the block."""
+        index = self._index
+
+        class Keeping(self._kind):  # type: ignore[name-defined,misc]
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                result = super().forward(*args, **kwargs)
+                self.kept_logits = result[index]
+                return result
+
+        found = [part for part in layers.modules() if type(part) is self._kind]
+        for part in found:
+            part.__class__ = Keeping
+        try:
+            yield
+        finally:
+            for part in found:
+                part.__class__ = self._kind
+                part.__dict__.pop("kept_logits", None)
+
+    def returned_by(self, forward: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """`forward` of a layer's class, which also returns the logits of the layer's router, [tokens, experts]."""
+        path = self._path
+
+        def run(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            result = forward(layer, *args, **kwargs)
+            hidden = result[0] if isinstance(result, tuple) else result
+            router: Any = layer
+            for name in path:
+                router = getattr(router, name, None)
+            if router is None:
+                return (hidden,)
+            logits, router.kept_logits = router.kept_logits, None
+            return hidden, logits
+
+        return run
+
+
 _FUNCTION = "_gradient_checkpointing_func"
 
 
@@ -155,8 +226,7 @@ def without_random_states(decoder: nn.Module) -> Iterator[None]:
         for module in decoder.modules():
             own = module.__dict__.get(_FUNCTION)
             if own is not None:
-                stack.callback(module.__dict__.__setitem__, _FUNCTION, own)
-                module.__dict__[_FUNCTION] = partial(own, preserve_rng_state=False)
+                stack.enter_context(attributes(module, **{_FUNCTION: partial(own, preserve_rng_state=False)}))
         yield
 
 
@@ -181,11 +251,11 @@ def changed_layers(layers: nn.ModuleList, routers: RouterLogits | None, *, compi
             if kind not in of_type:
                 plain = kind.forward if routers is None else routers.returned_by(kind.forward)
                 of_type[kind] = plain, torch.compile(plain, fullgraph=True) if compile else plain
-            layer.__dict__["forward"] = _forward(layer, *of_type[kind], routers)
-            stack.callback(layer.__dict__.pop, "forward")
+            stack.enter_context(attributes(layer, forward=_forward(layer, *of_type[kind], routers)))
         yield
 
 
+@shared
 @contextmanager
 def constant_compute_capability() -> Iterator[None]:
     """Let torch.compile find the present GPU's compute capability as a constant inside the block.
@@ -193,18 +263,7 @@ def constant_compute_capability() -> Iterator[None]:
     transformers looks it up before each grouped product of experts (`integrations/moe.py`), by a function of torch that
     torch itself refuses to trace.
     """
-    own = torch.cuda.get_device_capability
-    if own.__name__ == _constant_capability.__name__:  # another run inside this one's time
-        yield
-        return
-    torch.cuda.get_device_capability = _constant_capability([own(gpu) for gpu in range(torch.cuda.device_count())])
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_capability = own
-
-
-def _constant_capability(found: Sequence[tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    found = [torch.cuda.get_device_capability(gpu) for gpu in range(torch.cuda.device_count())]
     present = torch.cuda.current_device()
 
     def get_device_capability(device: torch.device | str | int | None = None) -> tuple[int, int]:
@@ -213,8 +272,8 @@ def _constant_capability(found: Sequence[tuple[int, int]]) -> Callable[..., tupl
         number = device.index if isinstance(device, torch.device) else device
         return found[present if number is None else number]
 
-    get_device_capability.__name__ = _constant_capability.__name__
-    return get_device_capability
+    with replaced(torch.cuda, "get_device_capability", get_device_capability):
+        yield
 
 
 def _forward(
@@ -267,7 +326,6 @@ class GraphedDecoder:
     def following(self) -> Iterator[None]:
         """Let the model's forward run its layers as the plan says inside the block. The graphs are freed at its end."""
         own = self._model.forward
-        had = "forward" in self._model.__dict__
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             boundaries = kwargs.pop(BATCH_KEY, None)
@@ -275,15 +333,13 @@ class GraphedDecoder:
                 return self._run(own, args, kwargs, boundaries)
             return self._run_plain(own, args, kwargs)
 
-        self._model.__dict__["forward"] = forward
         try:
-            with changed_layers(self._stack.layers, self._routers, compile=self._compile):
+            with (
+                attributes(self._model, forward=forward),
+                changed_layers(self._stack.layers, self._routers, compile=self._compile),
+            ):
                 yield
         finally:
-            if had:
-                self._model.__dict__["forward"] = own
-            else:
-                del self._model.__dict__["forward"]
             self.graphed.close()
 
     def _run(
@@ -314,18 +370,15 @@ class GraphedDecoder:
                 raise UsageError(f"the model is called with {name}=True, which its layers in graphs do not return")
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_LAYERS}
         if self._routers is not None:  # the stack returns them: transformers' own hooks would keep padded ones
-            asked = kwargs.get(f"output_{NAME}")
-            self._routers.wanted = bool(getattr(self._config, f"output_{NAME}", False) if asked is None else asked)
-            kwargs[f"output_{NAME}"] = False
-        self._model.__dict__["layers"] = [stand_in] * count
-        try:
+            asked = kwargs.get(f"output_{_LOGITS}")
+            self._routers.wanted = bool(getattr(self._config, f"output_{_LOGITS}", False) if asked is None else asked)
+            kwargs[f"output_{_LOGITS}"] = False
+        with attributes(self._model, layers=[stand_in] * count):
             result = own(*args, **kwargs)
-        finally:
-            del self._model.__dict__["layers"]
         if len(calls) != count:
             raise UsageError(f"the model called {len(calls)} of its {count} decoder layers, which run as one stack")
         if logits:
-            result[NAME] = tuple(logits)
+            result[_LOGITS] = tuple(logits)
         return result
 
     def _run_plain(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -344,11 +397,8 @@ class GraphedDecoder:
             self._routers.wanted = False
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
-        end = self.choose_attention(self._own_attention)
-        try:
+        with replaced(self._config, "_attn_implementation", self._own_attention):
             return own(*args, **kwargs)
-        finally:
-            end()
 
     def _run_stack(
         self, hidden_states: torch.Tensor, calls: list[dict[str, Any]], boundaries: HostBoundaries
@@ -385,7 +435,7 @@ class GraphedDecoder:
 
         Without replays its boundaries are returned as the graphs of the chosen bucket would read them.
         """
-        policy = self.graphed.tail_policy
+        policy = self.graphed.options.tail_policy
         choice = self._dispatcher.decide(shape_of(packed, boundaries_of(packed, n_tokens, policy), n_tokens))
         self.graphed.stats().decided[choice] += 1
         if self._replay or not isinstance(choice, Bucket) or packed.host is None:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 import yaml
 from torch import nn
@@ -79,9 +82,6 @@ def _find_adapters(model: nn.Module) -> dict[str, Any]:
 
 def _write_rows(dataset: Any, path: Path, check_time: Callable[[], None]) -> str:
     """Write the lengths of the documents of each row, as TRL's packed data has them; returns their digest."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     digest = hashlib.sha256()
     schema = pa.schema([(_LENGTHS, pa.list_(pa.int32()))])
     with pq.ParquetWriter(path, schema) as writer:
@@ -96,9 +96,6 @@ def _write_rows(dataset: Any, path: Path, check_time: Callable[[], None]) -> str
 
 def _row_lengths(dataset: Any) -> Iterator[Any]:
     """Lists of document lengths of the rows, as Arrow columns; NoPlanError where they are not known."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     try:
         import datasets
     except ModuleNotFoundError:

@@ -15,7 +15,7 @@ from thdprof.compare.fit import describe, misfits
 from thdprof.megatron_limits.trainer import FAMILIES, WITH_EXPERTS, refuse_experts, refuse_model_type
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.module_state import describe_hooked_modules, find_hooked_modules, find_hooked_parameters
-from thdprof.training import find_unread_fields
+from thdprof.training import find_defaults, find_unread_fields
 from thdprof.training.trainer_arguments import READ_ARGUMENTS, TRAINER_ARGUMENTS, trainer_settings
 from thdprof.transformers.attention import SOFTCAPPED, Backend
 
@@ -166,9 +166,10 @@ def _refuse_adapters(model: nn.Module) -> Iterator[str]:
 def unread_settings(args: Any, arguments: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Settings that are off their default and that thdprof has never looked at, as `name=value`."""
     config: Any = getattr(decoder_of(model), "config", None)
+    values = getattr(config, "__dict__", {})
     return [
-        *find_unread_fields(arguments, type(args), READ_ARGUMENTS),
-        *(f"config.{field}" for field in find_unread_fields(config, type(config), _READ_CONFIG)),
+        *find_unread_fields(arguments, find_defaults(type(args)), READ_ARGUMENTS),
+        *(f"config.{field}" for field in find_unread_fields(values, find_defaults(type(config)), _READ_CONFIG)),
     ]
 
 

@@ -104,3 +104,15 @@ def _engine_can_be_imported(monkeypatch):
         wait_stream=lambda other: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
     )
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
+
+
+@pytest.fixture
+def storage_is_copied(monkeypatch):
+    """Outputs that are computed anew are copied into their old memory; megatron-core's way compiles C++ for 30 s."""
+    from megatron.core.tensor_parallel import random
+
+    def share_storage(output, again):
+        output.untyped_storage().resize_(again.untyped_storage().nbytes())
+        output.untyped_storage().copy_(again.untyped_storage())
+
+    monkeypatch.setattr(random, "_get_share_storage", lambda: share_storage)

@@ -82,7 +82,7 @@ def model_of(of_config, *, pre_process=True, position_embedding_type="rope") -> 
 def attached(model, *, shards=1):
     decoder = Decoder(model.decoder, rope_of(model))
     run = Opened(decoder, token_shards=shards)
-    decoder.attach(run, cp_size=1, shards=shards, tail="none")
+    decoder.attach(run, cp_size=1)
     return decoder, run
 
 

@@ -233,7 +233,7 @@ def made(groups=None):
     decoder = Decoder(block, lambda length: torch.zeros(length, 1, 1, 4))
     buckets = [Bucket(max_seqs=3, max_seqlen=ROOM * s, n_tokens=ROOM, cp_size=s) for s in (1, 2, 4)]
     run = SizedChunkGraphs(decoder, buckets, sample_every=0)
-    decoder.attach(run, cp_size=2, shards=1, tail="none", groups=bound)
+    decoder.attach(run, cp_size=2, groups=bound)
     return block, run, groups
 
 
@@ -383,7 +383,7 @@ def test_layers_are_captured_for_every_size_in_its_own_group():
     before = attention.pg_collection
     buckets = [Bucket(max_seqs=3, max_seqlen=ROOM * s, n_tokens=ROOM, cp_size=s) for s in (1, 2)]
     run = SizedLayerGraphs(decoder, buckets, num_slots=1, make=engine, sample_every=0)
-    decoder.attach(run, cp_size=2, shards=1, tail="none", groups=ContextGroups(groups, block))
+    decoder.attach(run, cp_size=2, groups=ContextGroups(groups, block))
     for number, size in enumerate((2, 1, 2)):
         found = []
         for one in (plain, block):
@@ -403,7 +403,7 @@ def test_tables_of_one_size_for_all_cover_all_of_its_ranks():
     block, lengths = Block(), []
     decoder = Decoder(block, lambda length: lengths.append(length) or torch.zeros(length, 1, 1, 4))
     run = SizedChunkGraphs(decoder, [Bucket(max_seqs=3, max_seqlen=ROOM, n_tokens=ROOM, cp_size=2)], sample_every=0)
-    decoder.attach(run, cp_size=2, shards=1, tail="none")
+    decoder.attach(run, cp_size=2)
     call(block, packed_seq_params.packed_seq_params([0, 2 * ROOM], cu_seqlens_padded=[0, 2 * ROOM], device="cpu"))
     assert lengths == [2 * ROOM]
     assert block.seen[-1][1] == 2  # the model's own group

@@ -47,7 +47,7 @@ def loop(monkeypatch):
         decoder = Decoder(model[0])
         around = replace(decoder_surroundings.surround_decoder(model[0]), while_capturing=nullcontext)
         found.run = chunk.ChunkGraphs(decoder, plan.captured, surroundings=around, name="chunk 0")
-        decoder.attach(found.run, cp_size=1, shards=1, tail="none")
+        decoder.attach(found.run, cp_size=1)
         return SimpleNamespace(
             stats=lambda number: [found.run.stats()][number], prediction_stats=list, pool_bytes=found.run.pool_bytes,
             host_bytes=found.run.host_bytes, replays=True, close=found.run.close,

@@ -148,7 +148,7 @@ def attached(block, **kwargs):
 
     decoder = Decoder(block, rope)
     run = Recorder(decoder, [Bucket(max_seqs=4, max_seqlen=8, n_tokens=8)], token_shards=kwargs.pop("token_shards", 1))
-    decoder.attach(run, **{"cp_size": 1, "shards": 1, "tail": "none", **kwargs})
+    decoder.attach(run, **{"cp_size": 1, **kwargs})
     return decoder, run, rope_lengths
 
 
@@ -178,7 +178,7 @@ def test_a_packed_micro_batch_goes_through_the_dispatch_and_an_unpacked_one_past
 
 def test_a_later_pipeline_stage_gives_its_input_as_an_argument():
     block = Block(pre_process=False)
-    _, run, _ = attached(block, shards=2, token_shards=2)
+    _, run, _ = attached(block, token_shards=2)
     block.input_tensor = received = torch.randn(4, 1, 2, requires_grad=True)
     block(hidden_states=None, attention_mask=None, packed_seq_params=packed()).sum().backward()
     assert received.grad is not None

@@ -32,7 +32,7 @@ class DropsBoundaries(Attention):
 def installation(block, make=PaddedEager, tail="none"):
     decoder = Decoder(block)
     run = make(decoder, BUCKETS, tail_policy=tail)
-    decoder.attach(run, cp_size=1, shards=1, tail=tail)
+    decoder.attach(run, cp_size=1)
     return Installation([decoder], [run], Decisions(1, enabled=False))
 
 

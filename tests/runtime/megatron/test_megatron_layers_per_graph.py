@@ -145,7 +145,7 @@ def attached(block, layers_per_graph, **options):
         surroundings=decoder_surroundings.surround_decoder(block),
         **options,
     )
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    decoder.attach(run, cp_size=1)
     return run
 
 

@@ -101,7 +101,7 @@ class Run:
         self.block = Block(config).train()
         self.decoder = Decoder(self.block, rope=lambda length: self.table[:length])
         self.graphs = local.LocalGraphs(self.decoder, buckets, sample_every=0, **options)
-        self.decoder.attach(self.graphs, cp_size=1, shards=1, tail="none")
+        self.decoder.attach(self.graphs, cp_size=1)
 
     def forward(self, *documents: int, mask: torch.Tensor | None = None, frozen: bool = False) -> torch.Tensor:
         bounds = torch.tensor([0, *documents]).cumsum(0).tolist()

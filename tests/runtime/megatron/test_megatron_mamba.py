@@ -311,7 +311,7 @@ def test_layer_graphs_give_the_numbers_of_an_eager_run(pattern):
     plain, graphed, engine = make_stack(pattern), make_stack(pattern), FakeEngine()
     run = graphs_of(graphed, engine)
     eager = Decoder(plain)
-    eager.attach(Eager(eager, BUCKETS), cp_size=1, shards=1, tail="none")
+    eager.attach(Eager(eager, BUCKETS), cp_size=1)
     batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
     found = [train(stack, batches, one_f_one_b(len(batches))) for stack in (plain, graphed)]
     for a, b in zip(*found, strict=True):
@@ -341,7 +341,7 @@ def test_padding_alone_gives_the_numbers_of_an_eager_run(bounds):
     for stack, kind in zip(stacks, (Eager, PaddedEager), strict=True):
         decoder = Decoder(stack)
         run = kind(decoder, BUCKETS, sample_every=0)
-        decoder.attach(run, cp_size=1, shards=1, tail="none")
+        decoder.attach(run, cp_size=1)
     x = inputs(1)[0]
     found = [forward(stack, x.clone().requires_grad_(), bounds) for stack in stacks]
     assert torch.equal(*found)
@@ -393,7 +393,7 @@ def given_to_the_layers(cp, tail, end):
 
     decoder = Decoder(stack)
     decoder._own_forward = look
-    decoder.attach(Eager(decoder, BUCKETS), cp_size=cp, shards=1, tail=tail)
+    decoder.attach(Eager(decoder, BUCKETS, tail_policy=tail), cp_size=cp)
     bounds = params_of([0, end])
     stack.forward(hidden_states=inputs(1)[0], attention_mask=None, packed_seq_params=bounds)
     return seen
@@ -431,7 +431,7 @@ def test_a_hybrid_with_dropless_experts_follows_one_plan():
     run = graphs_of(graphed, engine, modules=["attn", "moe_router"])
     batches = list(zip(inputs(4), [SMALL, LARGE, OVER, SMALL], strict=True))
     decoder = Decoder(plain)
-    decoder.attach(Eager(decoder, BUCKETS, sample_every=0), cp_size=1, shards=1, tail="none")
+    decoder.attach(Eager(decoder, BUCKETS, sample_every=0), cp_size=1)
     found = [train(stack, batches, one_f_one_b(4)) for stack in (plain, graphed)]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     grads = [[p.grad for p in stack.parameters() if p.grad is not None] for stack in (plain, graphed)]
@@ -458,7 +458,7 @@ def test_mamba_layers_of_multi_token_prediction_know_the_documents_from_its_grap
             if replayed
             else PaddedEager(part, BUCKETS, sample_every=0)
         )
-        part.attach(run, cp_size=1, shards=1, tail="none")
+        part.attach(run, cp_size=1)
         seen = []
         for bounds, hidden, embedded in zip((SMALL, OVER, LARGE), inputs(3), inputs(3, seed=2), strict=True):
             x, e = hidden.requires_grad_(), embedded.requires_grad_()

@@ -58,7 +58,7 @@ def plans_of(model, engine=None):
         return plans, None
     engine.block, decoder = model.decoder, Decoder(model.decoder)
     run = OverlappedLayerGraphs(decoder, BUCKETS, num_slots=2, make=engine, sample_every=0, modules=MODULES)
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    decoder.attach(run, cp_size=1)
     plans = SchedulePlans(model, decoder, run)
     plans.attach()
     return plans, run
@@ -120,7 +120,7 @@ def test_layers_are_captured_over_the_random_state_from_which_their_nodes_draw(m
     decoder = Decoder(model.decoder)
     engine.block = model.decoder
     run = kind(decoder, BUCKETS[:1], num_slots=1, make=engine, sample_every=0, modules=MODULES)
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    decoder.attach(run, cp_size=1)
     x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
     params = packed_seq_params(SMALL, max_seqlen=TOKENS, device="cpu")
     model.decoder.config.sequence_parallel = True

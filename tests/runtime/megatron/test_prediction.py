@@ -73,7 +73,7 @@ def attached(model, make):
     for layer in model.mtp.layers:
         one = PredictionLayer(layer)
         run = make(one)
-        one.attach(run, cp_size=1, shards=1, tail="none")
+        one.attach(run, cp_size=1)
         runs.append(run)
     return runs
 
@@ -197,7 +197,7 @@ def test_the_embedding_takes_a_gradient_in_the_first_call_as_in_training(detache
     model.embedding.requires_grad_(not frozen)
     (one,) = prediction.find_replayed_predictions(model, model.config, impl="chunk")
     run = as_chunk(one)
-    one.attach(run, cp_size=1, shards=1, tail="none")
+    one.attach(run, cp_size=1)
     openings = Openings(of_plan(), model.config, shards=1, form=MetadataForm())
     openings.capture([(one, run, True)], say=lambda line: None)
     for args, kwargs in micro_batches():

@@ -276,14 +276,9 @@ def test_owners_may_end_in_any_order():
         assert random.checkpoint is own
 
 
-def test_outputs_that_are_dropped_come_back_with_the_same_masks(monkeypatch):
+@pytest.mark.usefixtures("storage_is_copied")
+def test_outputs_that_are_dropped_come_back_with_the_same_masks():
     """CheckpointWithoutOutput, by which Megatron recomputes norms, activations and up-projections."""
-
-    def share_storage(output, again):
-        output.untyped_storage().resize_(again.untyped_storage().nbytes())
-        output.untyped_storage().copy_(again.untyped_storage())
-
-    monkeypatch.setattr(random, "_get_share_storage", lambda: share_storage)
     layer = stack().layers[1]
     calls = []
 

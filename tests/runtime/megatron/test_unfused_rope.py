@@ -140,7 +140,7 @@ def test_a_decoders_numbers_are_those_without_thdprof():
     decoder_of_graphs, engine = decoder.Decoder(graphed, lambda length: table[:length]), Engine()
     engine.block = graphed
     run = LayerGraphs(decoder_of_graphs, BUCKETS, num_slots=2, make=engine, sample_every=0)
-    decoder_of_graphs.attach(run, cp_size=1, shards=1, tail="none")
+    decoder_of_graphs.attach(run, cp_size=1)
     compared = 0
     for seed, (bounds, rows) in enumerate([(SMALL, 9), (LARGE, 6), (OVER, 9), (SMALL, TOKENS), ([0, TOKENS], TOKENS)]):
         hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(seed))
@@ -200,7 +200,7 @@ def test_a_padded_micro_batch_is_recomputed_as_it_was_computed(rotated_on_the_de
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
         of_block = decoder.Decoder(block)
         run = kind(of_block, BUCKETS, sample_every=0)
-        of_block.attach(run, cp_size=1, shards=1, tail="none")
+        of_block.attach(run, cp_size=1)
         hidden = inputs(1)[0].requires_grad_()
         output = block(
             hidden_states=hidden,
@@ -218,7 +218,7 @@ def test_a_padded_micro_batch_is_recomputed_as_it_was_computed(rotated_on_the_de
 
 
 @pytest.mark.parametrize("on_the_device", [False, True])
-@pytest.mark.usefixtures("recomputing")
+@pytest.mark.usefixtures("recomputing", "storage_is_copied")
 def test_a_part_that_gives_its_output_up_is_recomputed_as_it_was_computed(rotated_on_the_device, on_the_device):
     tokens = torch.randn(8, HEADS, CHANNELS).requires_grad_()
     boundaries, table = torch.tensor([0, 3, 8]), rope(9)

@@ -86,7 +86,7 @@ def chunk_graphs(block):
     decoder = Decoder(block, num_features=FEATURES)
     around = replace(decoder_surroundings.surround_decoder(block), while_capturing=nullcontext)
     run = chunk.ChunkGraphs(decoder, BUCKETS, num_slots=2, sample_every=0, surroundings=around)
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    decoder.attach(run, cp_size=1)
     return decoder, run
 
 
@@ -94,7 +94,7 @@ def layer_graphs(block):
     decoder, engine = Decoder(block, num_features=FEATURES), FakeEngine()
     engine.block = block
     run = LayerGraphs(decoder, BUCKETS, num_slots=2, make=engine, sample_every=0)
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    decoder.attach(run, cp_size=1)
     return decoder, run
 
 

@@ -44,7 +44,7 @@ def watched(**options):
     run = chunk.ChunkGraphs(
         decoder, BUCKETS, num_slots=2, sample_every=0, surroundings=around, name="chunk 0", **options
     )
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    decoder.attach(run, cp_size=1)
     return block, run
 
 

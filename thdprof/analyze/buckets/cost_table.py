@@ -9,16 +9,16 @@ from typing import Annotated, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_yaml
+from thdprof.plan import Count, validate
 from thdprof.training import Attention
 from thdprof.training.stamp import Stamp
 
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
 _HOST_BOUND = 1.1
 """Eager time beside a replay's from which on the host is the bound."""
 HostEnd = Literal["low", "high"]
@@ -239,22 +239,18 @@ def load_costs(path: Path) -> CostTable:
     Raises:
         DataError: the file cannot be read or is not a cost table.
     """
-    loaded = read_yaml(path, where=f"--cost-table {path}")
-    if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
-        schema = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
-        raise DataError(f"--cost-table {path}: not a cost table: schema is {schema!r}, not {SCHEMA!r}")
-    try:
-        table = CostTable.model_validate(loaded)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise DataError(f"--cost-table {path}: {field}: {first['msg']} (got {first['input']!r})") from error
+    where = f"--cost-table {path}"
+    loaded = read_yaml(path, where=where)
+    schema = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
+    if schema != SCHEMA:
+        raise DataError(f"{where}: not a cost table: schema is {schema!r}, not {SCHEMA!r}")
+    table = validate(CostTable, loaded, where=where)
     keys = [(p.max_seqs, p.max_seqlen) for p in table.replay]
     if len(set(keys)) != len(keys) or len({p.n_seqs for p in table.eager}) != len(table.eager):
-        raise DataError(f"--cost-table {path}: has a point twice; keep one")
+        raise DataError(f"{where}: has a point twice; keep one")
     by_length = {s: sum(1 for _, length in keys if length == s) for _, s in keys}
     if len(set(by_length.values())) > 1 or (None in by_length and len(by_length) > 1):
-        raise DataError(f"--cost-table {path}: every max_seqlen must be measured at the same max_seqs")
+        raise DataError(f"{where}: every max_seqlen must be measured at the same max_seqs")
     return table
 
 

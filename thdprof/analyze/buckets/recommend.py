@@ -32,21 +32,18 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's steps."""
     histogram = profile.n_seqs
     quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
-    top = max(quantiles)
-    measured = [n for n in costs.measured_max_seqs() if min(quantiles) <= n]
-    longest = profile.max_seqlen.percentile(100.0)
-    at_top = costs.replay_ms(top, longest)
-    beyond = {n for n in measured if n > top and costs.replay_ms(n, longest) < at_top}  # a larger shape can be cheaper
-    optional = sorted({n for n in measured if n < top and n not in quantiles} | beyond)
+    top, longest = max(quantiles), profile.max_seqlen.percentile(100.0)
+    ms = {n: costs.replay_ms(n, longest) for n in (top, *costs.measured_max_seqs()) if n >= min(quantiles)}
+    # a larger shape can be cheaper
+    optional = sorted([n for n in ms if n not in quantiles and (n < top or ms[n] < ms[top])])
     room = max(1, _MAX_CANDIDATES - len(quantiles))
-    spread = optional[:: -(-len(optional) // room)] if optional else []
-    cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
+    spread = optional[:: max(1, -(-len(optional) // room))]
+    cheapest = min(optional, key=ms.__getitem__, default=top)
     return sorted({costs.round_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
 
 
-def _candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
-    """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
-    top = max(longest_possible, profile.max_seqlen.percentile(100.0))
+def _candidate_lengths(profile: Profile, costs: CostTable, top: int) -> list[int]:
+    """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only `top`, the largest."""
     if not costs.needs_max_seqlen:
         return [top]
     step = costs.max_seqlen_granularity
@@ -214,11 +211,7 @@ def choose_quickest(
         choice = choices[int(index)]
         if not np.isfinite(times[index]):
             break
-        if max_fallback_rate is None:
-            return choice
-        if not choice and max_fallback_rate < 1:
-            continue  # the empty choice: every step has an eager micro-batch
-        if costs.fallback_rate(choice).step <= max_fallback_rate:
+        if max_fallback_rate is None or costs.fallback_rate(choice).step <= max_fallback_rate:
             return choice
     raise UsageError(
         f"--max-fallback-rate {max_fallback_rate:g}: no choice of buckets within the graph-memory budget keeps to "
@@ -310,43 +303,44 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
     table, profile = run.table, run.profile
-    asked = _asked(table, profile)
-    both = [profile] if asked is profile else [profile, asked]
-    rounded = {n for part in both for n in candidate_caps(part, costs)}
+    joint = _profile_joint(table, profile)
+    profiles = {min(run.longest_possible): joint} if table.groups is None else Profile.by_cp_size(table, table.groups)
+    caps_of = {part: candidate_caps(part, costs) for part in {profile, joint, *profiles.values()}}
+    rounded = {*caps_of[profile], *caps_of[joint]}
     caps = sorted(rounded)
     if costs.max_seqs_steps:  # the curve shows the percentiles, too, that candidates were rounded up from
-        caps = sorted(rounded | {max(1, part.n_seqs.percentile(p)) for part in both for p in PERCENTILES.values()})
-    run_cp_size = min(run.longest_possible)
-    profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, table.groups)
-    shapes = {}
+        percentiles = {part.n_seqs.percentile(p) for part in (profile, joint) for p in PERCENTILES.values()}
+        caps = sorted(rounded | {max(1, n) for n in percentiles})
+    longest = find_longest_captured(profiles, run.longest_possible)
+    shapes: list[list[Bucket]] = []
     for cp_size, part in profiles.items():
-        tokens = _candidate_lengths(part, costs, run.longest_possible[cp_size])
-        shapes[cp_size] = [Bucket(n, s, run.n_tokens, cp_size) for n in candidate_caps(part, costs) for s in tokens]
-    every = [bucket for part in shapes.values() for bucket in part]
+        tokens = _candidate_lengths(part, costs, longest[cp_size])
+        shapes.append([Bucket(n, s, run.n_tokens, cp_size) for n in caps_of[part] for s in tokens])
+    every = [bucket for buckets in shapes for bucket in buckets]
     lengths = sorted({b.max_seqlen for b in every})
     step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
-    eager_ms = float(step_costs.step_ms([()])[0])
-    least = 1 - costs.least_gain
+    most_bytes, least = limits.graph_memory_bytes, 1 - costs.least_gain
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
-    for buckets_of_size in shapes.values():
-        refuse_long_search(len(buckets_of_size), limits.num_buckets)
-    choices = choices_of(list(shapes.values()), limits.num_buckets, step_costs)
+    eager_ms = step_costs.choice_ms(())
+    for buckets in shapes:
+        refuse_long_search(len(buckets), limits.num_buckets)
+    choices = choices_of(shapes, limits.num_buckets, step_costs)
     stride = search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
-    within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
+    within = [most_bytes is None or (memory(c) or 0) <= most_bytes for c in choices]
     times_within = np.where(within, times, np.inf)
     chosen = choose_quickest(choices, times_within, step_costs, limits.max_fallback_rate)
+    step_ms = step_costs.choice_ms(chosen)
     if chosen and limits.num_buckets > 1 and limits.cover_largest:
-        quickest_ms = float(step_costs.step_ms([chosen])[0])
-        most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
-        chosen = choose_covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
-    longest = find_longest_captured(profiles, run.longest_possible)
-    options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in shapes) for n in caps]
+        most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - step_ms))
+        if covering := choose_covering(choices, times_within, step_costs, most_ms=most_ms):
+            chosen, step_ms = covering, step_costs.choice_ms(covering)
+    options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in profiles) for n in caps]
     curve = cap_curve(options, profile, costs, step_costs, eager_ms)
-    one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
+    one_graph_fits = most_bytes is None or (memory(options[0]) or 0) <= most_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
     singles = [
         c
@@ -356,9 +350,8 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         and c.fallback_rate.step <= most_fallbacks
         and ((c.relative_step_time or 0.0) <= least or limits.max_fallback_rate is not None)
     ]
-    if limits.max_fallback_rate is None and float(step_costs.step_ms([chosen])[0]) > least * eager_ms:
-        chosen = ()
-    step_ms = float(step_costs.step_ms([chosen])[0])
+    if limits.max_fallback_rate is None and step_ms > least * eager_ms:
+        chosen, step_ms = (), eager_ms
     rate = step_costs.fallback_rate(chosen)
     independent = max(1, independent // table.shared_capture_ranks)
     return Recommendation(
@@ -377,7 +370,7 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     )
 
 
-def _asked(table: MicrobatchTable, profile: Profile) -> Profile:
+def _profile_joint(table: MicrobatchTable, profile: Profile) -> Profile:
     """The profile of what ranks that decide together ask for; `profile` where every rank decides for itself."""
     if table.shared_capture_ranks == 1:
         return profile

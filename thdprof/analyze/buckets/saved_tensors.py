@@ -82,12 +82,21 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
     ]
 
 
-def split_around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
+def split_around_router(model: Model, kind: Kind | None) -> tuple[list[Saved], list[Saved]]:
     """What one layer of a model with dropless experts saves inside a graph that ends at its router, where nothing is
     recomputed, and behind it. A layer without experts is a graph, whole.
+
+    Args:
+        kind: what the layer holds; None: it is of multi-token prediction, and its last norm is behind its router.
     """
-    inside = layer_tensors(replace(model, recompute_granularity=None), kind)
-    return _split_at_router(inside, kind)[0], _split_at_router(layer_tensors(model, kind), kind)[1]
+    has_experts = "moe" in (kind or layer_kinds(model)[-1])
+
+    def follows(one: Saved) -> bool:
+        return has_experts and (one.module in ("mlp", _LAST_NORM) or one.module.startswith(_EXPERTS))
+
+    plain = replace(model, recompute_granularity=None)
+    inside, behind = (mtp_tensors(one) if kind is None else layer_tensors(one, kind) for one in (plain, model))
+    return [one for one in inside if not follows(one)], [one for one in behind if follows(one)]
 
 
 def mtp_tensors(model: Model) -> list[Saved]:
@@ -110,20 +119,6 @@ def mtp_tensors(model: Model) -> list[Saved]:
     ]
 
 
-def split_mtp_around_router(model: Model) -> tuple[list[Saved], list[Saved]]:
-    """What `split_around_router` gives, of a layer of multi-token prediction; behind its router is its last norm."""
-    kind, plain = layer_kinds(model)[-1], replace(model, recompute_granularity=None)
-    return _split_at_router(mtp_tensors(plain), kind)[0], _split_at_router(mtp_tensors(model), kind)[1]
-
-
-def _split_at_router(tensors: Sequence[Saved], kind: Kind) -> tuple[list[Saved], list[Saved]]:
-
-    def follows(one: Saved) -> bool:
-        return "moe" in kind and (one.module in ("mlp", _LAST_NORM) or one.module.startswith(_EXPERTS))
-
-    return [one for one in tensors if not follows(one)], [one for one in tensors if follows(one)]
-
-
 def join_recomputed(layers: Sequence[Sequence[Saved]]) -> list[Saved]:
     """What layers save that a backward computes again together: of their inputs it keeps only the first one's."""
     first, *others = (one for layer in layers for one in layer)
@@ -136,7 +131,7 @@ class _Layer:
     def __init__(self, model: Model) -> None:
         self.tensors: list[Saved] = []
         self._model = model
-        self._element = 4 if model.precision == "fp32" else 2
+        self._element = model.element_bytes
         self._input_element = 1 if model.fp8_recipe else self._element  # of what a linear layer saves of its input
         self._inner = 1 / model.tensor_model_parallel_size
         self._outer = self._inner if model.sequence_parallel else 1.0
@@ -252,7 +247,7 @@ class _Layer:
         model = self._model
         width = model.ffn_size * self._inner
         self._fused_norm("mlp.linear_fc1", model.hidden_size, drop="mlp")
-        self._add("mlp", width * (2 if model.gated_linear_unit else 1), self._element, drop="mlp")
+        self._add("mlp", width * model.gate_factor, self._element, drop="mlp")
         self._linear_input("mlp.linear_fc2", width, drop="mlp")
         self._dropout("mlp.linear_fc2")
 
@@ -266,25 +261,24 @@ class _Layer:
         count = model.num_experts or 1
         self._add("mlp.router", 2 * count * self._outer, STATISTICS_BYTES, drop="moe")  # logits, probabilities
         # tokens of a rank are shared by the ranks that share an expert, and as many come as go
-        shared = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+        shared = model.expert_tensor_size
         copies = model.moe_router_topk * (model.moe_expert_capacity_factor or 1.0) * self._outer
         taken = copies * shared  # copies that reach this rank's experts
         width = model.expert_ffn_size / shared
         self._linear_input(f"{_EXPERTS}.linear_fc1", taken * model.hidden_size, drop="moe")
-        self._add(_EXPERTS, taken * width * (2 if model.gated_linear_unit else 1), self._element, drop="moe")
+        self._add(_EXPERTS, taken * width * model.gate_factor, self._element, drop="moe")
         if not model.gated_linear_unit:  # the unfused activation keeps its output before the probabilities' product
             self._add(_EXPERTS, taken * width, self._element, drop="moe")
         self._linear_input(f"{_EXPERTS}.linear_fc2", taken * width, drop="moe moe_act")
         if width := (model.moe_shared_expert_intermediate_size or 0) * self._inner:
-            gated = 2 if model.gated_linear_unit else 1
-            self._add("mlp.shared_experts", width * gated, self._element, drop="moe shared_experts")
+            self._add("mlp.shared_experts", width * model.gate_factor, self._element, drop="moe shared_experts")
             self._linear_input("mlp.shared_experts.linear_fc2", width, drop="moe shared_experts")
         self._dropout("mlp")
 
     def mamba(self) -> None:
         """A Mamba-2 mixer: its input product, the scan's output before and after its gate, and the normed output."""
         model = self._model
-        heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+        heads = model.mamba_heads
         inner = heads * model.mamba_head_dim * self._inner
         states = 2 * model.mamba_num_groups * model.mamba_state_dim * self._inner
         self._fused_norm("mixer.in_proj", model.hidden_size)

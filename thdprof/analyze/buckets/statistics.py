@@ -58,9 +58,9 @@ class Histogram:
         return Percentiles(mean=self.mean, **{name: self.percentile(p) for name, p in PERCENTILES.items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
-    """Histograms of the micro-batches of a run."""
+    """Histograms of the micro-batches of a run; equal to itself alone."""
 
     n_seqs: Histogram
     """Documents of a micro-batch."""
@@ -68,21 +68,14 @@ class Profile:
     """Tokens of a micro-batch's longest document."""
 
     @classmethod
-    def count(cls, table: MicrobatchTable) -> Profile:
-        """The profile of all micro-batches of `table`."""
-        return cls(n_seqs=Histogram.count(table.n_seqs), max_seqlen=Histogram.count(table.max_seqlen))
+    def count(cls, table: MicrobatchTable, chosen: NDArray[np.bool_] | slice = slice(None)) -> Profile:
+        """The profile of all micro-batches of `table`, or of those `chosen`, shape [micro-batches]."""
+        return cls(n_seqs=Histogram.count(table.n_seqs[chosen]), max_seqlen=Histogram.count(table.max_seqlen[chosen]))
 
     @classmethod
     def by_cp_size(cls, table: MicrobatchTable, groups: RankGroups) -> dict[int, Profile]:
         """The profile of the micro-batches of each context-parallel size that `groups` have, ascending."""
-        sizes = groups.cp_size
-        return {
-            int(size): cls(
-                n_seqs=Histogram.count(table.n_seqs[sizes == size]),
-                max_seqlen=Histogram.count(table.max_seqlen[sizes == size]),
-            )
-            for size in np.unique(sizes)
-        }
+        return {int(size): cls.count(table, groups.cp_size == size) for size in np.unique(groups.cp_size)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

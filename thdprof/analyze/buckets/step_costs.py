@@ -175,26 +175,26 @@ class StepCosts:
         self._num_steps, self._optimizer_ms = table.num_steps, costs.optimizer_ms or 0.0
         self._goes_ahead = goes_ahead and costs.host_bound and table.groups is None
         self._has_one_rank = table.data_parallel_size == 1 and table.uniform
-        self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
+        self._fitted: dict[Bucket, tuple[NDArray[np.bool_], float]] = {}
 
-    def _fit(self, buckets: Iterable[Bucket]) -> Mapping[Bucket, NDArray[np.bool_]]:
-        """Whether each of `buckets` fits each class, by bucket; shape [classes]."""
-        for bucket in buckets:
-            if bucket not in self._fitting:
-                fits = holds(bucket, self._largest_of_class)
-                self._fitting[bucket] = np.broadcast_to(fits, self.class_counts.shape)
-        return self._fitting
+    def _fit(self, buckets: Iterable[Bucket]) -> Mapping[Bucket, tuple[NDArray[np.bool_], float]]:
+        """Whether each of `buckets` fits each class, shape [classes], and milliseconds of its replay, by bucket."""
+        new = [bucket for bucket in {*buckets} if bucket not in self._fitted]
+        fits = [np.broadcast_to(holds(bucket, self._largest_of_class), self.class_counts.shape) for bucket in new]
+        replay = [self._costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) for bucket in new]
+        self._fitted.update(zip(new, zip(fits, replay, strict=True), strict=True))
+        return self._fitted
 
     def bucket_of_class(self, buckets: Sequence[Bucket]) -> NDArray[np.int64]:
         """Index of the first of `buckets` that fits each class, or -1 where none does, shape [classes]."""
-        index_of_class, fits = np.full(len(self.class_counts), -1), self._fit(buckets)
+        index_of_class, fitted = np.full(len(self.class_counts), -1), self._fit(buckets)
         for index in reversed(range(len(buckets))):  # the first that fits is written last
-            index_of_class[fits[buckets[index]]] = index
+            index_of_class[fitted[buckets[index]][0]] = index
         return index_of_class
 
     def classes_held(self, bucket: Bucket) -> int:
         """The classes that `bucket` fits, as the set bits of an integer."""
-        return sum(1 << int(place) for place in np.flatnonzero(self._fit([bucket])[bucket]))
+        return sum(1 << int(place) for place in np.flatnonzero(self._fit([bucket])[bucket][0]))
 
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
         """The shares of micro-batches, (rank, step) pairs and steps with a fallback under `buckets`."""
@@ -224,6 +224,10 @@ class StepCosts:
             squared = np.where(pattern[self._class], 0.0, self._squared_ms)
             times[here] = self._mean_step_ms(weights[:, here], squared, stride)
         return times
+
+    def choice_ms(self, choice: Sequence[Bucket]) -> float:
+        """Mean step time under one choice of buckets over all steps, in milliseconds."""
+        return float(self.step_ms([choice])[0])
 
     def _mean_step_ms(
         self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None, stride: int
@@ -301,14 +305,13 @@ class StepCosts:
         """Factors of the classes' counts (first half) and eager times (second half), shape [2 * classes, choices]."""
         classes = len(self.class_counts)
         weights = np.zeros((2 * classes, len(choices)))
-        distinct = {bucket for choice in choices for bucket in choice}
-        replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for b in distinct}
-        fits = self._fit(distinct)
+        fitted = self._fit([bucket for choice in choices for bucket in choice])
         for column, choice in enumerate(choices):
             falls_back = np.ones(classes, dtype=np.bool_)
             for bucket in reversed(choice):  # the first that fits is written last
-                weights[:classes, column][fits[bucket]] = replay[bucket]
-                falls_back &= ~fits[bucket]
+                fits, ms = fitted[bucket]
+                weights[:classes, column][fits] = ms
+                falls_back &= ~fits
             weights[classes:, column] = falls_back
         weights[:classes] += self._costs.outside_ms or 0.0
         return weights

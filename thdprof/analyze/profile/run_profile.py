@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
 from thdprof import __version__
-from thdprof.analyze.buckets.cost_table import CostTable, Count, Milliseconds, StoredPart
+from thdprof.analyze.buckets.cost_table import CostTable, Milliseconds, StoredPart
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
@@ -41,7 +41,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing
-from thdprof.plan import FallbackRate, Training, validate
+from thdprof.plan import Count, FallbackRate, Training, validate
 from thdprof.training import DYNAMIC_CP, TrainingSettings, definitions_of
 from thdprof.words import html_table, make_printable, shorten, write_count
 
@@ -296,10 +296,8 @@ class RunProfile:
         rows = []
         for part in self.parts:
             for measure in ("n_seqs", "max_seqlen"):
-                counted = self.histogram("microbatch", measure, part=part.name)
-                row: dict[str, Any] = {"part": part.name, "measure": measure, "mean": counted.mean}
-                row.update({name: counted.percentile(percent) for name, percent in PERCENTILES.items()})
-                rows.append(row)
+                counted = self.histogram("microbatch", measure, part=part.name).percentiles()
+                rows.append({"part": part.name, "measure": measure, **counted.model_dump()})
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
@@ -317,8 +315,22 @@ class RunProfile:
         Raises:
             DataError: the file exists and `force` is false, or it cannot be written.
         """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not force and os.path.lexists(path):
+            raise DataError(f"{path}: exists; give --force to replace it, or another name")
         metadata = Metadata(written_by=__version__, **{name: getattr(self, name) for name in _IN_METADATA})
-        write_profile_file(Path(path), self.cells, metadata, force=force)
+        text = json_text(metadata.model_dump(mode="json", by_alias=True), indent=None)
+        columns = {
+            name: pa.array(self.cells[name].astype(str)).dictionary_encode()
+            if kind == "category"
+            else pa.array(self.cells[name].to_numpy(), type=kind)
+            for name, kind in COLUMNS.items()
+        }
+        content = pa.table(columns).replace_schema_metadata({_KEY: text})
+        with replacing(Path(path)) as temporary, temporary.open("wb") as file:
+            pq.write_table(content, file, compression="zstd")
 
 
 def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
@@ -339,7 +351,11 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     frame.insert(0, "part", name)
     caps = _grid(analysis)
     eager_ms, *times = one_cap_step_ms(analysis, analysis.costs, [0, *caps])  # a cap of 0: all run eagerly
-    ranges = _relative_step_times(analysis, caps)
+    ranges: list[Range | None] = [None] * len(caps)
+    if not analysis.times.origin == analysis.costs.origin == "none":
+        ends = [one_cap_step_ms(analysis, costs, [0, *caps]) for costs in analysis.costs.ends()]
+        relative = np.array([step_ms[1:] / step_ms[0] for step_ms in ends])
+        ranges = [*zip(relative.min(axis=0).tolist(), relative.max(axis=0).tolist(), strict=True)]
     if (model := analysis.model) is not None:
         experts = f", {write_count(model.num_experts, 'expert')}" if model.num_experts else ""
         described = f"{write_count(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
@@ -385,20 +401,6 @@ def one_cap_step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> ND
         goes_ahead=settings.host_goes_ahead,
     )
     return step_costs.step_ms([tuple(Bucket(n, longest[size], n_tokens, size) for size in longest) for n in caps])
-
-
-def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | None]:
-    """The range of the relative step time under each of `caps`: times at all ends of theirs.
-
-    None for each cap where the times are not of the user's own model.
-    """
-    if analysis.times.origin == analysis.costs.origin == "none":
-        return [None] * len(caps)
-    ends = []
-    for costs in analysis.costs.ends():
-        step_ms = one_cap_step_ms(analysis, costs, [0, *caps])  # under a cap of 0 all micro-batches run eagerly
-        ends.append(step_ms[1:] / step_ms[0])
-    return [(float(min(found)), float(max(found))) for found in zip(*ends, strict=True)]
 
 
 def check_part(part: str | None) -> None:
@@ -504,7 +506,30 @@ def load_profile(path: Path | str) -> RunProfile:
     Raises:
         DataError: the file cannot be read, is no profile, or has another version.
     """
-    cells, metadata = read_profile_file(Path(path))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with Path(path).open("rb") as file:  # any name, also one that is not UTF-8
+            # One thread: the process may end right after a refusal, and must not end while others still read.
+            content = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: not a profile: {' '.join(str(error).split())}") from error
+    text, where = (content.schema.metadata or {}).get(_KEY), str(path)
+    if text is None:
+        raise DataError(f"{path}: not a profile: analyze --profile writes one")
+    try:
+        loaded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: its metadata is not JSON: {error}") from error
+    schema = loaded.get("schema") if isinstance(loaded, dict) else None
+    if schema != SCHEMA:
+        raise DataError(f"{path}: schema is {schema!r}; this thdprof reads {SCHEMA!r}: analyse again")
+    metadata, cells = validate(Metadata, loaded, where=where), _cells(content, where=where)
+    _check_rows(cells, {part.name for part in metadata.parts}, where=where)
+    _check_sums(cells, metadata.parts, where=where)
     return RunProfile(cells, **{name: getattr(metadata, name) for name in _IN_METADATA})
 
 
@@ -514,9 +539,16 @@ def histogram_of(rows: pd.DataFrame, measure: str) -> Histogram:
     return Histogram(counts.astype(np.int64))
 
 
+def shares_over(histogram: Histogram, values: ArrayLike) -> list[float]:
+    """The shares of what `histogram` counts that are larger than each of `values`, whole numbers."""
+    within = np.pad(np.cumsum(histogram.counts), (1, 0))[np.clip(np.add(values, 1), 0, len(histogram.counts))]
+    shares: list[float] = ((histogram.total - within) / histogram.total).tolist()
+    return shares
+
+
 def share_over(histogram: Histogram, value: int) -> float:
-    """Share of the values in `histogram` that are larger than `value`."""
-    return float(histogram.counts[max(0, value + 1) :].sum() / histogram.total)
+    """The share of what `histogram` counts that is larger than `value`."""
+    return shares_over(histogram, [value])[0]
 
 
 def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSettings) -> list[CapTime]:
@@ -657,67 +689,6 @@ def merged_to_json(profile: RunProfile) -> str:
     return json_text(value)
 
 
-def write_profile_file(path: Path, cells: pd.DataFrame, metadata: Metadata, *, force: bool) -> None:
-    """Write a profile whole or not at all; `cells` has the columns of `COLUMNS`.
-
-    Raises:
-        DataError: the file exists and `force` is false, or it cannot be written.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not force and os.path.lexists(path):
-        raise DataError(f"{path}: exists; give --force to replace it, or another name")
-    text = json_text(metadata.model_dump(mode="json", by_alias=True), indent=None)
-    columns = {
-        name: pa.array(cells[name].astype(str)).dictionary_encode()
-        if kind == "category"
-        else pa.array(cells[name].to_numpy(), type=kind)
-        for name, kind in COLUMNS.items()
-    }
-    content = pa.table(columns).replace_schema_metadata({_KEY: text})
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        pq.write_table(content, file, compression="zstd")
-
-
-def read_profile_file(path: Path) -> tuple[pd.DataFrame, Metadata]:
-    """Read the counts of a profile, in the columns of `COLUMNS`, and its metadata.
-
-    Raises:
-        DataError: the file cannot be read, is no profile, or has another version.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with path.open("rb") as file:  # any name, also one that is not UTF-8
-            # One thread: the process may end right after a refusal, and must not end while others still read.
-            content = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: not a profile: {' '.join(str(error).split())}") from error
-    text = (content.schema.metadata or {}).get(_KEY)
-    if text is None:
-        raise DataError(f"{path}: not a profile: analyze --profile writes one")
-    metadata = _metadata(text, where=str(path))
-    cells = _cells(content, where=str(path))
-    _check_rows(cells, {part.name for part in metadata.parts}, where=str(path))
-    _check_sums(cells, metadata.parts, where=str(path))
-    return cells, metadata
-
-
-def _metadata(text: bytes, *, where: str) -> Metadata:
-    try:
-        loaded = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: its metadata is not JSON: {error}") from error
-    schema = loaded.get("schema") if isinstance(loaded, dict) else None
-    if schema != SCHEMA:
-        raise DataError(f"{where}: schema is {schema!r}; this thdprof reads {SCHEMA!r}: analyse again")
-    return validate(Metadata, loaded, where=where)
-
-
 def _cells(content: pa.Table, *, where: str) -> pd.DataFrame:
     """The columns with the types of `COLUMNS`; values that a type cannot hold are refused, not rounded or cut."""
     import pyarrow as pa
@@ -755,7 +726,6 @@ def _refuse(wrong: pd.Series[bool], column: pd.Series[Any], rule: str, *, where:
 
 
 def _check_rows(cells: pd.DataFrame, parts: set[str], *, where: str) -> None:
-    """Refuse rows with values that no profile holds."""
     segments = cells["kind"].astype(str).str.startswith("segment_")
     rules = (
         ("part", ~cells["part"].isin(parts), "must be one of the parts that the metadata name"),

@@ -131,7 +131,6 @@ def _parts(
 
 
 def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
-    """All that is known besides the answer and the table."""
     yield ""
     yield Text(verdict_sentence(analysis), style="bold")
     worth = analysis.worth if analysis.recommendation.buckets else None
@@ -330,7 +329,6 @@ def _captures(analysis: Analysis) -> dict[str, Any] | None:
 
 
 def _explain_router(reason: str) -> str:
-    """A sentence on what is captured of layers with dropless experts."""
     return (
         "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router, and experts "
         f"run eagerly: {reason}"

@@ -56,20 +56,11 @@ class Report:
     @property
     def times(self) -> Times:
         """Times of the user's own model and where they come from, of the plan's own data; origin "none" without."""
-        predicted, costs, plan = self.profile.predicted, self.profile.costs, self.plan.predictions
+        predicted, costs, planned = self.profile.predicted, self.profile.costs, self.plan.predictions.times
         if predicted is not None and predicted.times.origin != "none":
             return predicted.times
-        if costs.origin == "measured":
-            relative = plan.relative_step_time
-            if relative is None or plan.step_ms is None or plan.eager_step_ms is None:
-                return Times(origin="none", basis=HOW_TO_GET_TIMES)
-            return Times(
-                origin="measured",
-                basis=f"{costs.name} on {costs.hardware}",
-                relative_step_time=(relative, relative),
-                step_ms=(plan.step_ms, plan.step_ms),
-                eager_step_ms=(plan.eager_step_ms, plan.eager_step_ms),
-            )
+        if costs.origin == "measured" and planned is not None:
+            return planned
         if self.profile.num_runs > 1 and costs.origin == "modelled":
             return Times(origin="none", basis=TIMES_OF_ONE_RUN)
         return Times(origin="none", basis=HOW_TO_GET_TIMES if predicted is None else predicted.times.basis)

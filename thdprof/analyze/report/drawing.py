@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Literal, NamedTuple
@@ -130,12 +130,15 @@ class Bar(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Bars below one name, which has a look, and words on hovering."""
+    """Bars below one name, which has a look; hovering tells `more` than their words."""
 
     name: str
     bars: tuple[Bar, ...]
-    tip: str
     look: str = ""
+    more: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(bar.words for bar in self.bars)}"
 
 
 @dataclass(slots=True)
@@ -195,22 +198,16 @@ class Canvas:
         """Add the marker of line `style` at a point."""
         self.marks.append(f'<path class="m s{style}" d="{_MARKERS[style]}" transform="translate({px(x)} {px(y)})"/>')
 
-    def legend(self, entries: Sequence[tuple[str, int | str]], *, top: float = 0, marked: bool = True) -> float:
-        """Name the lines in rows below `top`, and return the pixel below the last row.
-
-        `entries` are the name of each line, and its number in `STYLE`, or "cap" for the line of the cap.
-        """
+    def legend(self, entries: Mapping[str, int], *, top: float = 0, marked: bool = True) -> float:
+        """Name the lines by their numbers in `STYLE`, in rows below `top`; return the pixel below the last row."""
         left, top = 0.0, top + LINE - 4
-        for name, style in entries:
+        for name, style in entries.items():
             needed = 30 + len(name) * EM
             if left > 0 and left + needed > self.width:
                 left, top = 0.0, top + LINE
-            if isinstance(style, int):
-                self.line([(left, top - 4), (left + 22, top - 4)], f"l s{style}")
-                if marked:
-                    self.marker(left + 11, top - 4, style)
-            else:
-                self.marks.append(f'<g class="cap"><path d="M{px(left)} {px(top - 4)}h22"/></g>')
+            self.line([(left, top - 4), (left + 22, top - 4)], f"l s{style}")
+            if marked:
+                self.marker(left + 11, top - 4, style)
             self.text(left + 28, top, name)
             left += needed + 14
         self.bottom = max(self.bottom, top + 6)
@@ -235,7 +232,7 @@ class Canvas:
                     self.rect(left, at, end - left, height, "hit range", extra=pale)
                 self.text(end + (6 if beside else 8), at + height / 2 + 4, bar.words)
                 at += height + 2
-            self.rect(0, top, self.width, at - top, "hit", tip=row.tip)
+            self.rect(0, top, self.width, at - top, "hit", tip=f"{row}{row.more}")
             at += 4 if beside else 4 + 2 * len(row.bars)
         self.bottom = at
 
@@ -364,13 +361,6 @@ class Panel:
             words, data = f"cap {cap:,}", f' data-cap-x="{self.x.data}"'
             place = self.canvas.within(at, len(words) * BOLD)
             self.canvas.text(place, top - 8, words, anchor="middle", look="b capname", extra=data)
-
-    def level(self, cap: int) -> None:
-        """Mark `cap` on the y axis by a dashed line, which the page's script moves."""
-        self.canvas.marks.append(
-            f'<g class="cap" data-y="{self.y.data}" transform="translate(0 {self.y(cap):.1f})">'
-            f'<path d="M{self.x.start:.1f} 0H{self.x.end:.1f}"/></g>'
-        )
 
     def dot(self, cap: int, value: float, series: str) -> None:
         """A dot on the curve `series` at `cap`, which the page's script moves."""

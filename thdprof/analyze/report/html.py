@@ -16,17 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from thdprof.analyze.buckets.statistics import Histogram
-from thdprof.analyze.predictions import Memory, Worth
+from thdprof.analyze.predictions import Worth
+from thdprof.analyze.profile.run_profile import shares_over
 from thdprof.analyze.report import figures
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import STYLE, Figure
-from thdprof.analyze.report.figures.graphs import (
-    bucket_names,
-    cap_sentences,
-    cheaper_graph,
-    has_short_names,
-)
+from thdprof.analyze.report.figures.graphs import bucket_names, cap_sentences, cheaper_graph, has_short_names
 from thdprof.analyze.report.figures.microbatches import (
     cut_run,
     drift_head,
@@ -38,8 +33,6 @@ from thdprof.analyze.report.figures.microbatches import (
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence, times_sentences
 from thdprof.words import html_table, percent, ratio, shorten, write_count, write_range
 
-_NUMBERS = 3
-"""Numbers at the head of a report."""
 _LONGEST_NAME = 80
 """Characters of a run's name."""
 _OF_THESE_DATA = (
@@ -68,8 +61,6 @@ _LABELS = {
     "time": "step time, eager = 1",
 }
 """What the slider's cap does, by the names that the page's script knows it by, and the labels."""
-_HOVER = "of steps over the cap"
-"""The end of the words that hovering over a segment of the run shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +120,7 @@ def make_answer(report: Report) -> Answer:
         verdict=verdict,
         reason=reason,
         basis=_sentence(times.basis if times.origin == "none" else f"times are {times.origin} for {times.basis}"),
-        numbers=tuple(_numbers(report))[:_NUMBERS],
+        numbers=tuple(_numbers(report))[:3],
         caveat=caveat,
         warnings=warnings[1:],
     )
@@ -173,7 +164,13 @@ def _numbers(report: Report) -> Iterator[Number]:
         if predicted is not None and predicted.worth is not None:
             yield _saved(predicted.worth)
         if predicted is not None and predicted.memory is not None:
-            yield _peak(predicted.memory)
+            peak = predicted.memory
+            graphs = f"{(peak.graph_bytes + peak.static_bytes) / 2**30:.1f} GiB of it for graphs"
+            yield Number(
+                value=f"{peak.peak_bytes / 2**30:.1f} GiB",
+                label=f"peak memory, pipeline rank {peak.pipeline_rank}",
+                note=graphs if peak.graph_bytes else "no graphs are captured",
+            )
     rate = plan.fallback_rate
     held = Number(
         value=percent(1 - rate.microbatch),
@@ -212,17 +209,7 @@ def _saved(worth: Worth) -> Number:
     return Number(value=write_range((low, high)), label=label, note=note)
 
 
-def _peak(memory: Memory) -> Number:
-    graphs = memory.graph_bytes + memory.static_bytes
-    return Number(
-        value=f"{memory.peak_bytes / 2**30:.1f} GiB",
-        label=f"peak memory, pipeline rank {memory.pipeline_rank}",
-        note=f"{graphs / 2**30:.1f} GiB of it for graphs" if memory.graph_bytes else "no graphs are captured",
-    )
-
-
 def _sentence(text: str) -> str:
-    """`text` with a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
 
 
@@ -287,10 +274,10 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
     """
     profile = report.profile
     caps = _page_caps(report, cap)
-    rates = [profile.fallback_rate(n) for n in caps]
+    rates = [dict(profile.fallback_rate(n)) for n in caps]
     times = report.relative_step_times(caps)
     largest = cut_run(report, "segment_step_max")
-    series = {level: [getattr(rate, level) for rate in rates] for level in ("microbatch", "rank_step", "step")}
+    series = {level: [rate[level] for rate in rates] for level in rates[0]}
     texts = {name: [percent(v) for v in values] for name, values in series.items()}
     texts["cap"] = [f"{n:,}" for n in caps]
     texts["sentence"] = cap_sentences(report, caps)
@@ -299,8 +286,8 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
     if times is not None:
         series["time_low"], series["time_high"] = ([t[end] for t in times] for end in (0, 1))
         texts["time"] = [ratio(t) for t in times]
-    segments = [_shares_over(h, caps) for h in largest]
-    parts = [_shares_over(profile.histogram("step_max", part=p.name), caps) for p in list_parts(report)]
+    segments = [shares_over(h, caps) for h in largest]
+    parts = [shares_over(profile.histogram("step_max", part=p.name), caps) for p in list_parts(report)]
     levels = sorted({value for row in (*segments, *parts) for value in row})
     index = {value: i for i, value in enumerate(levels)}
     return {
@@ -311,7 +298,7 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
         "levels": [(_round(v), percent(v)) for v in levels],
         "segments": [[index[v] for v in row] for row in segments],
         "parts": [[index[v] for v in row] for row in parts],
-        "tip": _HOVER,
+        "tip": "of steps over the cap",
     }
 
 
@@ -326,13 +313,6 @@ def _page_caps(report: Report, cap: int) -> list[int]:
     return sorted({n for n in (*named, *spaced) if 1 <= n <= most})
 
 
-def _shares_over(histogram: Histogram, caps: list[int]) -> list[float]:
-    """Share of the histogram's values over each of `caps`."""
-    within = np.cumsum(histogram.counts)[np.minimum(caps, len(histogram.counts) - 1)]
-    shares: list[float] = ((histogram.total - within) / histogram.total).tolist()
-    return shares
-
-
 def _round(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
@@ -342,7 +322,6 @@ def _asset(name: str) -> str:
 
 
 def _head(answer: Answer, then: str) -> str:
-    """The answer: the run, the verdict, three numbers, the caveat and what to do next."""
     date = f'<time datetime="{escape(answer.date)}">{escape(answer.date)}</time> · ' if answer.date else ""
     numbers = "".join(
         f"<li><b>{escape(n.value)}</b><span>{escape(n.label)}</span><small>{escape(n.note)}</small></li>"
@@ -409,16 +388,13 @@ def _figure(figure: Figure, head: str | None = None, every: dict[str, Any] | Non
 def _facts(report: Report) -> str:
     """What is predicted of the user's own model, in the sentences of `analyze`; empty where its times are not known."""
     times, predicted = report.times, report.profile.predicted
-    if times.origin == "none":
+    if times.origin == "none" or predicted is None:
         return ""
-    worth = None if predicted is None or not report.plan.graphs.buckets else predicted.worth
-    lines = times_sentences(times, worth, slower_kernels=report.profile.costs.slower_kernels)
-    if predicted is not None and predicted.model is not None:
-        lines.insert(0, f"model: {predicted.model}")
-    if predicted is not None and predicted.memory is not None:
-        lines.append(memory_sentence(predicted.memory))
-    if predicted is not None and predicted.capture is not None:
-        lines.append(capture_sentence(predicted.capture))
+    worth = predicted.worth if report.plan.graphs.buckets else None
+    lines = [] if predicted.model is None else [f"model: {predicted.model}"]
+    lines += times_sentences(times, worth, slower_kernels=report.profile.costs.slower_kernels)
+    lines += [] if predicted.memory is None else [memory_sentence(predicted.memory)]
+    lines += [] if predicted.capture is None else [capture_sentence(predicted.capture)]
     return f'<ul class="facts">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
 
 

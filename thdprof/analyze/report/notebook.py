@@ -81,29 +81,14 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
         )
-        run = _Run(client, _environment(runtime))
         try:
-            run.start()
-            try:
-                run.ended.wait()
-            except BaseException:
-                run.end()
-                raise
-            run.join()
-            if run.error is not None:
-                raise run.error
+            _execute_in_thread(client, _environment(runtime))
         except nbclient.exceptions.CellExecutionError as error:
             raise DataError(f"the report's notebook failed: {error.ename}: {error.evalue}") from error
         except (nbclient.exceptions.CellTimeoutError, nbclient.exceptions.DeadKernelError) as error:
             raise DataError(f"the report's notebook did not end: {' '.join(str(error).split())[:200]}") from error
     notebook["metadata"].pop("widgets", None)
     notebook["metadata"]["language_info"] = {"name": "python"}
-
-
-def to_text(notebook: NotebookNode) -> str:
-    """The notebook as the text of its file."""
-    text: str = need("nbformat").writes(notebook, version=4)
-    return text + "\n"
 
 
 def need(package: str) -> Any:
@@ -124,7 +109,6 @@ def need(package: str) -> Any:
 
 
 def _cell(notebook: NotebookNode, tag: str) -> dict[str, Any]:
-    """The first cell of the notebook with the tag `tag`."""
     cell: dict[str, Any] = next(c for c in notebook["cells"] if tag in c["metadata"].get("tags", ()))
     return cell
 
@@ -153,54 +137,40 @@ def _environment(scratch: str) -> dict[str, str]:
     }
 
 
-class _Run(threading.Thread):
-    """The thread that executes the notebook of `client`; `env` is the environment of its kernel."""
+def _execute_in_thread(client: NotebookClient, env: dict[str, str]) -> None:
+    """Execute the notebook of `client` in a thread, in a kernel with the environment `env`."""
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop = runner.get_loop()
+    task = loop.create_task(client.async_execute(env=env))
 
-    def __init__(self, client: NotebookClient, env: dict[str, str]) -> None:
-        super().__init__(name="thdprof-notebook", daemon=True)
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-        self._client, self._env = client, env
-        self._ending = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None
+    def drive() -> None:
+        with runner, contextlib.suppress(BaseException):  # which the main thread raises
+            loop.run_until_complete(task)
 
-    def run(self) -> None:
-        try:
-            asyncio.run(self._execute())
-        except BaseException as error:  # `execute` raises it in the main thread
-            self.error = error
-        finally:
-            self.ended.set()
-
-    async def _execute(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        if not self._ending:
-            await self._client.async_execute(env=self._env)
-
-    def end(self) -> None:
-        """Kill the kernel and wait until the thread has ended; nothing is logged meanwhile."""
-        self._ending = True
+    thread = threading.Thread(target=drive, name="thdprof-notebook", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
         for name in ("asyncio", "traitlets", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-        self._client.shutdown_kernel = "immediate"
-        if self._loop is not None:
-            self._loop.set_exception_handler(lambda loop, context: None)
-        if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-                self._loop.call_soon_threadsafe(self._task.cancel)
-        if not self.ended.wait(_END_SECONDS):
-            self._kill()
-            self.ended.wait(_END_SECONDS)
-        self._kill()
-        atexit.unregister(self._client._cleanup_kernel)  # the kernel is gone, so nbclient must not end it at exit
+        client.shutdown_kernel = "immediate"
+        loop.set_exception_handler(lambda loop, context: None)
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            loop.call_soon_threadsafe(task.cancel)
+        for _ in range(2):  # the kernel may start between
+            thread.join(_END_SECONDS)
+            _kill_kernel(client)
+        atexit.unregister(client._cleanup_kernel)  # the kernel is gone, so nbclient must not end it at exit
+        raise
+    task.result()
 
-    def _kill(self) -> None:
-        provisioner = getattr(self._client.km, "provisioner", None)
-        if provisioner is None or not provisioner.has_process or provisioner.process.poll() is not None:
-            return
-        with contextlib.suppress(OSError):
-            os.killpg(provisioner.process.pid, signal.SIGKILL)
-        with contextlib.suppress(Exception):
-            provisioner.process.wait(_END_SECONDS)
+
+def _kill_kernel(client: NotebookClient) -> None:
+    provisioner = getattr(client.km, "provisioner", None)
+    if provisioner is None or not provisioner.has_process or provisioner.process.poll() is not None:
+        return
+    with contextlib.suppress(OSError):
+        os.killpg(provisioner.process.pid, signal.SIGKILL)
+    with contextlib.suppress(Exception):
+        provisioner.process.wait(_END_SECONDS)

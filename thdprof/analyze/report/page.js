@@ -27,10 +27,6 @@
     const x = scale(mark.dataset.x);
     moves.push((i) => mark.setAttribute("transform", `translate(${x(data.caps[i]).toFixed(1)} 0)`));
   }
-  for (const mark of all("g.cap[data-y]")) {
-    const y = scale(mark.dataset.y);
-    moves.push((i) => mark.setAttribute("transform", `translate(0 ${y(data.caps[i]).toFixed(1)})`));
-  }
   for (const dot of all("[data-series]")) {
     const x = scale(dot.dataset.x), y = scale(dot.dataset.y), values = data.series[dot.dataset.series];
     moves.push((i) => dot.setAttribute("transform", `translate(${x(data.caps[i]).toFixed(1)} ${y(values[i]).toFixed(1)})`));

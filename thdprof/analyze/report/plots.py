@@ -122,22 +122,20 @@ class Result(Analysis):
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _report(self) -> Report:
-        return Report(plan=make_plan(self), profile=make_profile(self), comparison=None)
+    def _open_report(self) -> tuple[Report, int]:
+        report = Report(plan=make_plan(self), profile=make_profile(self), comparison=None)
+        return report, report.default_cap
 
     def plot_caps(self, ax: Axes | None = None) -> Axes:
         """The three shares that run eagerly under each single cap, and the relative step time where times are known."""
-        report = self._report()
-        return plot_caps(report, report.default_cap, ax)
+        return plot_caps(*self._open_report(), ax)
 
     def plot_documents(self, ax: Axes | None = None) -> Axes:
         """The histogram of a micro-batch's documents."""
-        report = self._report()
-        return plot_documents(report, report.default_cap, ax)
+        return plot_documents(*self._open_report(), ax)
 
     def plot_steps(self, ax: Axes | None = None) -> Axes:
         """The share of micro-batches, and of the fullest of a rank's step and of a step, with more than so many
         documents.
         """
-        report = self._report()
-        return plot_steps(report, report.default_cap, ax)
+        return plot_steps(*self._open_report(), ax)

@@ -123,11 +123,16 @@ def times_sentences(times: Times, worth: Worth | None, *, slower_kernels: float)
 
 def memory_sentence(memory: Memory) -> str:
     """The peak, its moment and its parts."""
+    eager = {
+        "training": f"{write_count(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight",
+        "capture": "a warm-up pass",
+        "verification": "eager run and compared gradients",
+    }
     parts = {
         "weights, gradients and optimizer": memory.state_bytes,
         "graphs": memory.graph_bytes,
         "static buffers": memory.static_bytes,
-        _name_eager_beside_slots(memory): memory.eager_bytes,
+        eager[memory.moment]: memory.eager_bytes,
         "experts behind graphs": memory.experts_bytes,
         "outside the decoder": memory.outside_bytes,
     }
@@ -150,15 +155,6 @@ def trainer_weights_sentence(model: Model) -> str:
     else:
         how = f"{model.precision} (`autocast: true` in --settings: in float32)"
     return f"assumed: weights, gradients and Adam's moments in {how}"
-
-
-def _name_eager_beside_slots(memory: Memory) -> str:
-    """What runs eagerly beside the slots at the moment of the peak."""
-    if memory.moment == "capture":
-        return "a warm-up pass"
-    if memory.moment == "verification":
-        return "eager run and compared gradients"
-    return f"{write_count(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"
 
 
 def capture_sentence(capture: Capture) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.report.shared import dataset_to_dict, name_dataset, plain_table, print_parts
-from thdprof.analyze.sweep import Combination, Ranking, Rate, Sweep
+from thdprof.analyze.sweep import Combination, Measure, Ranking, Rate, Sweep
 from thdprof.plan import Plan
 from thdprof.words import WIDEST, memory_size, percent, ratio, write_range
 
@@ -21,6 +21,8 @@ _COUNTS = ("micro-batches", "steps", "P50", "P99", "max", "caps", _STEPS)
 _PLAN_PARTS = ("training", "microbatches", "graphs", "predictions", "costs")
 """Parts of a plan that the JSON object has."""
 _COSTS, _PEAK, _GRAPHS = "run costs", "peak memory", "graph memory"
+_TIMED = ("step time", "tokens/s", "GPUs", "tokens/s a GPU", _COSTS, "saved", "verdict", _PEAK, _GRAPHS)
+"""Columns beside the counts, of which a table has those that are known."""
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
@@ -67,13 +69,13 @@ def _by_row(rows: Sequence[Combination], texts: Sequence[list[str]]) -> Iterator
 
 def _tables(names: Sequence[str], rows: Sequence[Combination], ranking: Ranking, console: Console) -> Iterator[Table]:
     """Settings, counts and times in one table; in two where it would be too wide."""
-    columns = _columns(rows, ranking)
+    cells = [_time_cells(c, ranking.measure) for c in rows]
+    columns = _name_columns(cells)
     counted: list[list[str]] = [["row", *(n.replace("_", "-") for n in names), *_COUNTS]]
-    timed = [[*columns]]
+    timed = [columns, *([row.get(name, "-") for name in columns] for row in cells)]
     for number, c in enumerate(rows, start=1):
         values = [str(v).lower() if isinstance(v, bool) else str(v) for v in c.values.values()]
         counted.append([str(number), *values, *(["-"] * len(_COUNTS) if c.plan is None else plan_cells(c.plan))])
-        timed.append([cell(c) or "-" for cell in columns.values()])
     whole = _make_table([a + b for a, b in zip(counted, timed, strict=True)])
     if not columns or console.measure(whole).maximum <= WIDEST:
         yield whole
@@ -89,45 +91,36 @@ def _make_table(rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _columns(rows: Sequence[Combination], ranking: Ranking) -> dict[str, Callable[[Combination], str | None]]:
-    """The columns beside the counts, by their titles: none on time where no row has times of the user's own model."""
-    columns: dict[str, Callable[[Combination], str | None]] = {}
-    if ranking.measure is not None:
-        columns["step time"] = lambda c: (
-            None if c.times is None or c.times.relative_step_time is None else ratio(c.times.relative_step_time)
-        )
-        columns["tokens/s"] = lambda c: None if c.rate is None else write_range((c.rate.low, c.rate.high))
-    if ranking.measure == "tokens_per_second_per_gpu":
-        columns["GPUs"] = lambda c: None if c.rate is None else f"{c.rate.gpus:,}"
-        columns["tokens/s a GPU"] = lambda c: (
-            None if c.rate is None else write_range((c.rate.per_gpu().low, c.rate.per_gpu().high))
-        )
-    if any(c.worth is not None and c.worth.gpu_hour_price is not None for c in rows):
-        columns[_COSTS] = _run_costs
-        columns["saved"] = lambda c: None if c.worth is None or c.worth.saved is None else write_range(c.worth.saved)
-    if ranking.measure is not None:
-        columns["verdict"] = lambda c: None if c.verdict is None else c.verdict.ruling
-    if any(c.memory is not None for c in rows):
-        columns[_PEAK] = lambda c: None if c.memory is None else memory_size(c.memory.peak_bytes / 2**30)
-    elif ranking.measure is not None:
-        columns[_GRAPHS] = _graph_memory
-    return columns
+def _time_cells(c: Combination, measure: Measure | None) -> dict[str, str]:
+    """The cells of a row beside the counts, by their columns: none on time where no row can be ranked by a measure."""
+    cells = {}
+    if measure is not None and c.times is not None and c.times.relative_step_time is not None:
+        cells["step time"] = ratio(c.times.relative_step_time)
+    if c.rate is not None:
+        cells["tokens/s"] = write_range((c.rate.low, c.rate.high))
+        size = None if c.plan is None else c.plan.predictions.graph_memory_bytes
+        cells[_GRAPHS] = "-" if size is None else memory_size(size / 2**30)
+    if c.rate is not None and measure == "tokens_per_second_per_gpu":
+        one = c.rate.per_gpu()
+        cells |= {"GPUs": f"{c.rate.gpus:,}", "tokens/s a GPU": write_range((one.low, one.high))}
+    if c.worth is not None and c.worth.gpu_hour_price is not None and c.worth.saved is not None:
+        low, high = (hours * c.worth.gpu_hour_price for hours in c.worth.gpu_hours)
+        cells |= {_COSTS: write_range((low, high)), "saved": write_range(c.worth.saved)}
+    if measure is not None and c.verdict is not None and c.verdict.ruling is not None:
+        cells["verdict"] = c.verdict.ruling
+    if c.memory is not None:
+        cells[_PEAK] = memory_size(c.memory.peak_bytes / 2**30)
+    return cells
 
 
-def _run_costs(c: Combination) -> str | None:
-    if c.worth is None or c.worth.gpu_hour_price is None:
-        return None
-    low, high = c.worth.gpu_hours
-    return write_range((low * c.worth.gpu_hour_price, high * c.worth.gpu_hour_price))
-
-
-def _graph_memory(c: Combination) -> str | None:
-    size = None if c.plan is None or c.rate is None else c.plan.predictions.graph_memory_bytes
-    return None if size is None else memory_size(size / 2**30)
+def _name_columns(cells: Sequence[Mapping[str, str]]) -> list[str]:
+    """The columns that any row has, in order."""
+    names = [name for name in _TIMED if any(name in row for row in cells)]
+    return [name for name in names if name != _GRAPHS or _PEAK not in names]
 
 
 def _legend(rows: Sequence[Combination], ranking: Ranking) -> Iterator[str]:
-    columns = _columns(rows, ranking)
+    columns = _name_columns([_time_cells(c, ranking.measure) for c in rows])
     yield "P50, P99, max: documents of a micro-batch"
     if ranking.measure is not None:
         gpus = {c.rate.gpus for c in rows if c.rate is not None}

@@ -22,6 +22,7 @@ from thdprof.words import make_printable
 SCHEMA = "thdprof.report/1"
 FINDINGS = "findings.json"
 Form = Literal["notebook", "html", "figures"]
+_FORMS: dict[str, Form] = {".ipynb": "notebook", ".html": "html", ".htm": "html"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +49,14 @@ def form_of(output: Path) -> Form:
     if str(output) == "-":
         raise UsageError("-o -: a report cannot go to stdout; name a file or directory (--json prints the sentences)")
     suffix = output.suffix.lower()
-    if suffix in (".ipynb", ".html", ".htm") and output.is_dir():
+    form = _FORMS.get(suffix)
+    if output.is_dir() and form is not None:
         raise UsageError(f"-o {output}: is a directory; name a file, or a directory that is not called {suffix}")
     if output.is_dir() or not suffix:
         return "figures"
-    if suffix == ".ipynb":
-        return "notebook"
-    if suffix in (".html", ".htm"):
-        return "html"
-    raise UsageError(f"-o {output}: name a .ipynb or .html file, or a directory for figures")
+    if form is None:
+        raise UsageError(f"-o {output}: name a .ipynb or .html file, or a directory for figures")
+    return form
 
 
 def write_report(
@@ -83,8 +83,9 @@ def write_report(
     """
     form = None if output is None else form_of(output)
     profile = default_profile(path) if profile is None else profile
+    inputs = (path, profile, stats)
     if output is not None and form != "figures":
-        check_not_inputs([output], (path, profile, stats))
+        check_not_inputs([output], inputs)
         check_targets([output], force=force)
     report = make_report(plan, name=name, profile=profile, stats=stats)
     cap = report.default_cap if cap is None else cap
@@ -93,30 +94,26 @@ def write_report(
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     findings = make_figures(report, cap)
-    files: tuple[Path, ...] = ()
+    texts: dict[Path, str] = {}
     if output is not None and form == "figures":
-        names = [f"{figure.id}.svg" for figure in findings if figure.drawn] + [FINDINGS]
-        files = tuple(output / name for name in names)
-        check_not_inputs(files, (path, profile, stats))
-        texts = [figure.standalone() for figure in findings if figure.drawn]
-        texts.append(json_text(_as_dict(cap, findings)) + "\n")
-        _write_all(dict(zip(files, texts, strict=True)), output, force=force)
+        texts = {output / f"{figure.id}.svg": figure.standalone() for figure in findings if figure.drawn}
+        texts[output / FINDINGS] = json_text(_as_dict(cap, findings)) + "\n"
+        check_not_inputs(texts, inputs)
+        _write_all(texts, output, force=force)
     elif output is not None:
         if form == "notebook":
-            from thdprof.analyze.report.notebook import build_notebook, execute, to_text
+            from thdprof.analyze.report.notebook import build_notebook, execute, need
 
             directory = output.absolute().parent
             notebook = build_notebook(plan=path, profile=profile, stats=stats, cap=cap, beside=directory)
             execute(notebook, directory=directory)
-            text = to_text(notebook)
+            texts[output] = need("nbformat").writes(notebook, version=4) + "\n"
         else:
-            title = make_printable(f"thdprof report: {Path(name).name}")
-            text = to_page(
-                report, cap, title=title, version=__version__, then=_next_command(plan, make_printable(name))
-            )
-        write_text(output, text, force=force)
-        files = (output,)
-    return Written(cap=cap, findings=findings, files=files)
+            shown = make_printable(name)
+            title, then = f"thdprof report: {Path(shown).name}", _next_command(plan, shown)
+            texts[output] = to_page(report, cap, title=title, version=__version__, then=then)
+        write_text(output, texts[output], force=force)
+    return Written(cap=cap, findings=findings, files=tuple(texts))
 
 
 def _next_command(plan: Plan, name: str) -> str:

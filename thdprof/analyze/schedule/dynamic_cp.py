@@ -13,13 +13,15 @@ change between rounds, so a round ends when its slowest group does: megatron-cor
 `compiled.run` runs the loops, as plain Python or compiled by numba. Inputs of the two schedulers: `offsets` [steps + 1]
 give the documents of each step, the longest first; `tokens`, `needed` and `work` [documents] are a document's tokens,
 the fewest ranks that have room for it, and its work on each of these ranks (tokens squared / ranks); `room` is the
-tokens of one rank. Both return document, round, first rank and width as `Placement` describes them, [4, documents].
+tokens of one rank. Both return a document's index, and its round, first rank and width as `Placement` has them, in
+arrays of shape [4, documents].
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -259,7 +261,7 @@ class Group:
     width: int
     """Number of its ranks."""
     documents: list[int]
-    """The documents, in the order in which they were placed."""
+    """Tokens of the documents, in the order in which they were placed."""
 
 
 Round = list[Group]
@@ -317,8 +319,8 @@ class Placement:
     """Where and when each document runs. All arrays but the last have shape [documents placed]; the entries are in
     order of step, round and placing."""
 
-    document: NDArray[np.int64]
-    """Index of the document among those that were dealt."""
+    tokens: NDArray[np.int64]
+    """Tokens of the document."""
     step: NDArray[np.int64]
     """Optimizer step, from 0."""
     round: NDArray[np.int64]
@@ -355,66 +357,61 @@ def dynamic_cp(document_tokens: NDArray[np.int32], settings: TrainingSettings) -
     empty = int((lengths == 0).sum())
     if empty:
         notes.append(f"{empty} empty documents were left out")
-    placement, dealt = deal(by_step, settings)
-    tokens = dealt[placement.document]
-    table = _table(placement, tokens, len(by_step), settings)
+    placement = deal(by_step, settings)
+    table = _table(placement, len(by_step), settings)
     one_epoch = len(table) * len(document_tokens) // by_step.size
     return Schedule(
         table=table,
         notes=tuple(notes),
-        warnings=tuple(_warnings(placement, table, tokens, len(by_step), settings)),
-        independent=max(1, min(len(table), one_epoch)),
-        packing_efficiency=float(tokens.sum()) / float(capacity(table, settings).sum()),
+        warnings=tuple(_warnings(placement, table, settings)),
+        distinct=one_epoch,
+        packing_efficiency=float(placement.tokens.sum()) / float(capacity(table, settings).sum()),
     )
 
 
-def _warnings(
-    placement: Placement, table: MicrobatchTable, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
-) -> list[str]:
-    """Reasons why Megatron may stop, although the scheduler places documents of `tokens` [documents placed]."""
-    warnings = []
+def _warnings(placement: Placement, table: MicrobatchTable, settings: TrainingSettings) -> Iterator[str]:
+    """Reasons why Megatron may stop, although the scheduler places the documents."""
     ranks = settings.data_parallel_size * settings.context_parallel_size
     if settings.packer == "dynamic_cp" and ranks % 2:
-        warnings.append(
+        yield (
             f"{ranks} data-parallel x context-parallel ranks: Megatron-LM refuses dynamic context parallelism on an "
             "odd number of ranks when training starts"
         )
     stopped, least = placement.stopped_steps, settings.min_dynamic_context_parallel_size
     powers = "and a least size that are powers" if least & (least - 1) else "that is a power"
     if stopped.size:
-        warnings.append(
+        yield (
             f"step {stopped[0]}: Megatron-LM's default_dynamic_cp would stop training with an IndexError, because it "
             f"cannot give work to all {ranks} data-parallel x context-parallel ranks. That happens in {stopped.size} "
-            f"of {num_steps} steps, whose micro-batches here are a guess: use a number of ranks {powers} of 2"
+            f"of {table.num_steps} steps, whose micro-batches here are a guess: use a number of ranks {powers} of 2"
         )
     parts = np.where(placement.cp_size > 1, 2 * placement.cp_size, 1)
-    uneven = int((tokens % parts != 0).sum())
+    uneven = int((placement.tokens % parts != 0).sum())
     if uneven:
-        warnings.append(
+        yield (
             f"{uneven} documents run on a group of ranks of whose double their tokens are no multiple, and Megatron "
             f"cannot cut them: --pad-seq-to-mult {2 * math.lcm(ranks, 1 << (ranks.bit_length() - 1))} pads them"
         )
     size, most = placement.cp_size, 1 << max(0, ranks.bit_length() - 2)
     grouped = (size == 1) | (size == ranks) | ((size <= most) & (placement.first_rank % size == 0))
     if not grouped.all():
-        warnings.append(
+        yield (
             f"{int((~grouped).sum())} documents run on ranks that Megatron makes no process group of: its groups begin "
             f"at multiples of their size, which is at most {most} or all {ranks}; training may stop or hang there"
         )
     uncut, cap = placement.uncut_steps, settings.max_docs_per_pack
     if uncut.size:
-        warnings.append(
+        yield (
             f"step {uncut[0]}: Megatron-LM's default_dynamic_cp cannot cut rounds until their number is a multiple of "
             f"{settings.microbatch_group}, as the virtual pipeline wants it, and would stop or hang. That happens in "
-            f"{uncut.size} of {num_steps} steps, whose micro-batches here are a guess"
+            f"{uncut.size} of {table.num_steps} steps, whose micro-batches here are a guess"
         )
     over = 0 if cap is None else int((table.n_seqs > cap).sum())
     if over:
-        warnings.append(
+        yield (
             f"{over} of {len(table)} micro-batches have more documents than {name_setting('max_docs_per_pack', cap)}: "
             "default_dynamic_cp does not keep to such a cap (--thd-max-packed-sequences), and training stops on them"
         )
-    return warnings
 
 
 def capacity(table: MicrobatchTable, settings: TrainingSettings) -> NDArray[np.int64]:
@@ -424,15 +421,11 @@ def capacity(table: MicrobatchTable, settings: TrainingSettings) -> NDArray[np.i
     return table.groups.cp_size.astype(np.int64) * settings.max_seqlen_per_dp_cp_rank
 
 
-def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placement, NDArray[np.int64]]:
+def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> Placement:
     """Place the documents of every step.
 
     Args:
         by_step: tokens of the documents, in the order in which Megatron gathers them, shape [steps, documents].
-
-    Returns:
-        The placement, and the tokens of the documents that were dealt, int64, shape [documents dealt]: without the
-        empty ones, the longest of each step first.
 
     Raises:
         DataError: as `dynamic_cp` does for a step or a document.
@@ -472,7 +465,7 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
         placed, stopped = compiled.run(_deal_dynamic, turns, offsets, tokens, needed, ranks, room)
     document, round_, first_rank, cp_size = placed
     placement = Placement(
-        document=document,
+        tokens=tokens[document],
         step=step[document],
         round=round_,
         first_rank=first_rank,
@@ -480,7 +473,7 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
         stopped_steps=np.flatnonzero(stopped),
         uncut_steps=np.empty(0, dtype=np.int64),
     )
-    return _align_placement(placement, settings.microbatch_group, ranks), tokens
+    return _align_placement(placement, settings.microbatch_group, ranks)
 
 
 def _align_placement(placement: Placement, multiple: int, ranks: int) -> Placement:
@@ -490,12 +483,12 @@ def _align_placement(placement: Placement, multiple: int, ranks: int) -> Placeme
     rows: list[tuple[int, int, int, int, int]] = []
     uncut, count = [], 0
     starts = np.flatnonzero(np.diff(placement.step, prepend=-1))
-    columns = (placement.document, placement.round, placement.first_rank, placement.cp_size)
+    columns = (placement.tokens, placement.round, placement.first_rank, placement.cp_size)
     for begin, end in zip(starts, [*starts[1:], len(placement.step)], strict=True):
         step = int(placement.step[begin])
         by_round: dict[int, dict[int, Group]] = {}
-        for document, old, first, width in zip(*(column[begin:end].tolist() for column in columns), strict=True):
-            by_round.setdefault(old, {}).setdefault(first, Group(width, [])).documents.append(document)
+        for tokens, old, first, width in zip(*(column[begin:end].tolist() for column in columns), strict=True):
+            by_round.setdefault(old, {}).setdefault(first, Group(width, [])).documents.append(tokens)
         rounds = [[groups[first] for first in sorted(groups)] for groups in by_round.values()]
         try:
             rounds = align_rounds(rounds, multiple, ranks)
@@ -505,22 +498,19 @@ def _align_placement(placement: Placement, multiple: int, ranks: int) -> Placeme
         for round_, groups in enumerate(rounds, count):
             first = 0
             for group in groups:
-                rows += [(document, step, round_, first, group.width) for document in group.documents]
+                rows += [(tokens, step, round_, first, group.width) for tokens in group.documents]
                 first += group.width
         count += len(rounds)
-    document, step, round_, first_rank, cp_size = np.array(rows, dtype=np.int64).T
-    moved = {"document": document, "step": step, "round": round_, "first_rank": first_rank, "cp_size": cp_size}
+    names = ("tokens", "step", "round", "first_rank", "cp_size")
+    moved = dict(zip(names, np.array(rows, dtype=np.int64).T, strict=True))
     return replace(placement, **moved, uncut_steps=np.array(uncut, dtype=np.int64))
 
 
-def _table(
-    placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
-) -> MicrobatchTable:
+def _table(placement: Placement, num_steps: int, settings: TrainingSettings) -> MicrobatchTable:
     ranks = settings.data_parallel_size * settings.context_parallel_size
     order = np.lexsort((placement.first_rank, placement.round))  # stable: a group's documents stay in placing order
-    step, round_, first, width, tokens = (
-        a[order] for a in (placement.step, placement.round, placement.first_rank, placement.cp_size, tokens)
-    )
+    columns = (placement.step, placement.round, placement.first_rank, placement.cp_size, placement.tokens)
+    step, round_, first, width, tokens = (column[order] for column in columns)
     if settings.packer == "balanced_cp":
         starts = np.arange(len(tokens))
     else:
@@ -534,7 +524,7 @@ def _table(
     samples = Samples(documents, longest, squared, total).fill(tail, settings.tail_policy, last)
     microbatch, ran = compiled.run(_number, len(first), step, first, width, num_steps, ranks)
     by_rank = np.lexsort((microbatch, first, step))
-    return samples.apply(lambda values: values[by_rank]).table(
+    return samples.take(by_rank).table(
         settings,
         ran.max(axis=1).astype(np.int32),
         exact=placement.stopped_steps.size == 0 and placement.uncut_steps.size == 0,

@@ -14,12 +14,13 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled, samplers
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Samples, Schedule, Tick, num_steps
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Samples, Schedule, Tick
 from thdprof.analyze.sources.base import ConversationFile, Conversations, TokenStream
 from thdprof.errors import DataError, UsageError
 from thdprof.training import TrainingSettings
@@ -156,7 +157,7 @@ def gpt_samples(
         random.shuffle(shuffled[before:])
     if bits is not None:
         return _unpack_samples(shuffled, bits, seq_length)
-    return samples.apply(lambda values: values[shuffled])
+    return samples.take(shuffled)
 
 
 def _bits(n_seqs: NDArray[np.integer], seq_length: int) -> tuple[int, int] | None:
@@ -321,21 +322,16 @@ def schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings,
         """The samples of one token stream's training split; None samples: one epoch."""
         path, lengths = streams[number].path, streams[number].sequence_tokens
         lengths = lengths[train_share(settings.split, len(lengths))]
-        seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
+        how: dict[str, Any] = {name: getattr(settings, name) for name in ("seq_length", "seed", "add_extra_token")}
         low, high = ends[number : number + 2]
+
+        def show(done: float) -> None:
+            tick(low + (high - low) * done)
+
         return memo.get(
             ("samples", path),
-            (len(lengths), seq_length, num_samples, seed, add_extra_token),
-            lambda: gpt_samples(
-                lengths,
-                seq_length=seq_length,
-                num_samples=num_samples,
-                seed=seed,
-                add_extra_token=add_extra_token,
-                where=path,
-                tick=lambda done: tick(low + (high - low) * done),
-                memo=memo,
-            ),
+            (len(lengths), num_samples, *how.values()),
+            lambda: gpt_samples(lengths, num_samples=num_samples, **how, where=path, tick=show, memo=memo),
         )
 
     paths = [stream.path for stream in streams]
@@ -369,33 +365,24 @@ def schedule_conversations(conversations: Conversations, settings: TrainingSetti
         samples = samples_of(0, settings.train_samples)
     else:
         samples = _weighted_blend(samples_of, [file.path for file in conversations.files], settings)
-    distinct = max(1, conversations.num_lines() // settings.micro_batch_size)
-    schedule = _schedule_samples(samples, settings)
     row_tokens = np.concatenate([file.line_tokens() for file in conversations.files])
     return replace(
-        schedule,
-        independent=min(schedule.independent, distinct),
+        _schedule_samples(samples, settings),
+        distinct=conversations.num_lines() // settings.micro_batch_size,
         row_tokens=float(np.minimum(row_tokens, settings.seq_length).mean()),
     )
 
 
 def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
     num_samples = len(samples.n_seqs)
-    steps, warnings = num_steps(num_samples, settings)
+    steps, warnings = samplers.num_steps(num_samples, settings)
     if settings.loader == "cyclic":
         rows = samplers.cyclic_rows(num_samples, steps, settings)
-        read = samples.apply(lambda values: values[rows])
+        read = samples.take(rows)
     else:
-        read = samples.apply(lambda values: _deal_in_order(values, steps, settings))
+        read = samples.apply(lambda values: samplers.deal_in_order(values, steps, settings))
     table = read.merge_rows(settings).table(settings, exact=settings.loader is not None)
-    return Schedule(table=table, warnings=warnings, independent=len(table))
-
-
-def _deal_in_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
-    """Deal `values` [samples] as the sampler `single` does: shape [steps, ranks, samples of one rank and step]."""
-    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
-    dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
-    return dealt.reshape(steps, settings.data_parallel_size, -1)
+    return Schedule(table=table, warnings=warnings, distinct=len(table))
 
 
 def _weighted_blend(

@@ -79,7 +79,8 @@ def schedule_grain(document_tokens: NDArray[np.int32], settings: TrainingSetting
         def read(stream: int, epochs: int) -> tuple[PackedRows, int]:
             own = slice(stream * share + min(stream, more), (stream + 1) * share + min(stream + 1, more))
             documents = np.concatenate([lengths[order_of(epoch)[own]] for epoch in range(epochs)])
-            return pack(_split(documents, settings.seq_length), run, bins, seed if drawn else None)
+            parts, _ = packers.split_documents(documents[documents > 0], settings.seq_length)
+            return pack(parts, run, bins, seed if drawn else None)
 
     else:
         run = settings
@@ -145,8 +146,7 @@ def _make_schedule(
     table = read.merge_rows(run).table(run, exact=True)
     num_rows = sum(rows.num_rows() for rows in packed)
     used = sum(float(rows.num_tokens().sum()) for rows in packed) / (num_rows * run.seq_length)
-    independent = max(1, min(len(table), len(table) // epochs))
-    return Schedule(table=table, notes=tuple(notes), independent=independent, packing_efficiency=used)
+    return Schedule(table=table, notes=tuple(notes), distinct=len(table) // epochs, packing_efficiency=used)
 
 
 def _pad(rows: PackedRows, run: TrainingSettings, longest: int) -> Samples:
@@ -164,15 +164,6 @@ def _pad(rows: PackedRows, run: TrainingSettings, longest: int) -> Samples:
         squared + parts * float(longest) ** 2 + np.square(rest, dtype=np.float64),
         np.full_like(n_tokens, run.seq_length),
     )
-
-
-def _split(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """Tokens of the parts of documents, each but a document's last of `longest` tokens; empty documents have none."""
-    lengths = lengths[lengths > 0]
-    pieces = -(-lengths // longest)
-    parts = np.full(int(pieces.sum()), longest, dtype=np.int64)
-    parts[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * longest
-    return parts
 
 
 def pack(lengths: NDArray[np.int64], run: TrainingSettings, bins: int, seed: int | None) -> tuple[PackedRows, int]:
@@ -199,8 +190,7 @@ def pack(lengths: NDArray[np.int64], run: TrainingSettings, bins: int, seed: int
     place = np.empty(count, dtype=np.int64)
     place[read] = np.arange(count)
     by_row = np.argsort(place[packs], kind="stable")
-    offsets = np.concatenate(([0], np.cumsum(np.bincount(packs, minlength=count)[read])))
-    return PackedRows(document_tokens=lengths[by_row].astype(np.int32), row_offsets=offsets), finished
+    return PackedRows.from_sizes(lengths[by_row], np.bincount(packs, minlength=count)[read]), finished
 
 
 def _pack_loop(lengths: NDArray[np.int64], capacity: int, cap: int, bins: int, best: bool) -> NDArray[np.int64]:

@@ -102,19 +102,12 @@ class MicrobatchTable:
             counts = int(self.num_microbatches[0])
             grouped = values.reshape(-1, size, counts)
             return np.repeat(grouped.max(axis=1, keepdims=True), size, axis=1).reshape(-1)
-        counts_of_step = self.num_microbatches.astype(np.int64)
-        of_group = np.repeat(counts_of_step, self.data_parallel_size // size)
-        starts = np.cumsum(of_group * size) - of_group * size
-        first = np.repeat(starts, of_group) + np.arange(of_group.sum())
-        first -= np.repeat(np.cumsum(of_group) - of_group, of_group)
-        stride = np.repeat(of_group, of_group)
-        largest = values[first]
-        for rank in range(1, size):
-            np.maximum(largest, values[first + rank * stride], out=largest)
-        joined = np.empty_like(values)
-        for rank in range(size):
-            joined[first + rank * stride] = largest
-        return joined
+        rows = np.arange(len(self))
+        step, rank, _ = self._positions(rows)
+        first = rows - rank % size * self.num_microbatches[step]  # at the same position on the group's lowest rank
+        largest = values.copy()
+        np.maximum.at(largest, first, values)
+        return np.asarray(largest[first])
 
     def per_rank_step(self, values: NDArray[np.generic], reduce: np.ufunc) -> NDArray[np.generic]:
         """Reduce `values` [micro-batches, ...] over the micro-batches of a rank and step: shape [steps, ranks, ...]."""
@@ -141,14 +134,17 @@ class MicrobatchTable:
 
     def position(self, index: int) -> tuple[int, int, int]:
         """Step, rank (with `groups`, the lowest) and position on that rank of micro-batch `index`."""
-        if self.groups is not None:
-            groups = self.groups
-            return int(groups.step[index]), int(groups.first_rank[index]), int(groups.microbatch[index])
+        (step,), (rank,), (place,) = self._positions(np.array([index]))
+        return int(step), int(rank), int(place)
+
+    def _positions(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """What `position` gives of each of the micro-batches `rows`."""
+        if (groups := self.groups) is not None:
+            return groups.step[rows], groups.first_rank[rows], groups.microbatch[rows]
         ends = np.cumsum(self.num_microbatches, dtype=np.int64) * self.data_parallel_size
-        step = int(np.searchsorted(ends, index, side="right"))
-        count = int(self.num_microbatches[step])
-        rank, place = divmod(index - int(ends[step]) + count * self.data_parallel_size, count)
-        return step, rank, place
+        step = np.searchsorted(ends, rows, side="right")
+        counts = self.num_microbatches[step].astype(np.int64)
+        return step, *np.divmod(rows - ends[step] + counts * self.data_parallel_size, counts)
 
     def record_batches(self) -> Iterator[pa.RecordBatch]:
         """The table as Arrow record batches: `step`, `dp_rank`, `microbatch`, `n_seqs`, `max_seqlen`, `n_tokens`.
@@ -159,17 +155,9 @@ class MicrobatchTable:
         import pyarrow as pa
 
         groups = self.groups
-        counts = self.num_microbatches.astype(np.int64)
-        step_ends = np.cumsum(counts * self.data_parallel_size)
         for start in range(0, len(self), _ROWS_A_BATCH):
             part = slice(start, min(start + _ROWS_A_BATCH, len(self)))
-            if groups is not None:
-                step, rank, microbatch = (a[part] for a in (groups.step, groups.first_rank, groups.microbatch))
-            else:
-                rows = np.arange(part.start, part.stop, dtype=np.int64)
-                step = np.searchsorted(step_ends, rows, side="right")
-                within = rows - (step_ends[step] - counts[step] * self.data_parallel_size)
-                rank, microbatch = np.divmod(within, counts[step])
+            step, rank, microbatch = self._positions(np.arange(part.start, part.stop))
             columns = {
                 "step": step.astype(np.int32),
                 "dp_rank": rank.astype(np.int32),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappush, heapreplace
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +47,21 @@ class Packing:
     rows: PackedRows
     efficiency: float
     """Share of the rows' tokens that hold documents, 0 to 1."""
-    efficiency_without_cap: float | None
+    efficiency_without_cap: float | None = None
     """The efficiency of this packer without a cap on documents; None if there was no cap."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """Sentences on documents that were cut or left out."""
+    num_microbatches: NDArray[np.int32] | None = None
+    """Micro-batches of one rank in every step, shape [steps], where rows are in order of step, data-parallel rank and
+    micro-batch; None: training orders the rows."""
+
+    def summarize(self) -> dict[str, Any]:
+        """What a `Schedule` says of the packing, by its names."""
+        return {
+            "notes": self.notes,
+            "packing_efficiency": self.efficiency,
+            "packing_efficiency_without_cap": self.efficiency_without_cap,
+        }
 
 
 def pack_rows(
@@ -96,12 +108,11 @@ def pack_rows(
     lengths, packer, pack_tokens = document_tokens.astype(np.int64), settings.packer, settings.seq_length
     notes: list[str] = []
     place: Place = first_fit
-    rule: RowRule = "concatenate"
+    rule: RowRule = "bridge" if packer.startswith("first_fit") else "concatenate" if packer == "next_fit" else "trl"
     together = (packer == "greedy_knapsack" and settings.packing_batch) or _TRL_BATCH
     batches, note_on_batches = _map_batches(len(lengths), settings.packing_processes, together)
     match packer:
         case "first_fit_decreasing" | "first_fit_shuffle":
-            rule = "bridge"
             lengths = np.sort(_fit_bridge(lengths, pack_tokens, settings.pad_seq_to_mult, notes))
             if packer == "first_fit_shuffle":
                 np.random.RandomState(settings.seed).shuffle(lengths)
@@ -111,37 +122,42 @@ def pack_rows(
             place = _next_fit
             lengths = cut(lengths, pack_tokens, settings.pad_seq_to_mult, notes)
         case "best_fit_decreasing" | "best_fit_split":
-            rule = "trl"
             if packer == "best_fit_decreasing":
                 lengths = cut(lengths, pack_tokens, 1, notes)
             else:
-                lengths, batches = _split(lengths, pack_tokens, batches, notes)
+                if num_long := int((lengths > pack_tokens).sum()):
+                    notes.append(f"{num_long} documents longer than {pack_tokens} tokens were split")
+                lengths, ends = split_documents(lengths, pack_tokens)
+                batches = np.append(0, ends)[batches].tolist()
             if empty := int((lengths == 0).sum()):
                 notes.append(f"{empty} empty documents were left out")
             notes += note_on_batches
             lengths = np.concatenate([np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)] or [lengths])
             place = partial(_best_fit, batches=batches)
         case "greedy_knapsack":
-            rule = "trl"
             packs_of = _greedy_knapsack(cut(lengths, pack_tokens - 1, 1, notes), pack_tokens - 1, batches)
             lengths, place = _place_as(packs_of)
         case "binpack" | "swift_sequential":
-            rule = "trl"
             lengths = _leave_out(lengths, 1, pack_tokens, notes)
             parts = _swift_parts(len(lengths), settings.packing_processes)
             place = _in_parts(_next_fit, parts)
             if packer == "binpack":
                 lengths, place = _place_as(_binpack(lengths, pack_tokens, parts))
         case "multipack" | "multipack_sequential":
-            rule = "trl"
             lengths = _leave_out(lengths, _AXOLOTL_LEAST, pack_tokens, notes)
             pack_tokens *= settings.micro_batch_size
             groups = [*range(0, len(lengths), settings.packing_batch or _AXOLOTL_GROUP), len(lengths)]
             place = _next_fit if packer == "multipack_sequential" else _in_parts(first_fit, groups)
         case "none":
-            return _one_each(lengths, trained_from, pack_tokens)
+            place = _place_alone
+            kept = (lengths > 0) if trained_from is None else trained_from <= pack_tokens
+            if left_out := int((~kept).sum()):
+                notes.append(f"{left_out} documents of which no token is trained were left out")
+            lengths = cut(lengths[kept], pack_tokens, 1, notes)
         case "wrapped":
-            return _wrapped(lengths, pack_tokens, batches, note_on_batches)
+            place = _place_alone
+            lengths = _wrap(lengths, pack_tokens, batches)
+            notes += note_on_batches if len(lengths) else ["none has tokens"]
         case _:
             raise UsageError(f"--packer {packer}: does not make rows before training starts")
     adds_tail = packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
@@ -149,30 +165,15 @@ def pack_rows(
     packs = place(lengths, pack_tokens, _cap(settings, int(adds_tail)))
     placed = packs >= 0
     if not placed.any():
-        reason = "; ".join(notes) or "there are none"
-        raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens: {reason}")
+        reason, do = "; ".join(notes) or "there are none", "train in" if packer == "none" else "pack into"
+        raise DataError(f"no document is left to {do} rows of {pack_tokens} tokens: {reason}")
     by_pack = lengths[placed][np.argsort(packs[placed], kind="stable")]
-    offsets = np.concatenate(([0], np.cumsum(np.bincount(packs[placed])))).astype(np.int64)
-    rows = PackedRows(document_tokens=by_pack.astype(np.int32), row_offsets=offsets, rule=rule)
+    rows = PackedRows.from_sizes(by_pack, np.bincount(packs[placed]), rule)
     tokens, without_cap = float(lengths.sum()), None
     if settings.max_docs_per_pack is not None:
         without_cap = tokens / ((int(place(lengths, pack_tokens, NO_CAP).max()) + 1) * pack_tokens)
     efficiency = tokens / (rows.num_rows() * pack_tokens)
     return Packing(rows=rows, efficiency=efficiency, efficiency_without_cap=without_cap, notes=tuple(notes))
-
-
-def _one_each(lengths: NDArray[np.int64], trained_from: NDArray[np.int32] | None, pack_tokens: int) -> Packing:
-    """Rows of one document, cut and left out as TRL does it without packing."""
-    notes: list[str] = []
-    kept = (lengths > 0) if trained_from is None else trained_from <= pack_tokens
-    if left_out := int((~kept).sum()):
-        notes.append(f"{left_out} documents of which no token is trained were left out")
-    lengths = cut(lengths[kept], pack_tokens, 1, notes)
-    if len(lengths) == 0:
-        raise DataError(f"no document is left to train in rows of {pack_tokens} tokens: {'; '.join(notes)}")
-    rows = PackedRows(document_tokens=lengths.astype(np.int32), row_offsets=np.arange(len(lengths) + 1), rule="trl")
-    used = float(lengths.sum()) / (len(lengths) * pack_tokens)
-    return Packing(rows=rows, efficiency=used, efficiency_without_cap=None, notes=tuple(notes))
 
 
 def _cap(settings: TrainingSettings, tail_documents: int) -> int:
@@ -234,36 +235,26 @@ def _map_batches(num_documents: int, processes: int, together: int) -> tuple[lis
     return [*batches, num_documents], notes
 
 
-def _split(
-    lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int], notes: list[str]
-) -> tuple[NDArray[np.int64], list[int]]:
-    """Cut documents longer than a pack into documents of a pack and a rest; also where the batches begin then."""
-    pieces = np.maximum(1, -(-lengths // pack_tokens))
-    num_long = int((pieces > 1).sum())
-    if num_long:
-        notes.insert(0, f"{num_long} documents longer than {pack_tokens} tokens were split")
+def split_documents(lengths: NDArray[np.int64], longest: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Cut documents into parts of `longest` tokens and a rest; also where each document's parts end.
+
+    An empty document is an empty part.
+    """
+    pieces = np.maximum(1, -(-lengths // longest))
     ends = np.cumsum(pieces)
-    split = np.full(int(ends[-1]) if len(ends) else 0, pack_tokens, dtype=np.int64)
-    split[ends - 1] = lengths - (pieces - 1) * pack_tokens
-    offsets = np.concatenate(([0], ends))
-    return split, offsets[np.asarray(batches)].tolist()
+    parts = np.full(int(pieces.sum()), longest, dtype=np.int64)
+    parts[ends - 1] = lengths - (pieces - 1) * longest
+    return parts, ends
 
 
-def _wrapped(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int], notes: list[str]) -> Packing:
-    """Rows of `pack_tokens` tokens of each batch, whatever its documents are; the last row of a batch is the rest."""
+def _wrap(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int]) -> NDArray[np.int64]:
+    """Tokens of the rows that each batch is cut into, whatever its documents are; the last row of a batch is short."""
     totals = np.add.reduceat(lengths, batches[:-1]) if len(lengths) else lengths
-    rows: list[int] = []
-    for total in totals.tolist():
-        rows += [pack_tokens] * (total // pack_tokens) + ([total % pack_tokens] if total % pack_tokens else [])
-    if not rows:
-        raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens: none has tokens")
-    made = PackedRows(
-        document_tokens=np.array(rows, dtype=np.int32),
-        row_offsets=np.arange(len(rows) + 1, dtype=np.int64),
-        rule="trl",
-    )
-    used = float(lengths.sum()) / (len(rows) * pack_tokens)
-    return Packing(rows=made, efficiency=used, efficiency_without_cap=None, notes=tuple(notes))
+    return split_documents(totals[totals > 0], pack_tokens)[0]
+
+
+def _place_alone(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
+    return np.arange(len(lengths))
 
 
 def first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
@@ -430,9 +421,7 @@ def _binpack(lengths: NDArray[np.int64], pack_tokens: int, parts: Sequence[int])
     return packs
 
 
-def dp_balanced(
-    document_tokens: NDArray[np.int32], *, settings: TrainingSettings
-) -> tuple[PackedRows, NDArray[np.int32]]:
+def dp_balanced(document_tokens: NDArray[np.int32], settings: TrainingSettings) -> Packing:
     """Pack every global batch of documents by next-fit, then even out the number of packs over the ranks.
 
     A global batch is packed in the order in which the ranks gather it (`samplers.gather_documents`). A pack holds at
@@ -443,10 +432,6 @@ def dp_balanced(
 
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents]. They repeat over epochs.
-
-    Returns:
-        The packs as rows, in order of step, data-parallel rank and micro-batch; and the micro-batches of one rank in
-        every step, int32, shape [steps].
 
     Raises:
         DataError: the documents do not fill one step, or a step has too few documents to make that multiple.
@@ -467,8 +452,8 @@ def dp_balanced(
             f"step {failed}: its {size} documents cannot be spread over a multiple of {multiple} packs, and "
             f"Megatron stops on it; give a --global-batch-size of at least {multiple}, and more documents than packs"
         )
-    offsets = np.concatenate(([0], np.cumsum(row_sizes)))
-    return PackedRows(document_tokens=dealt.astype(np.int32), row_offsets=offsets), microbatches.astype(np.int32)
+    rows, efficiency = PackedRows.from_sizes(dealt, row_sizes), float(dealt.sum()) / (len(row_sizes) * capacity)
+    return Packing(rows=rows, efficiency=efficiency, num_microbatches=microbatches.astype(np.int32))
 
 
 def _deal(

@@ -14,7 +14,7 @@ from thdprof.analyze.schedule.rows import schedule_rows, shuffle_dataset, traine
 from thdprof.analyze.schedule.samplers import torch_randperm
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, fill_rows
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
-from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
+from thdprof.analyze.sources.base import Content, Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.plan import DatasetPart
 from thdprof.training import (
     AXOLOTL_PACKERS,
@@ -63,19 +63,14 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     from thdprof.analyze.schedule import packers
 
     if settings.packer in STEP_PACKERS:
-        notes: tuple[str, ...] = ()
+        pack = packers.dp_balanced
         if settings.packer in RL_PACKERS:
-            from thdprof.analyze.schedule.step_packers import pack_steps
-
-            packing, num_microbatches = pack_steps(documents.document_tokens, settings)
-            rows, used, notes = packing.rows, packing.efficiency, packing.notes
-        else:
-            rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
-            used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
-        table = fill_rows(rows, settings).table(settings, num_microbatches, exact=settings.loader == "single")
-        one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
-        independent = max(1, min(len(table), one_epoch))
-        return Schedule(table=table, independent=independent, packing_efficiency=used, notes=notes)
+            from thdprof.analyze.schedule.step_packers import pack_steps as pack
+        packing = pack(documents.document_tokens, settings)
+        exact = settings.loader == "single"
+        table = fill_rows(packing.rows, settings).table(settings, packing.num_microbatches, exact=exact)
+        one_epoch = len(table) * len(documents.document_tokens) // max(1, len(packing.rows.document_tokens))
+        return Schedule(table=table, distinct=one_epoch, **packing.summarize())
     if settings.packer in GRAIN_PACKERS:
         from thdprof.analyze.schedule.grain import schedule_grain
 
@@ -87,12 +82,7 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         lengths = lengths[shuffle_dataset(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
     packing = memo.get("packed", key, lambda: packers.pack_rows(lengths, settings, documents.trained_from))
-    return replace(
-        schedule_rows(packing.rows, settings),
-        notes=packing.notes,
-        packing_efficiency=packing.efficiency,
-        packing_efficiency_without_cap=packing.efficiency_without_cap,
-    )
+    return replace(schedule_rows(packing.rows, settings), **packing.summarize())
 
 
 def _schedule_multipack(lengths: NDArray[np.int32], settings: TrainingSettings) -> Schedule:
@@ -126,13 +116,7 @@ def _schedule_multipack(lengths: NDArray[np.int32], settings: TrainingSettings) 
         tables.append(table)
         steps, epoch = steps + table.num_steps, epoch + 1
     joined = tables[0] if len(tables) == 1 and wanted is None else join_steps(tables, wanted or steps)
-    return Schedule(
-        table=joined,
-        notes=packing.notes,
-        independent=min(len(joined), len(tables[0])),
-        packing_efficiency=packing.efficiency,
-        packing_efficiency_without_cap=packing.efficiency_without_cap,
-    )
+    return Schedule(table=joined, distinct=len(tables[0]), **packing.summarize())
 
 
 _OF_PACKING = ("packer", "seq_length", "seed", "max_docs_per_pack", "pad_seq_to_mult", "tail_policy",
@@ -196,13 +180,17 @@ def replay(
         DataError: the data cannot be trained on as it is.
         UsageError: settings that cannot be.
     """
-    kind = _kind(dataset)
+    content, kind = dataset.content, _kind(dataset.content)
     packer = definitions()["packer"].canonical(given.get("packer"))
     packed_in_training = kind == "documents" and packer in (*STEP_PACKERS, *GRAIN_PACKERS)
     default_loader: Loader | None = "single" if packed_in_training else _DEFAULT_LOADERS.get(dataset.format)
     if dataset.usual_packer is not None and packer in (None, *TRL_PACKERS):
         default_loader = "trainer"
-    fullest = _fullest_row(dataset)
+    longest = fullest = None
+    if isinstance(content, UnpackedDocuments):
+        longest = max(1, int(content.document_tokens.max()))
+    elif isinstance(content, PackedRows) and dataset.pack_tokens is None:
+        fullest = max(1, int(content.num_tokens().max()))
     settings, assumptions, vain = resolve_settings(
         given,
         pack_tokens=fullest or dataset.pack_tokens,
@@ -210,7 +198,7 @@ def replay(
         dataset_format=dataset.format,
         default_loader=default_loader,
         usual_packer=dataset.usual_packer,
-        longest=_longest(dataset),
+        longest=longest,
         num_datasets=len(dataset.uris),
         kind=kind,
     )
@@ -234,34 +222,16 @@ def replay(
     )
 
 
-def _kind(dataset: Dataset) -> Kind:
-    match dataset.content:
-        case PackedRows(rule="bridge"):
-            return "bridge"
-        case PackedRows(rule="trl"):
-            return "trl"
-        case PackedRows():
-            return "packs"
+def _kind(content: Content) -> Kind:
+    match content:
+        case PackedRows(rule=rule):
+            return "packs" if rule == "concatenate" else rule
         case UnpackedDocuments():
             return "documents"
         case Conversations():
             return "conversations"
         case _:
             return "streams"
-
-
-def _longest(dataset: Dataset) -> int | None:
-    """Tokens of the longest document that is not packed yet."""
-    if not isinstance(dataset.content, UnpackedDocuments):
-        return None
-    return max(1, int(dataset.content.document_tokens.max()))
-
-
-def _fullest_row(dataset: Dataset) -> int | None:
-    """Tokens of the fullest row of packed rows whose files do not tell the pack size; else None."""
-    if dataset.pack_tokens is not None or not isinstance(dataset.content, PackedRows):
-        return None
-    return max(1, int(dataset.content.num_tokens().max()))
 
 
 def _mark_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.samplers import torch_randperm
-from thdprof.analyze.schedule.schedule import Samples, Schedule, fill_rows, num_steps
+from thdprof.analyze.schedule.schedule import Samples, Schedule, fill_rows
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
 from thdprof.training import SWIFT_PACKERS, TrainingSettings
@@ -47,18 +47,11 @@ def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray
     else:
         order = torch_randperm(num_rows, settings.seed + epoch)
     together = ranks * size
-    if by_row:
-        kept = num_rows // together * together if settings.drop_last else num_rows
-        filled = np.append(order[:kept], np.full(-kept % together, NO_ROW, dtype=np.int64))
-        return filled.reshape(-1, size, ranks).transpose(0, 2, 1)
-    if settings.drop_last:
-        return order[: num_rows // together * together].reshape(-1, ranks, size)
-    missing = -num_rows % together
-    if ranks == 1:
-        filled = np.append(order, np.full(missing, NO_ROW, dtype=np.int64))
-    else:
-        filled = np.append(order, order[np.arange(missing) % num_rows])
-    return filled.reshape(-1, ranks, size)
+    kept = num_rows // together * together if settings.drop_last else num_rows
+    missing = -kept % together
+    again = order[np.arange(missing) % num_rows] if ranks > 1 and not by_row else np.full(missing, NO_ROW)
+    filled = np.append(order[:kept], again)
+    return filled.reshape(-1, size, ranks).transpose(0, 2, 1) if by_row else filled.reshape(-1, ranks, size)
 
 
 def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
@@ -90,10 +83,7 @@ def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTab
             counts.append(len(step))
     read = np.concatenate(parts)
     present = read != NO_ROW
-    n_seqs, max_seqlen, squared, n_tokens = Samples.from_rows(rows).apply(
-        lambda values: np.where(present, values[read], 0)
-    )
-    collated = Samples(n_seqs.sum(axis=1), max_seqlen.max(axis=1), squared.sum(axis=1), np.sum(n_tokens, axis=1))
+    collated = Samples.from_rows(rows).apply(lambda values: np.where(present, values[read], 0)).join()
     padded = collated.pad(settings.pad_seq_to_mult)
     room = settings.micro_batch_size * settings.seq_length
     tail = np.maximum(room + (-room % settings.pad_seq_to_mult) - padded.n_tokens, 0)
@@ -115,13 +105,13 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
             f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}"
             f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
         )
+    stored = rows.num_rows()
+    distinct = stored // settings.micro_batch_size
     if settings.loader == "trainer":
-        table = trainer_table(rows, settings)
-        distinct = max(1, rows.num_rows() // settings.micro_batch_size)
-        return Schedule(table=table, independent=min(len(table), distinct))
-    mapping = _sample_mapping(rows.num_rows(), settings)
-    num_rows = rows.num_rows() if mapping is None else len(mapping)
-    steps, warnings = num_steps(num_rows, settings)
+        return Schedule(table=trainer_table(rows, settings), distinct=distinct)
+    mapping = _sample_mapping(stored, settings)
+    num_rows = stored if mapping is None else len(mapping)
+    steps, warnings = samplers.num_steps(num_rows, settings)
     read = {
         "single": samplers.sequential_rows,
         "cyclic": samplers.cyclic_rows,
@@ -133,14 +123,12 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     if rows.rule == "bridge":
         table = _bridge_table(rows, read, settings)
         together = settings.num_microbatches if settings.loader == "batch" else 1
-        independent = max(1, min(len(table), rows.num_rows()) // together)
-        return Schedule(table=table, warnings=warnings, independent=independent)
-    samples = fill_rows(rows, settings).apply(lambda values: values[read]).merge_rows(settings)
+        return Schedule(table=table, warnings=warnings, distinct=min(len(table), stored) // together)
+    samples = fill_rows(rows, settings).take(read).merge_rows(settings)
     if rows.rule == "trl":
         samples = samples.pad(settings.pad_seq_to_mult)
     table = samples.table(settings, exact=settings.loader is not None)
-    distinct = max(1, rows.num_rows() // settings.micro_batch_size)
-    return Schedule(table=table, warnings=warnings, independent=min(len(table), distinct))
+    return Schedule(table=table, warnings=warnings, distinct=distinct)
 
 
 def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int64] | None:
@@ -162,7 +150,7 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
     row is collated alone. Rows that are collated together get equal lengths, and `cu_seqlens` as long as those of the
     row with the most documents.
     """
-    samples = Samples.from_rows(rows).apply(lambda values: values[read])
+    samples = Samples.from_rows(rows).take(read)
     totals = np.asarray(samples.n_tokens)
     together = settings.loader == "batch"
     if settings.pad_to_max_length:

@@ -58,7 +58,7 @@ PADDING_ROW = -1
 which Megatron-Bridge reads there with its loss masked."""
 
 
-def steps_of_one_epoch(num_rows: int, settings: TrainingSettings) -> int:
+def _steps_of_one_epoch(num_rows: int, settings: TrainingSettings) -> int:
     """Number of steps that `num_rows` rows fill; a partial last step counts only where the sampler pads it."""
     size = settings.global_batch_size
     if settings.loader == "batch" and not settings.drop_last:
@@ -66,28 +66,51 @@ def steps_of_one_epoch(num_rows: int, settings: TrainingSettings) -> int:
     return num_rows // size
 
 
+def num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:
+    """The number of steps to predict, and a warning if the data ends before the run does.
+
+    Raises:
+        DataError: the rows do not fill one step.
+    """
+    one_epoch = _steps_of_one_epoch(num_rows, settings)
+    if one_epoch == 0:
+        raise DataError(
+            f"{num_rows} rows do not make one step of --global-batch-size {settings.global_batch_size}; "
+            "give more data or a smaller batch"
+        )
+    if settings.train_samples is None:
+        return one_epoch, ()
+    steps = settings.train_samples // settings.global_batch_size
+    if settings.loader == "single" and steps > one_epoch:
+        warning = (
+            f"the run asks for {steps} steps, but the data ends after {one_epoch}: the single loader does not start "
+            "again, and training stops there"
+        )
+        return one_epoch, (warning,)
+    return steps, ()
+
+
 def sequential_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
     """Sampler `single`: reads the file once, in order, one micro-batch for each rank in turn."""
-    ranks, size = settings.data_parallel_size, settings.micro_batch_size
-    rows = np.arange(steps * settings.global_batch_size, dtype=np.int64)
-    by_chunk = rows.reshape(steps, settings.num_microbatches, ranks, size)
-    return by_chunk.transpose(0, 2, 1, 3).reshape(steps, ranks, -1)
+    return deal_in_order(np.arange(steps * settings.global_batch_size), steps, settings)
+
+
+def deal_in_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
+    """Deal `values` [rows] as the sampler `single` deals the rows: shape [steps, ranks, rows of one rank and step]."""
+    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
+    dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
+    return dealt.reshape(steps, settings.data_parallel_size, -1)
 
 
 def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
     """Sampler `cyclic`: reads a new torch permutation in every epoch, which is seeded with the epoch's number alone.
 
     Raises:
-        DataError: the data has too few rows to fill one micro-batch of every rank.
+        DataError: a rank reads nothing of an epoch.
     """
     ranks, size = settings.data_parallel_size, settings.micro_batch_size
     chunk = ranks * size
     active = num_rows - num_rows % chunk
-    if active == 0:
-        raise DataError(
-            f"{num_rows} rows are fewer than one micro-batch of every rank ({chunk}); "
-            "give more data, or a smaller --micro-batch-size"
-        )
     bucket = num_rows // chunk * size
     permute = lru_cache(maxsize=2)(torch_randperm)
     needed = steps * settings.num_microbatches * size
@@ -118,16 +141,9 @@ def batch_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray
 
     The permutation of an epoch is seeded with seed + epoch. Without `drop_last` PADDING_ROW fills up the last global
     batch of an epoch.
-
-    Raises:
-        DataError: with `drop_last`, the data has fewer rows than one global batch.
     """
     ranks, size = settings.data_parallel_size, settings.global_batch_size
-    steps_an_epoch = steps_of_one_epoch(num_rows, settings)
-    if steps_an_epoch == 0:
-        raise DataError(
-            f"{num_rows} rows are fewer than one --global-batch-size {size}; give more data, or a smaller batch"
-        )
+    steps_an_epoch = _steps_of_one_epoch(num_rows, settings)
     epochs = []
     for epoch in range(-(-steps // steps_an_epoch)):
         order = np.full(steps_an_epoch * size, PADDING_ROW, dtype=np.int64)

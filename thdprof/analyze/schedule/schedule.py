@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.sources.base import PackedRows
-from thdprof.errors import DataError, UsageError
+from thdprof.errors import UsageError
 from thdprof.training import TailPolicy, TrainingSettings
 
 
@@ -51,9 +50,8 @@ class Schedule:
     """Sentences on how the rows became micro-batches: documents that were cut or left out."""
     warnings: tuple[str, ...] = ()
     """Sentences on training that would stop or hang."""
-    independent: int
-    """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor collated
-    together."""
+    distinct: int
+    """Number of micro-batches that one pass over the data makes, of those that are collated together one."""
     row_tokens: float | None = None
     """Tokens of documents in the mean row where training cuts rows; None where a row holds what the dataset has."""
     packing_efficiency: float | None = None
@@ -61,25 +59,11 @@ class Schedule:
     packing_efficiency_without_cap: float | None = None
     """The efficiency that the packer would have without max_docs_per_pack; None if there is no such cap."""
 
-
-def num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:
-    """The number of steps to predict, and a warning if the data ends before the run does."""
-    one_epoch = samplers.steps_of_one_epoch(num_rows, settings)
-    if one_epoch == 0:
-        raise DataError(
-            f"{num_rows} rows do not make one step of --global-batch-size {settings.global_batch_size}; "
-            "give more data or a smaller batch"
-        )
-    if settings.train_samples is None:
-        return one_epoch, ()
-    steps = settings.train_samples // settings.global_batch_size
-    if settings.loader == "single" and steps > one_epoch:
-        warning = (
-            f"the run asks for {steps} steps, but the data ends after {one_epoch}: the single loader does not start "
-            "again, and training stops there"
-        )
-        return one_epoch, (warning,)
-    return steps, ()
+    @property
+    def independent(self) -> int:
+        """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor
+        collated together."""
+        return max(1, min(len(self.table), self.distinct))
 
 
 class Samples(NamedTuple):
@@ -103,22 +87,30 @@ class Samples(NamedTuple):
         return cls(rows.num_documents(), rows.longest(), rows.squared(), rows.num_tokens())
 
     def apply(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> Samples:
-        """The samples whose arrays are `function` of these, such as some of them in another order."""
+        """The samples whose arrays are `function` of these."""
         n_seqs, max_seqlen, squared, n_tokens = self
         tokens = n_tokens if isinstance(n_tokens, int) else function(n_tokens)
         return Samples(function(n_seqs), function(max_seqlen), function(squared), tokens)
+
+    def take(self, indices: NDArray[np.integer]) -> Samples:
+        """The samples at `indices`, in the shape of these."""
+        return self.apply(lambda values: values[indices])
 
     def merge_rows(self, settings: TrainingSettings) -> Samples:
         """Every `micro_batch_size` rows of a rank and step as a micro-batch, as Megatron-LM flattens them."""
         if settings.micro_batch_size == 1:
             return self
         shape = (*self.n_seqs.shape[:2], settings.num_microbatches, settings.micro_batch_size)
-        n_seqs, max_seqlen, squared, n_tokens = self.apply(lambda values: values.reshape(shape))
+        return self.apply(lambda values: values.reshape(shape)).join()
+
+    def join(self) -> Samples:
+        """All sequences along the last axis as one."""
+        n_seqs, max_seqlen, squared, n_tokens = self
         return Samples(
-            n_seqs.sum(axis=3, dtype=np.int64),
-            max_seqlen.max(axis=3),
-            squared.sum(axis=3),
-            n_tokens * settings.micro_batch_size if isinstance(n_tokens, int) else n_tokens.sum(axis=3),
+            n_seqs.sum(axis=-1, dtype=np.int64),
+            max_seqlen.max(axis=-1),
+            squared.sum(axis=-1),
+            n_tokens * n_seqs.shape[-1] if isinstance(n_tokens, int) else n_tokens.sum(axis=-1),
         )
 
     def pad(self, multiple: int) -> Samples:

@@ -26,9 +26,7 @@ Packs = list[list[int]]
 """Documents of every pack, in tokens."""
 
 
-def pack_steps(
-    document_tokens: NDArray[np.int32], settings: TrainingSettings
-) -> tuple[packers.Packing, NDArray[np.int32]]:
+def pack_steps(document_tokens: NDArray[np.int32], settings: TrainingSettings) -> packers.Packing:
     """Pack every `global_batch_size` documents, in their order, into micro-batches of at most `seq_length` tokens.
 
     - `concatenative`, `nemo_first_fit_decreasing`, `modified_first_fit_decreasing` (NeMo-RL): documents are padded to
@@ -43,10 +41,6 @@ def pack_steps(
     Args:
         document_tokens: tokens of every document in training's order, int32, shape [documents]. They repeat over
             epochs; long ones are cut.
-
-    Returns:
-        The packs as rows, in order of step, data-parallel rank and micro-batch, with sentences on documents that were
-        cut and on empty bins; and the micro-batches of one rank in every step, int32, shape [steps].
 
     Raises:
         DataError: the documents do not fill one step, or a step has too few for its ranks.
@@ -73,9 +67,9 @@ def pack_steps(
         notes.append(f"{empty} micro-batches are empty bins, which are one document of {settings.seq_length} tokens")
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int32)
-    packed = PackedRows(document_tokens=tokens, row_offsets=np.concatenate(([0], np.cumsum(sizes))))
     used = float(by_step.sum()) / (len(rows) * settings.seq_length)
-    return packers.Packing(rows=packed, efficiency=used, efficiency_without_cap=None, notes=tuple(notes)), counts
+    packed = PackedRows.from_sizes(tokens, sizes)
+    return packers.Packing(rows=packed, efficiency=used, notes=tuple(notes), num_microbatches=counts)
 
 
 def _deal_nemo(lengths: list[int], settings: TrainingSettings) -> list[Packs]:
@@ -93,15 +87,16 @@ def _deal_nemo(lengths: list[int], settings: TrainingSettings) -> list[Packs]:
     return [packs[rank::ranks] for rank in range(ranks)]
 
 
-def _concatenate(lengths: list[int], capacity: int) -> Packs:
+def _next_fit(lengths: list[int], capacity: int, cap: int | None = None) -> Packs:
+    """Each document in the last pack or, without room there, in a new one."""
     packs: Packs = []
-    tokens = capacity + 1
+    room = 0
     for length in lengths:
-        if tokens + length > capacity:
+        if not packs or length > room or len(packs[-1]) == cap:
             packs.append([])
-            tokens = 0
+            room = capacity
         packs[-1].append(length)
-        tokens += length
+        room -= length
     return packs
 
 
@@ -146,7 +141,7 @@ def _modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Packs:
 
 
 _NEMO: dict[str, Callable[[list[int], int], Packs]] = {
-    "concatenative": _concatenate,
+    "concatenative": _next_fit,
     "nemo_first_fit_decreasing": _first_fit_decreasing,
     "modified_first_fit_decreasing": _modified_first_fit_decreasing,
 }
@@ -154,15 +149,8 @@ _NEMO: dict[str, Callable[[list[int], int], Packs]] = {
 
 def _deal_megatron(lengths: list[int], settings: TrainingSettings) -> list[Packs]:
     """The bins of every rank, empty ones among them."""
-    ranks, capacity, cap = settings.data_parallel_size, settings.seq_length, settings.max_docs_per_pack
-    packs: Packs = []
-    room = 0
-    for length in sorted(lengths, reverse=True):
-        if not packs or length > room or len(packs[-1]) == cap:
-            packs.append([])
-            room = capacity
-        packs[-1].append(length)
-        room -= length
+    ranks = settings.data_parallel_size
+    packs = _next_fit(sorted(lengths, reverse=True), settings.seq_length, settings.max_docs_per_pack)
     share, more = divmod(len(packs), ranks)
     if settings.packer == "megatron_rl_round_robin":
         dealt = [packs[rank::ranks] for rank in range(ranks)]

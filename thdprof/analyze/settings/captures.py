@@ -75,16 +75,6 @@ def resolve_captures(
 # --- ranks that share collectives inside graphs -----------------------------------------------------------------------
 
 
-def communicates_inside(given: Mapping[str, Any], *, global_aux_loss: bool, whole_experts: bool = False) -> bool:
-    """Whether passes of the run communicate over data-parallel ranks inside graphs, by the training settings `given`.
-
-    `global_aux_loss` says whether routers add up their loads over all data-parallel ranks, and `whole_experts` whether
-    graphs hold dropless experts that ranks share.
-    """
-    experts = given.get("experts", "none")
-    return experts == "padded" or (experts == "dropless" and (global_aux_loss or whole_experts))
-
-
 def shared_captures(
     given: Mapping[str, Any],
     model: Mapping[str, Any],
@@ -97,18 +87,19 @@ def shared_captures(
     Args:
         given: the training settings.
         model: fields of the run's `Model`; parallel sizes that it lacks are 1.
-        global_aux_loss, whole_experts: as for `communicates_inside`.
+        global_aux_loss: whether routers add up their loads over all data-parallel ranks.
+        whole_experts: whether graphs hold dropless experts that ranks share.
     """
     data, context = given.get("data_parallel_size"), given.get("context_parallel_size")
-    if not isinstance(data, int):
+    is_dropless = given.get("experts") == "dropless"
+    are_inside = given.get("experts") == "padded" or (is_dropless and whole_experts)
+    communicates = are_inside or (is_dropless and global_aux_loss)
+    if not communicates or not isinstance(data, int) or data < 1:
         return {}
-    if not communicates_inside(given, global_aux_loss=global_aux_loss, whole_experts=whole_experts):
-        return {}
-    are_inside = given["experts"] == "padded" or whole_experts
     ranks = shared_capture_ranks(
         data_parallel_size=data,
         tensor_model_parallel_size=model.get("tensor_model_parallel_size", 1),
-        context_parallel_size=context if isinstance(context, int) else 1,
+        context_parallel_size=context if isinstance(context, int) and context > 0 else 1,
         expert_model_parallel_size=model.get("expert_model_parallel_size", 1) if are_inside else 1,
         expert_tensor_parallel_size=model.get("expert_tensor_parallel_size") if are_inside else None,
         global_aux_loss=global_aux_loss,

@@ -61,7 +61,7 @@ def read_config(content: Mapping[str, Any], source: str) -> ModelReading:
         origins={name: f"{shown}: {name} {value}" for name, value in values.items()},
         unsettled=unsettled,
         of_a_run=False,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
@@ -132,6 +132,7 @@ def _latent(config: _Config) -> dict[str, Any]:
 _MOST = 2**31 - 1
 _NEEDED: Any = object()
 """Stands for a default where there is none."""
+_KINDS = {bool: "true or false", str: "text", list: "a list"}
 
 
 class _Config:
@@ -189,24 +190,17 @@ class _Config:
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        return bool(self._typed(name, bool, "true or false", default))
+        return bool(self.typed(name, bool, default))
 
-    def text(self, name: str) -> str | None:
-        """A text; None where the key has no value."""
-        return self._typed(name, str, "text", None)  # type: ignore[no-any-return]
-
-    def entries(self, name: str) -> list[Any] | None:
-        """A list; None where the key has no value."""
-        return self._typed(name, list, "a list", None)  # type: ignore[no-any-return]
+    def typed(self, name: str, kind: type, default: Any = None) -> Any:
+        """A flag, a text or a list; the default where the key has no value."""
+        value = self.content.get(name, default)
+        if value is not default and not isinstance(value, kind):
+            raise self.refusal(name, f"must be {_KINDS[kind]}")
+        return value
 
     def refusal(self, name: str, reason: str) -> DataError:
         return DataError(f"{self.shown}: {name} {_shorten(self.content.get(name))}: {reason}")
-
-    def _typed(self, name: str, kind: type, words: str, default: Any) -> Any:
-        value = self.content.get(name, default)
-        if value is not default and not isinstance(value, kind):
-            raise self.refusal(name, f"must be {words}")
-        return value
 
 
 def _shorten(value: Any) -> str:
@@ -222,18 +216,13 @@ def _shorten(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What all models of one type share."""
+    """What all models of one type share, by the names of `Model`'s fields."""
 
     gated_linear_unit: bool = True
-    """Whether the MLP is gated."""
     normalization: Norm = "RMSNorm"
-    """Kind of normalization."""
     rotary: bool = True
-    """Whether positions are rotary embeddings."""
     qk_layernorm: bool = False
-    """Whether queries and keys are normalized."""
     add_bias_linear: bool = False
-    """Whether all linear layers have biases."""
     tied: bool = False
     """Whether the output layer shares the embedding's weights where the file does not say."""
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -341,7 +330,7 @@ def _count_expert_layers(config: _Config, num_layers: int) -> int:
         if len(listed) != num_layers or any(entry not in (0, 1) for entry in listed):
             raise config.refusal("moe_layer_freq", f"must hold 0 or 1 for each of the {num_layers} layers")
         return sum(listed)
-    dense = config.entries("mlp_only_layers") or []
+    dense = config.typed("mlp_only_layers", list) or []
     if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in dense):
         raise config.refusal("mlp_only_layers", "must be a list of whole numbers")
     dense_layers = set(dense)
@@ -421,7 +410,7 @@ def _read_hybrid(config: _Config, model_type: str) -> dict[str, Any]:
 
 
 def _read_pattern(config: _Config, model_type: str) -> str:
-    text = config.text("hybrid_override_pattern")
+    text = config.typed("hybrid_override_pattern", str)
     if text is not None:
         try:
             return str(read_pattern(text)["hybrid_layer_pattern"])
@@ -432,9 +421,9 @@ def _read_pattern(config: _Config, model_type: str) -> str:
         raise config.refusal("num_hidden_layers", "is more layers than any model has")
     if model_type == "mamba2":
         return "M" * layers
-    kinds = config.entries("layers_block_type") or config.entries("layer_types")
+    kinds = config.typed("layers_block_type", list) or config.typed("layer_types", list)
     if model_type == "bamba" and kinds is None:
-        with_attention = config.entries("attn_layer_indices") or []
+        with_attention = config.typed("attn_layer_indices", list) or []
         kinds = ["attention" if layer in with_attention else "mamba" for layer in range(layers)]
     if kinds is None:
         raise DataError(f"{config.shown}: lacks hybrid_override_pattern, the kinds of its layers")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from pathlib import PurePosixPath
+from typing import Any
 
 from thdprof.analyze.settings.megatron_flags import (
     CONVERSATIONS,
@@ -20,23 +18,8 @@ from thdprof.analyze.settings.megatron_flags import (
 )
 from thdprof.analyze.settings.shell import Command, Script, Word, split_quoted
 from thdprof.errors import UsageError
-from thdprof.files import read_text
-from thdprof.megatron_limits import Run, limits_of
-from thdprof.megatron_limits.command_line import (
-    COUNTS,
-    LISTS,
-    SWITCHES,
-    TEXTS,
-    refuse_unpacked,
-    refused_beforehand,
-)
-from thdprof.megatron_limits.run import groups_products
-from thdprof.megatron_limits.trainer import refuse_arguments, refuse_experts, refuse_model_type, refuse_plan
+from thdprof.megatron_limits.command_line import COUNTS, LISTS, SWITCHES, TEXTS
 from thdprof.training import suggest_setting
-from thdprof.training.trainer_arguments import find_weights_dtype
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
 
 _SCRIPT_ARGUMENTS = ("$@", "$*")
 """Expansions that stand for the script's own arguments."""
@@ -79,7 +62,7 @@ class Occurrence:
         return " ".join([f"{self.place}: {self.flag}", *self.texts])
 
 
-def _training_commands(script: Script) -> list[list[Word]]:
+def training_commands(script: Script) -> list[list[Word]]:
     """The words of each command that trains: that has a flag of Megatron-LM, not only flags of torchrun."""
     found: list[list[Word]] = []
     doubt: BlockError | None = None
@@ -153,13 +136,15 @@ class LaunchFlags:
         """Its name in errors and notes."""
         self.from_caller = {name: value for name, value in given.items() if value is not None}
         """Settings that the caller has already, by name; flags for them are passed over."""
+        self.settings: dict[str, Any] = {}
+        """Settings that were read, by name."""
         self.notes: list[str] = []
         """Remarks for the user, each with the place in the script."""
         self.defaults_of: set[str] = set()
         """Variables whose defaults in the script the values come from that were looked up."""
         self.occurrences: dict[str, Occurrence] = {}
         """Every known flag by name."""
-        commands = _training_commands(script)
+        commands = training_commands(script)
         variables = [*script.arrays.values(), *(split_quoted(word) for word in script.variables.values())]
         for words in commands or variables:
             for flag, found in _find_occurrences(words).items():
@@ -206,39 +191,36 @@ class LaunchFlags:
             note(str(error))
             return None
 
-    def text(self, flag: str, name: str, option: str | None = None) -> str | None:
+    def text(self, flag: str, name: str) -> str | None:
         """The first value of `flag`, for setting `name`; None and errors as for `one`."""
-        occurrence = self.one(flag, name, option)
+        occurrence = self.one(flag, name)
         return occurrence.text if occurrence else None
 
-    def count(self, flag: str, name: str, option: str | None = None) -> int | None:
+    def count(self, flag: str, name: str) -> int | None:
         """The value of `flag` as a whole number, for setting `name`; None as for `one`.
 
         Raises:
             UsageError: as for `one`, or the value is no whole number, or smaller than the flag allows.
         """
-        occurrence = self.one(flag, name, option)
+        occurrence, least = self.one(flag, name), FLAGS[flag].least
         if occurrence is None:
             return None
-        text, least = occurrence.text, FLAGS[flag].least
-        if not re.fullmatch(r"\+?[0-9]{1,18}", text) or int(text) < least:
-            raise UsageError(
-                f"{occurrence.shown}: not a whole number of at least {least}; mend it or give "
-                f"{option or suggest_setting(name)}"
-            )
-        return int(text)
+        if not re.fullmatch(r"\+?[0-9]{1,18}", occurrence.text) or int(occurrence.text) < least:
+            wanted = f"not a whole number of at least {least}"
+            raise UsageError(f"{occurrence.shown}: {wanted}; mend it or give {suggest_setting(name)}")
+        return int(occurrence.text)
 
-    def has(self, flag: str, name: str) -> bool:
-        """Whether a flag without a value is given; errors as for `one`."""
-        return self.one(flag, name) is not None
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """Settings that were read, or that the caller has."""
+        return {**self.settings, **self.from_caller}
 
-    def parallel_size(self, settings: Mapping[str, Any], name: str) -> int:
-        """The parallel size `name` that the caller has, else the one in `settings`, else 1."""
-        value = self.from_caller.get(name, settings.get(name, 1))
+    def parallel_size(self, name: str) -> int:
+        """The parallel size `name` as far as it is known, else 1."""
+        value = self.known.get(name, 1)
         return value if isinstance(value, int) and value > 0 else 1
 
     def _note_left_out(self, commands: list[list[Word]]) -> None:
-        """Note the parts of the script that are not followed or not seen."""
         for word in self.script.sourced:
             self.notes.append(f"{word.place}: the file that it sources is not read")
         for flag in FLAGS.values():
@@ -260,7 +242,6 @@ class LaunchFlags:
 
 
 def _refuse_open(word: Word, flag: str, remedy: str) -> None:
-    """Refuse a word of `flag` that the script does not settle."""
     for part in word.open_parts[:1]:
         text = f"{word.place}: {flag}: {part.source} {part.reason}; {remedy}"
         raise BlockError(f"{text}, or {_OTHER_FORM}") if part.in_block else UsageError(text)
@@ -273,12 +254,11 @@ def _holds_flags(word: Word, before: Word | None) -> bool:
 
 
 def _note_unseen(word: Word) -> str:
-    """The note on a word that may hold flags which the text does not show."""
     part = word.open_parts[0]
     return f"{word.place}: {part.source} {part.reason}; flags in it are not seen"
 
 
-# --- what `install` would refuse of a launch, by the table of limits that `install` reads ----------------------------
+# --- the words on which the limits of graphs depend ------------------------------------------------------------------
 
 _OF_NO_LIMIT = re.compile(
     r"--(.*(data-path|data-args-path|data-cache|checkpoint|tensorboard|wandb|one-logger|vocab-file|merge-file).*|"
@@ -299,7 +279,7 @@ def training_words(script: Script) -> tuple[str, ...]:
         UsageError: no command trains, several do with other flags, or a word on which a limit depends is not settled
             by the text.
     """
-    found = {_settle_words(_behind_program(words)) for words in _training_commands(script)}
+    found = {_settle_words(_behind_program(words)) for words in training_commands(script)}
     if not found:
         raise UsageError(f"{script.where}: no command with Megatron-LM's flags found, such as --seq-length")
     if len(found) > 1:
@@ -330,59 +310,6 @@ def _settle_words(words: Sequence[Word]) -> tuple[str, ...]:
         _refuse_open(word, flag, "write its value into a copy of the script")
         taken.append(word)
     return tuple(word.text for word in taken)
-
-
-def find_refusals(
-    plan: Plan,
-    *,
-    script: Script | None,
-    recipe: Mapping[str, Any] | None,
-    trainer_arguments: Mapping[str, Any] | None = None,
-    model_file: Path | None = None,
-) -> tuple[list[str], str | None]:
-    """A line for every setting with which training by `plan` would be refused; and why others are not known, or None.
-
-    The settings of a script are not known where a word is not settled that the analysis itself did not need.
-
-    Args:
-        recipe: fields of TransformerConfig, where --model names a recipe.
-        trainer_arguments: fields of the Trainer's arguments; None where another trainer trains.
-        model_file: the config.json of the Trainer's model; None where it is not known.
-    """
-    lines: list[str] = []
-    unknown: str | None = None
-    if plan.graphs.impl == "none":
-        return lines, unknown
-    if script is not None:
-        try:
-            lines += refused_beforehand(plan, training_words(script))
-            for words in _training_commands(script):
-                lines += refuse_unpacked(
-                    next((word.text for word in words if word.text.endswith(".py")), ""),
-                    frozenset(word.flag for word in words),
-                )
-        except UsageError as error:
-            unknown = str(error)
-    if trainer_arguments is not None:
-        known = {**trainer_arguments, "weights_dtype": find_weights_dtype(trainer_arguments)}
-        types: list[str] = []
-        if model_file is not None and model_file.suffix.lower() == ".json":
-            content = json.loads(read_text(model_file, where=str(model_file), kind="JSON"))
-            inner = content.get("text_config")  # of a model of images and text, whose text layers are captured
-            model_type = (inner if isinstance(inner, dict) else content).get("model_type")
-            types = [*refuse_model_type(model_type)] if isinstance(model_type, str) else []
-        lines += [*types, *([] if types else refuse_plan(plan)), *refuse_arguments(known, {})]
-        if plan.training.experts == "dropless" and not types and not known.get("use_cpu"):
-            of_model = known.get("model_init_kwargs")
-            lines += refuse_experts(
-                of_model.get("experts_implementation") if isinstance(of_model, Mapping) else None,
-                weights_dtype=known["weights_dtype"],
-                groups_products=groups_products(plan.costs.hardware),
-            )
-    if recipe is not None:
-        run = Run.from_recipe(recipe, plan, os.environ)
-        lines += [limit.describe_in_fields(run) for limit in limits_of(run)]
-    return lines, unknown
 
 
 # --- flags that are nearly those that are read: most likely misspelt --------------------------------------------------

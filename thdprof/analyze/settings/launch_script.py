@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from thdprof.analyze.settings import megatron_flags as table
-from thdprof.analyze.settings.captures import communicates_inside, shared_captures
+from thdprof.analyze.settings.captures import shared_captures
 from thdprof.analyze.settings.launch_flags import LaunchFlags, Occurrence
 from thdprof.analyze.settings.model_reading import (
     FP8_FORMATS,
     VOCAB_MULTIPLE,
     ModelReading,
+    UnknownLayerError,
     Vocabulary,
     expert_layers,
     read_frequency,
@@ -25,7 +26,7 @@ from thdprof.analyze.settings.model_reading import (
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import ends_at_router
-from thdprof.training import DEFAULT_PROMPT_FORMAT, Fp8Recipe, definitions, model_definitions
+from thdprof.training import DEFAULT_PROMPT_FORMAT, Fp8Recipe, definitions, model_definitions, suggest_setting
 from thdprof.training.model import read_field
 
 _FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
@@ -34,22 +35,16 @@ _SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_te
 """Fields of `Model` that decide which ranks share experts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronArgs:
-    """The settings of a run that a launch script gives."""
+class MegatronArgs(LaunchFlags):
+    """The settings of a run that a launch gives, beside the flags that they were read from."""
 
-    settings: dict[str, Any]
-    """Values by their names in `thdprof.training.TrainingOptions`; settings that the script leaves out are
-    missing."""
     data_paths: list[str]
     """Dataset prefixes, as written."""
-    weights: list[float] | None
+    weights: list[float] | None = None
     """Blend weights, one a prefix; None where the script gives none."""
-    notes: list[str]
-    """Remarks for the user, each with the place in the script."""
     model: ModelReading
     """What the script says of the model."""
-    format: str | None
+    format: str | None = None
     """Name of the format of the datasets; None where the script does not tell it."""
     global_aux_loss: bool = False
     """Whether routers add up their loads over all data-parallel ranks."""
@@ -67,81 +62,71 @@ def read_launch(
         UsageError: no flag is found, or the value of a flag that is needed is impossible or not settled by the text;
             the message names the line, the flag and the option to give instead.
     """
-    flags = LaunchFlags(script, given)
+    flags = MegatronArgs(script, given)
     if not flags.occurrences:
         raise UsageError(
             f"{script.where}: none of Megatron-LM's flags found, such as --seq-length; is it a launch script?"
         )
-    settings = _direct_settings(flags)
-    _read_loader(flags, settings)
-    _read_experts(flags, settings)
-    _read_interleaving(flags, settings)
-    _read_data_parallel(flags, settings, world_size)
-    _read_batch_schedule(flags, settings)
-    conversations = _read_conversations(flags, settings)
-    paths, weights = _read_blend(flags, settings)
-    model = _ModelFlags(flags).read()
-    global_aux_loss = _read_shared_captures(flags, settings)
-    if flags.defaults_of:
-        names = ", ".join(sorted(flags.defaults_of))
-        flags.notes.append(f"{script.where}: the script's own defaults are taken for {names}")
-    return MegatronArgs(
-        settings=settings,
-        data_paths=paths,
-        weights=weights,
-        notes=list(dict.fromkeys(flags.notes)),
-        model=model,
-        format=_FORMAT if conversations else None,
-        global_aux_loss=global_aux_loss,
-    )
-
-
-def _direct_settings(flags: LaunchFlags) -> dict[str, Any]:
-    """The settings that one flag alone gives."""
-    settings: dict[str, Any] = {}
     for flag in table.FLAGS.values():
         if flag.setting is not None:
             read = flags.count if flag.value == "count" else flags.text
-            settings[flag.setting] = read(flag.name, flag.setting)
-    return {name: value for name, value in settings.items() if value is not None}
+            value = read(flag.name, flag.setting)
+            if value is not None:
+                flags.settings[flag.setting] = value
+    _read_loader(flags)
+    _read_experts(flags)
+    _read_interleaving(flags)
+    _read_data_parallel(flags, world_size)
+    _read_batch_schedule(flags)
+    if _read_conversations(flags):
+        flags.format = _FORMAT
+    _read_blend(flags)
+    flags.model = _ModelFlags(flags)
+    flags.global_aux_loss = _read_shared_captures(flags)
+    if flags.defaults_of:
+        names = ", ".join(sorted(flags.defaults_of))
+        flags.notes.append(f"{script.where}: the script's own defaults are taken for {names}")
+    flags.notes = list(dict.fromkeys(flags.notes))
+    return flags
 
 
-def _read_loader(flags: LaunchFlags, settings: dict[str, Any]) -> None:
-    """Add to `settings` the loader, which orders the rows, and data sharding where a flag switches it off."""
-    loader = flags.text(table.LOADER, "loader", "--loader")
+def _read_loader(flags: LaunchFlags) -> None:
+    """Add the loader, which orders the rows, and data sharding where a flag switches it off."""
+    loader = flags.text("--dataloader-type", "loader")
     if loader in ("single", "cyclic"):
-        settings["loader"] = loader
+        flags.settings["loader"] = loader
     elif loader is not None:
-        flags.notes.append(f"{flags.where}: {table.LOADER} {loader}: its order is not known")
+        flags.notes.append(f"{flags.where}: --dataloader-type {loader}: its order is not known")
     elif "loader" not in flags.from_caller:
-        settings["loader"] = "single"  # Megatron's default, whatever the dataset
-    if flags.has(table.NO_DATA_SHARDING, "data_sharding"):
-        settings["data_sharding"] = False
+        flags.settings["loader"] = "single"  # Megatron's default, whatever the dataset
+    if flags.one("--no-data-sharding", "data_sharding") is not None:
+        flags.settings["data_sharding"] = False
 
 
-def _read_experts(flags: LaunchFlags, settings: dict[str, Any]) -> None:
+def _read_experts(flags: LaunchFlags) -> None:
     """Add how experts take tokens. The answer only decides the graphs, so an unsettled flag gives a note, no error."""
 
     def note(error: str) -> None:
         flags.notes.append(f"{error}; a model without experts is taken")
 
-    if flags.one_or_note(table.EXPERTS, "experts", note) is None:
+    if flags.one_or_note("--num-experts", "experts", note) is None:
         return
     before = len(flags.notes)
-    padded = flags.one_or_note(table.PADDED_EXPERTS, "experts", note)
+    padded = flags.one_or_note("--moe-pad-expert-input-to-capacity", "experts", note)
     if len(flags.notes) > before:
         return
-    settings["experts"] = "padded" if padded else "dropless"
-    dispatcher = flags.one_or_note(table.DISPATCHER, "experts", note)
+    flags.settings["experts"] = "padded" if padded else "dropless"
+    dispatcher = flags.one_or_note("--moe-token-dispatcher-type", "experts", note)
     name = dispatcher.text if dispatcher is not None else None
-    if settings["experts"] == "padded" and ends_at_router("padded", name):
-        settings["experts"] = "dropless"
+    if flags.settings["experts"] == "padded" and ends_at_router("padded", name):
+        flags.settings["experts"] = "dropless"
         flags.notes.append(
-            f"{flags.where}: {table.DISPATCHER} {name}: graphs end at the router, as those of dropless experts do"
+            f"{flags.where}: --moe-token-dispatcher-type {name}: graphs end at the router, as those of dropless "
+            "experts do"
         )
 
 
-def _read_shared_captures(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
+def _read_shared_captures(flags: LaunchFlags) -> bool:
     """Add how many data-parallel ranks share collectives inside graphs; returns whether routers add up over all.
 
     A flag that is not settled gives a note, no error, and counts as absent.
@@ -152,35 +137,30 @@ def _read_shared_captures(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
         found = flags.one_or_note(flag, name, flags.notes.append)
         return [] if found is None else found.texts
 
-    given = {**settings, **flags.from_caller}
-    over_all = table.OVER_ALL_RANKS in words(table.BALANCING)
-    if name in flags.from_caller or not communicates_inside(given, global_aux_loss=over_all):
-        return over_all
+    given = flags.known
+    over_all = "global_aux_loss" in words("--moe-router-load-balancing-type")
     sizes = {}
-    for size in _SIZES if given["experts"] == "padded" else ():
+    for size in _SIZES if given.get("experts") == "padded" else ():
         flag = model_definitions()[size].option
         text = str(given[size]) if size in flags.from_caller else "".join(words(flag)[:1])
         if text.isascii() and text.isdigit() and int(text) > 0:
             sizes[size] = int(text)
-    sizes_of_run = {
-        size: flags.parallel_size(settings, size) for size in ("data_parallel_size", "context_parallel_size")
-    }
-    settings.update(shared_captures({**given, **sizes_of_run}, sizes, global_aux_loss=over_all))
+    flags.settings.update(shared_captures(given, sizes, global_aux_loss=over_all))
     return over_all
 
 
-def _read_interleaving(flags: LaunchFlags, settings: dict[str, Any]) -> None:
+def _read_interleaving(flags: LaunchFlags) -> None:
     """Add the model chunks of a pipeline rank and their order; Megatron treats one chunk as no interleaving."""
     name = "virtual_pipeline_size"
-    chunks = flags.count(table.CHUNKS_PER_RANK, name)
-    layers_per_chunk = flags.count(table.LAYERS_PER_CHUNK, name)
+    chunks = flags.count("--num-virtual-stages-per-pipeline-rank", name)
+    layers_per_chunk = flags.count("--num-layers-per-virtual-pipeline-stage", name)
     if chunks is None and layers_per_chunk is not None:
-        where = f"{flags.where}: {table.LAYERS_PER_CHUNK} {layers_per_chunk}"
-        layers = flags.count(table.LAYERS, name)
+        where = f"{flags.where}: --num-layers-per-virtual-pipeline-stage {layers_per_chunk}"
+        layers = flags.count("--num-layers", name)
         if layers is None:
-            raise UsageError(f"{where}: needs {table.LAYERS}, which is not given; give --virtual-pipeline-size")
-        layers += sum(flags.has(flag, name) for flag in table.COUNTED_AS_LAYERS)
-        stages = flags.parallel_size(settings, "pipeline_parallel_size")
+            raise UsageError(f"{where}: needs --num-layers, which is not given; give --virtual-pipeline-size")
+        layers += sum(flags.one(flag, name) is not None for flag in table.COUNTED_AS_LAYERS)
+        stages = flags.parallel_size("pipeline_parallel_size")
         if layers % (stages * layers_per_chunk):
             raise UsageError(
                 f"{where}: {layers} layers are not a multiple of {stages} pipeline stages x "
@@ -188,16 +168,16 @@ def _read_interleaving(flags: LaunchFlags, settings: dict[str, Any]) -> None:
             )
         chunks = layers // stages // layers_per_chunk
     if chunks is not None and chunks > 1:
-        settings[name] = chunks
-    if name in settings or name in flags.from_caller:  # else Megatron passes the group size over
-        group = flags.count(table.MICROBATCH_GROUP_SIZE, "microbatch_group_size")
+        flags.settings[name] = chunks
+    if name in flags.known:  # else Megatron passes the group size over
+        group = flags.count("--microbatch-group-size-per-virtual-pipeline-stage", "microbatch_group_size")
         if group is not None:
-            settings["microbatch_group_size"] = group
+            flags.settings["microbatch_group_size"] = group
 
 
-def _read_data_parallel(flags: LaunchFlags, settings: dict[str, Any], world_size: int | None) -> None:
+def _read_data_parallel(flags: LaunchFlags, world_size: int | None) -> None:
     """Add the number of model replicas: all ranks, divided by the ranks of one replica."""
-    name, option = "data_parallel_size", "--data-parallel-size"
+    name, option = "data_parallel_size", suggest_setting("data_parallel_size")
     if name in flags.from_caller:
         return
     world = world_size if world_size is not None else _world_size(flags)
@@ -205,29 +185,27 @@ def _read_data_parallel(flags: LaunchFlags, settings: dict[str, Any], world_size
         flags.notes.append(f"{flags.where}: does not tell the number of ranks; give {option}")
         return
     tensor = (
-        flags.from_caller.get("tensor_model_parallel_size")
-        or flags.count(table.TENSOR_PARALLEL_SIZE, name, option)
-        or 1
+        flags.from_caller.get("tensor_model_parallel_size") or flags.count("--tensor-model-parallel-size", name) or 1
     )
-    pipeline = flags.parallel_size(settings, "pipeline_parallel_size")
-    context = flags.parallel_size(settings, "context_parallel_size")
+    pipeline = flags.parallel_size("pipeline_parallel_size")
+    context = flags.parallel_size("context_parallel_size")
     replica = tensor * pipeline * context
     if world % replica:
         raise UsageError(
             f"{flags.where}: {world} ranks are not a multiple of tensor {tensor} x pipeline {pipeline} x "
             f"context {context} parallel sizes = {replica}; give {option}"
         )
-    settings[name] = world // replica
+    flags.settings[name] = world // replica
 
 
-def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
+def _read_batch_schedule(flags: LaunchFlags) -> None:
     """Add the largest batch size of a schedule, and the samples of the run; a note says how steps are counted."""
     name = "global_batch_size"
-    found = flags.one(table.BATCH_SCHEDULE, name)
+    found = flags.one("--step-batch-size-schedule", name)
     if found is None:
         return
-    where, given = found.shown, {**settings, **flags.from_caller}
-    if name in settings:
+    where, given = found.shown, flags.known
+    if name in flags.settings:
         raise UsageError(f"{where}: Megatron takes no --global-batch-size beside it; leave one out")
     if "seq_length" not in given:
         raise UsageError(f"{where}: its thresholds are tokens, which needs --seq-length; give --global-batch-size")
@@ -244,50 +222,48 @@ def _read_batch_schedule(flags: LaunchFlags, settings: dict[str, Any]) -> None:
     samples, sized = given.get("train_samples"), ""
     if samples is None and given.get("train_iters") is not None:
         samples = schedule.samples_of(given["train_iters"])
-        if "train_iters" in settings:  # steps of one size would consume other samples
-            del settings["train_iters"]
-            settings["train_samples"] = samples
+        if "train_iters" in flags.settings:  # steps of one size would consume other samples
+            del flags.settings["train_iters"]
+            flags.settings["train_samples"] = samples
             sized = (
                 f"; with --train-iters Megatron builds a dataset of {given['train_iters'] * at_once} samples only: "
                 f"train with --train-samples {samples}"
             )
-    settings[name] = schedule.largest(samples)
+    flags.settings[name] = schedule.largest(samples)
     stages = ", ".join(f"{size} from sample {threshold:,}" for threshold, size in schedule.stages)
     flags.notes.append(
         f"{found.place}: {found.flag}: the batch grows ({stages}); micro-batches and "
-        f"their shares are those of the run, steps are counted and timed with {settings[name]} rows{sized}"
+        f"their shares are those of the run, steps are counted and timed with {flags.settings[name]} rows{sized}"
     )
 
 
-def _read_conversations(flags: LaunchFlags, settings: dict[str, Any]) -> bool:
-    """Whether the run trains on conversations; then also add to `settings` how they become tokens."""
+def _read_conversations(flags: LaunchFlags) -> bool:
+    """Whether the run trains on conversations; then also add how they become tokens."""
     known = flags.from_caller.get("format")
     if known not in (None, _FORMAT) or (known is None and flags.one(table.CONVERSATIONS, "format", "--format") is None):
         return False
     name = "tokenizer_model"
-    kind = flags.text(table.TOKENIZER_TYPE, name)
+    kind = flags.text("--tokenizer-type", name)
     if kind not in (None, _SFT_TOKENIZER):
         raise UsageError(
-            f"{flags.where}: {table.TOKENIZER_TYPE} {kind}: Megatron's {table.CONVERSATIONS} tokenises with "
+            f"{flags.where}: --tokenizer-type {kind}: Megatron's {table.CONVERSATIONS} tokenises with "
             f"{_SFT_TOKENIZER} alone, and training stops; mend it"
         )
-    path = flags.text(table.TOKENIZER, name)
+    path = flags.text("--tokenizer-model", name)
     if path is not None:
-        settings[name] = path
+        flags.settings[name] = path
     name = "sft_tokenizer_prompt_format"
     if name not in flags.from_caller:
-        settings[name] = flags.text(table.PROMPT_FORMAT, name) or DEFAULT_PROMPT_FORMAT
-        definitions()[name].check(settings[name])
+        flags.settings[name] = flags.text("--sft-tokenizer-prompt-format", name) or DEFAULT_PROMPT_FORMAT
+        definitions()[name].check(flags.settings[name])
     return True
 
 
 def _world_size(flags: LaunchFlags) -> int | None:
     """The number of ranks by torchrun's flags, else by the script's own variables; None where neither tells it."""
-    name, option = "data_parallel_size", "--data-parallel-size"
-    per_node = [flags.count(flag, name, option) for flag in table.RANKS_PER_NODE if flag in flags.occurrences]
-    if per_node:
-        nodes = flags.count(table.NODES, name, option) if table.NODES in flags.occurrences else 1
-        return (per_node[-1] or 1) * (nodes or 1)
+    per_node = [flags.count(flag, "data_parallel_size") for flag in table.RANKS_PER_NODE]
+    if any(per_node):
+        return (per_node[1] or per_node[0] or 1) * (flags.count("--nnodes", "data_parallel_size") or 1)
     for names in table.WORLD_VARIABLES:
         values = [flags.script.variables.get(variable, Word("")) for variable in names]
         if all(re.fullmatch(r"[1-9][0-9]{0,8}", value.text) for value in values):
@@ -296,39 +272,37 @@ def _world_size(flags: LaunchFlags) -> int | None:
     return None
 
 
-def _read_blend(flags: LaunchFlags, settings: dict[str, Any]) -> tuple[list[str], list[float] | None]:
-    """The prefixes and weights of --data-path, by the rule of megatron-core's get_blend_from_list.
+def _read_blend(flags: MegatronArgs) -> None:
+    """Read the prefixes and weights of --data-path, by the rule of megatron-core's get_blend_from_list.
 
     Of datasets that the caller names, the script still has the weights; what it does not settle is then passed over.
     """
-    option, are_named = (
-        "the datasets' .idx files on the command line, and their --weights",
-        "data_paths" in flags.from_caller,
-    )
+    flags.data_paths = []
+    option = "the datasets' .idx files on the command line, and their --weights"
+    are_named = "data_paths" in flags.from_caller
     name = "weights" if are_named else "data_paths"
     try:
-        train = flags.one(table.TRAIN_DATA_PATH, name, option)
-        blend = train or flags.one(table.DATA_PATH, name, option)
+        train = flags.one("--train-data-path", name, option)
+        blend = train or flags.one("--data-path", name, option)
     except UsageError:
         if not are_named:
             raise
-        return [], None
+        return
     if blend is None:
-        return [], None
+        return
     if train is not None and "split" not in flags.from_caller:
-        settings["split"] = "1,0,0"  # a dataset of its own for every split: training reads the whole of it
-    words = blend.texts
-    if len(words) % 2:
-        return [word.strip() for word in words], None
+        flags.settings["split"] = "1,0,0"  # a dataset of its own for every split: training reads the whole of it
+    words = [word.strip() for word in blend.texts]
     weights = [_number(word) for word in words[::2]]
-    if all(weight is None for weight in weights):
-        return [word.strip() for word in words], None
+    if len(words) % 2 or all(weight is None for weight in weights):
+        flags.data_paths = words
+        return
     if None in weights:
         raise UsageError(
             f"{blend.place}: {blend.flag}: weights and prefixes must alternate, or all be "
-            f"prefixes; {words[2 * weights.index(None)]!r} is not a weight"
+            f"prefixes; {blend.texts[2 * weights.index(None)]!r} is not a weight"
         )
-    return [word.strip() for word in words[1::2]], [weight for weight in weights if weight is not None]
+    flags.data_paths, flags.weights = words[1::2], [weight for weight in weights if weight is not None]
 
 
 def _number(text: str) -> float | None:
@@ -414,50 +388,45 @@ _KV_LORA_RANK = 32
 """The parser's; that of megatron-core's configuration is another."""
 
 
-class _ModelFlags:
-    """Collects what one script says of the model.
+class _ModelFlags(ModelReading):
+    """What one script says of the model.
 
-    A flag that the text does not settle is no error, since only times are lost without it: its field is in the
-    reading's `unsettled`. A field that the caller has is passed over.
+    A flag that the text does not settle is no error, since only times are lost without it: its field is `unsettled`.
+    A field that the caller has is passed over. No flag that says something of the model's shape leaves it empty.
     """
 
     def __init__(self, flags: LaunchFlags) -> None:
+        super().__init__(source=flags.where)
         self.flags = flags
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.unsettled: dict[str, str] = {}
-        self.notes: list[str] = []
+        shape = ("--num-layers", "--hidden-size", "--num-attention-heads", *table.PATTERNS, *table.ELSEWHERE)
+        if any(flag in flags.occurrences for flag in shape):
+            self._read()
 
-    def read(self) -> ModelReading:
-        """The fields; none where no flag says something of the model's shape."""
-        shape = (table.LAYERS, "--hidden-size", "--num-attention-heads", *table.PATTERNS, *table.ELSEWHERE)
-        if not any(flag in self.flags.occurrences for flag in shape):
-            return ModelReading(source=self.flags.where)
-        self.values.update(_SCRIPT_DEFAULTS)
-        sizes = {table.LAYERS: "num_layers", table.TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size"}
+    def _read(self) -> None:
+        self.values |= _SCRIPT_DEFAULTS
+        sizes = {"--num-layers": "num_layers", "--tensor-model-parallel-size": "tensor_model_parallel_size"}
         for flag, field in {**sizes, **table.FIELDS}.items():
             self._take(flag, field)
         for flag, (field, value) in table.SWITCHES.items():
             self._set(field, value, self._one(flag, field))
-        if self.values["precision"] == "fp16" and not self._parsed(table.LOSS_SCALE, "check_for_nan_in_grad", float):
+        if self.values["precision"] == "fp16" and not self._parsed("--loss-scale", "check_for_nan_in_grad", float):
             self.values["check_for_nan_in_grad"] = False  # a dynamic loss scale finds its bound by them
-        self._gradients()
-        self._attention()
-        self._hybrid()
-        self._experts()
-        self._fp8()
-        if (modules := self._one(table.RECOMPUTED, "recompute_modules")) is not None:
+        main_grads = self._one("--main-grads-dtype", "grad_reduce_in_fp32")
+        if main_grads and self.values["precision"] == "bf16" and "grad_reduce_in_fp32" not in self.values:
+            self._set("grad_reduce_in_fp32", main_grads.text == "fp32", main_grads)
+        self._read_attention()
+        self._read_hybrid()
+        self._read_experts()
+        self._read_fp8()
+        if (modules := self._one("--recompute-modules", "recompute_modules")) is not None:
             self._set("recompute_modules", tuple(modules.texts), modules)
-        vocabulary = self._vocabulary()
-        self._elsewhere()
-        return ModelReading(
-            source=self.flags.where,
-            values=self.values,
-            vocabulary=vocabulary,
-            origins=self.origins,
-            unsettled=self.unsettled,
-            notes=tuple(self.notes),
-        )
+        self._read_vocabulary()
+        given = self.flags.occurrences
+        for flag, (_, reason) in table.ELSEWHERE.items():
+            if flag in given:
+                self.unsettled.setdefault(flag, f"{given[flag].place}: {flag}: {reason}")
+        left_out = {flag: taken for flag, (_, taken) in table.LEFT_OUT.items() if flag in given}
+        self.notes += [f"{given[flag].place}: {flag}: {taken}" for flag, taken in left_out.items()]
 
     def _one(self, flag: str, field: str) -> Occurrence | None:
         """The occurrence of `flag`; None where it is absent, the caller has `field`, or the text does not settle it."""
@@ -490,35 +459,25 @@ class _ModelFlags:
             return None
         try:
             return parse(found.text)
+        except UnknownLayerError as error:
+            self.unsettled.setdefault(field, f"{found.shown}: {error}")
+            return None
         except ValueError as error:
             raise UsageError(f"{found.shown}: {error}") from error
 
-    def _gradients(self) -> None:
-        """With bf16 gradients are reduced in the precision of main gradients, if no flag says otherwise."""
-        found = self._one(table.MAIN_GRADS, "grad_reduce_in_fp32")
-        in_bf16 = self.values["precision"] == "bf16"
-        if found is not None and in_bf16 and "grad_reduce_in_fp32" not in self.values:
-            self._set("grad_reduce_in_fp32", found.text == "fp32", found)
-
-    def _attention(self) -> None:
-        grouped = self._one(table.GROUPED, "num_query_groups")
+    def _read_attention(self) -> None:
+        grouped = self._one("--group-query-attention", "num_query_groups")
         if grouped is not None:
-            found = self._one(table.GROUPS, "num_query_groups")
+            found = self._one("--num-query-groups", "num_query_groups")
             self._set("num_query_groups", "1" if found is None else found.text, found or grouped)
-        positions = self._one(table.POSITIONS, "rotary")
+        positions = self._one("--position-embedding-type", "rotary")
         if positions is not None and "rotary" not in self.origins:
             self._set("rotary", positions.text in ("rope", "yarn", "mrope"), positions)
 
-    def _hybrid(self) -> None:
+    def _read_hybrid(self) -> None:
         field = "hybrid_layer_pattern"
         for flag in table.PATTERNS:
-            try:
-                layers = self._parsed(flag, field, read_pattern)
-            except UsageError as error:
-                if "is not known" not in str(error):
-                    raise
-                self.unsettled.setdefault(field, str(error))
-                continue
+            layers = self._parsed(flag, field, read_pattern)
             if layers is None:
                 continue
             found = self._one(flag, field)
@@ -532,21 +491,22 @@ class _ModelFlags:
             self.values.setdefault("kv_lora_rank", _KV_LORA_RANK)
             self.values["rotary"] = True  # whatever the position embedding: latent attention has its own
 
-    def _experts(self) -> None:
-        found = self._one(table.EXPERTS, "num_experts")
+    def _read_experts(self) -> None:
+        found = self._one("--num-experts", "num_experts")
         if found is None or found.text == "0":
             return
         self._set("num_experts", found.text, found)
         if "num_moe_layers" not in self.values and "hybrid_layer_pattern" not in self.values:
-            self._expert_layers()
-        factor = self._parsed(table.CAPACITY, "moe_expert_capacity_factor", float)
-        padded = self._one(table.PADDED_EXPERTS, "moe_expert_capacity_factor")
+            self._read_expert_layers()
+        field = "moe_expert_capacity_factor"
+        factor = self._parsed("--moe-expert-capacity-factor", field, float)
+        padded = self._one("--moe-pad-expert-input-to-capacity", field)
         if factor is not None and factor >= 0 and padded is not None:
-            self._set("moe_expert_capacity_factor", factor, self._one(table.CAPACITY, "moe_expert_capacity_factor"))
+            self._take("--moe-expert-capacity-factor", field)
 
-    def _expert_layers(self) -> None:
-        frequency = self._parsed(table.EXPERT_LAYERS, "num_moe_layers", read_frequency)
-        found = self._one(table.EXPERT_LAYERS, "num_moe_layers")
+    def _read_expert_layers(self) -> None:
+        frequency = self._parsed("--moe-layer-freq", "num_moe_layers", read_frequency)
+        found = self._one("--moe-layer-freq", "num_moe_layers")
         layers = self.values.get("num_layers", self.flags.from_caller.get("num_layers"))
         if found is None or not isinstance(layers, int):
             return
@@ -555,48 +515,36 @@ class _ModelFlags:
         except ValueError as error:
             raise UsageError(f"{found.place}: {found.flag}: {error}") from error
 
-    def _fp8(self) -> None:
-        if self._parsed(table.FP8, "fp8_recipe", _check_fp8_format) is None:
+    def _read_fp8(self) -> None:
+        if self._parsed("--fp8-format", "fp8_recipe", _check_fp8_format) is None:
             return
-        found = self._one(table.FP8_RECIPE, "fp8_recipe")
+        found = self._one("--fp8-recipe", "fp8_recipe")
         if found is None:
-            self._set("fp8_recipe", "delayed", self._one(table.FP8, "fp8_recipe"))
+            self._set("fp8_recipe", "delayed", self._one("--fp8-format", "fp8_recipe"))
         elif found.text in get_args(Fp8Recipe):
             self._set("fp8_recipe", found.text, found)
         else:
             self.unsettled.setdefault("fp8_recipe", f"{found.shown}: this recipe is not known")
 
-    def _vocabulary(self) -> Vocabulary | None:
+    def _read_vocabulary(self) -> None:
         field = "vocab_size"
-        self._take(table.PADDED_VOCAB, field)
+        self._take("--padded-vocab-size", field)
         if field in self.values or field in self.unsettled:
-            return None
-        tokens = self._count(table.VOCAB, field)
-        multiple = self._count(table.VOCAB_DIVISOR, field) or VOCAB_MULTIPLE
+            return
+        tokens = self._parsed("--vocab-size", field, _check_count)
+        multiple = self._parsed("--make-vocab-size-divisible-by", field, _check_count) or VOCAB_MULTIPLE
         if tokens is None or field in self.unsettled:
-            return None
+            return
         if any(self._one(flag, field) is not None for flag in table.UNPADDED):
-            self._set(field, tokens, self._one(table.VOCAB, field))
-            return None
-        return Vocabulary(tokens=tokens, multiple=multiple)
+            self._set(field, tokens, self._one("--vocab-size", field))
+        else:
+            self.vocabulary = Vocabulary(tokens=tokens, multiple=multiple)
 
-    def _count(self, flag: str, field: str) -> int | None:
-        def parse(text: str) -> int:
-            if not re.fullmatch(r"\+?[0-9]{1,9}", text) or int(text) < 1:
-                raise ValueError("not a whole number of at least 1")
-            return int(text)
 
-        value: int | None = self._parsed(flag, field, parse)
-        return value
-
-    def _elsewhere(self) -> None:
-        """Note flags that say that the model is another one than the other flags do, or that is not followed."""
-        given = self.flags.occurrences
-        for flag, (_, reason) in table.ELSEWHERE.items():
-            if flag in given:
-                self.unsettled.setdefault(flag, f"{given[flag].place}: {flag}: {reason}")
-        left_out = {flag: taken for flag, taken in table.LEFT_OUT.items() if flag in given}
-        self.notes += [f"{given[flag].place}: {flag}: {taken}" for flag, taken in left_out.items()]
+def _check_count(text: str) -> int:
+    if not re.fullmatch(r"\+?[0-9]{1,9}", text) or int(text) < 1:
+        raise ValueError("not a whole number of at least 1")
+    return int(text)
 
 
 def _check_fp8_format(text: str) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +11,12 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from thdprof.errors import UsageError
-from thdprof.training import Attention, Definition, Panel, Setting, definitions_of
+from thdprof.training import Attention, Definition, Setting, definitions_of
 
-_COSTS: Panel = "Costs and limits"
+_DATASET = functools.partial(Setting, panel="Dataset", swept=False)
+_MODEL = functools.partial(Setting, panel="Model")
+_COSTS = functools.partial(Setting, panel="Costs and limits")
+_CAPTURE = functools.partial(Setting, panel="What to capture")
 DEFAULT_BUCKETS = 3
 """Most shapes to capture, of each context-parallel size, where nobody says another number."""
 
@@ -25,23 +27,16 @@ class AnalysisOptions:
 
     format: Annotated[
         str,
-        Setting(
+        _DATASET(
             "Format: megatron, megatron-sft, bridge, bridge-npy, trl, trl-text or lengths.",
-            panel="Dataset",
             assumed="recognised by content",
-            swept=False,
         ),
     ] = "auto"
     """Name of the dataset's format, or auto."""
-    cache: Annotated[
-        Path | None,
-        Setting("Directory that keeps what was read.", panel="Dataset", assumed="beside the data", swept=False),
-    ] = None
-    """Directory that keeps what was read of text, of many files and of remote ones."""
-    engine: Annotated[
-        str,
-        Setting("Where files are read: local, ray or ray:ADDRESS.", panel="Dataset", assumed="local", swept=False),
-    ] = "local"
+    cache: Annotated[Path | None, _DATASET("Directory that keeps what was read.", assumed="beside the data")] = None
+    """Directory that keeps what was read of text, of many files and of remote ones; None: beside the data, or the
+    user's own for remote data."""
+    engine: Annotated[str, _DATASET("Where files are read: local, ray or ray:ADDRESS.", assumed="local")] = "local"
     """Where files are read: in processes of this machine, or on a Ray cluster."""
     world_size: Annotated[
         int | None,
@@ -51,56 +46,49 @@ class AnalysisOptions:
     """GPUs of the run, where a launch script does not tell their number."""
     model: Annotated[
         Path | None,
-        Setting(
-            "The model: a directory with config.json, that file, or a recipe as YAML.",
-            panel="Model",
-            assumed="the launch script's",
+        _MODEL(
+            "The model: a directory with config.json, that file, or a recipe as YAML.", assumed="the launch script's"
         ),
     ] = None
     """The model: a Hugging Face config.json or the directory that holds it, or a recipe as YAML."""
-    gpu: Annotated[
-        str | None, Setting("GPU that times are of, such as h100.", panel="Model", assumed="this machine's, else h100")
-    ] = None
+    gpu: Annotated[str | None, _MODEL("GPU that times are of, such as h100.", assumed="this machine's, else h100")] = (
+        None
+    )
     """Name of the GPU that times are of."""
     gpu_hour_price: Annotated[
-        float | None,
-        Setting("Price of a GPU-hour, in any currency: hours saved as money.", panel="Model", assumed="none"),
+        float | None, _MODEL("Price of a GPU-hour, in any currency: hours saved as money.", assumed="none")
     ] = None
     """Price of a GPU-hour, in the user's currency."""
     cost_table: Annotated[
-        Path | None,
-        Setting("Measured costs: a file of calibrate.", panel=_COSTS, assumed="modelled, if the model is known"),
+        Path | None, _COSTS("Measured costs: a file of calibrate.", assumed="modelled, if the model is known")
     ] = None
-    """A file of measured costs."""
+    """A file of measured costs; None: costs are modelled where the model is known, else built-in ones rank the
+    choices."""
     host: Annotated[
         Path | None,
-        Setting(
+        _COSTS(
             "How fast the host of the run launches: a file of calibrate --host.",
-            panel=_COSTS,
             assumed="measured, where this machine has the GPU",
         ),
     ] = None
-    """A file that `thdprof calibrate --host` wrote on the host that trains."""
-    attention: Annotated[
-        Attention, Setting("Attention backend; times of transformer_engine's are modelled.", panel=_COSTS)
-    ] = "transformer_engine"
+    """A file that `thdprof calibrate --host` wrote on the host that trains; None: it is measured here, or a range."""
+    attention: Annotated[Attention, _COSTS("Attention backend; times of transformer_engine's are modelled.")] = (
+        "transformer_engine"
+    )
     """Attention backend: times of Transformer Engine's are modelled; built-in costs of either rank choices."""
     max_fallback_rate: Annotated[
         float | None,
-        Setting(
-            "Largest share of steps with a fallback: 0.005 or 0.5%.", panel=_COSTS, assumed="no limit", as_text=True
-        ),
+        _COSTS("Largest share of steps with a fallback: 0.005 or 0.5%.", assumed="no limit", as_text=True),
     ] = None
     """Largest share of steps with an eager micro-batch."""
     graph_memory_gib: Annotated[
-        float | None, Setting("Most graph memory of a pipeline rank, in GiB.", panel=_COSTS, assumed="no limit")
+        float | None, _COSTS("Most graph memory of a pipeline rank, in GiB.", assumed="no limit")
     ] = None
     """Most graph memory of a pipeline rank, in GiB."""
     layers_per_graph: Annotated[
         str | None,
-        Setting(
+        _CAPTURE(
             "Layers of one graph with --impl chunk, or all.",
-            panel="What to capture",
             everyday=False,
             assumed="as predicted, where data-parallel communication overlaps",
             as_text=True,
@@ -110,9 +98,8 @@ class AnalysisOptions:
     """Layers of one graph of a model chunk: a number, or all; None: as predicted."""
     expert_loads: Annotated[
         str | None,
-        Setting(
+        _CAPTURE(
             "Loads by which whole experts that ranks share get room: uniform, 1.3, or a file of --stats.",
-            panel="What to capture",
             assumed="none: graphs end at the router",
             as_text=True,
             swept=False,
@@ -121,9 +108,8 @@ class AnalysisOptions:
     """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
     data_parallel_gbps: Annotated[
         float | None,
-        Setting(
+        _COSTS(
             "GB/s of a GPU in reduce-scatters of data-parallel ranks (busbw of nccl-tests).",
-            panel=_COSTS,
             everyday=False,
             assumed="by --gpu, or by the network between hosts",
             swept=False,
@@ -131,9 +117,7 @@ class AnalysisOptions:
     ] = None
     """Bandwidth of one GPU in collectives of its data-parallel group, in GB/s; None: by the GPU's data sheet."""
     buckets: Annotated[
-        int,
-        Interval(ge=1),
-        Setting("Most graph shapes to capture, of each context-parallel size.", panel="What to capture"),
+        int, Interval(ge=1), _CAPTURE("Most graph shapes to capture, of each context-parallel size.")
     ] = DEFAULT_BUCKETS
     """Most shapes to capture, of each context-parallel size."""
 
@@ -152,61 +136,11 @@ class Limits:
     """Whether several buckets hold every micro-batch, so that none runs eagerly beside the slots; False: the quickest
     buckets, whatever they leave out."""
 
-    def __post_init__(self) -> None:
-        """Refuse limits that cannot be kept to.
-
-        Raises:
-            UsageError: `num_buckets` is less than 1, or `max_fallback_rate` is not between 0 and 1.
-        """
-        if self.num_buckets < 1:
-            raise UsageError(f"--buckets {self.num_buckets}: must be at least 1")
-        if self.max_fallback_rate is not None and not 0 <= self.max_fallback_rate <= 1:
-            raise UsageError(f"--max-fallback-rate {self.max_fallback_rate}: must be between 0 and 1")
-
 
 @functools.cache
 def analysis_options() -> Mapping[str, Definition]:
     """The definition of every option, by name."""
     return definitions_of(AnalysisOptions)
-
-
-def read_limits(given: Mapping[str, Any]) -> Limits:
-    """The limits that the options `buckets`, `max_fallback_rate` and `graph_memory_gib` set, by name.
-
-    Raises:
-        UsageError: a value that cannot be, named with its option.
-    """
-    rate, memory = given.get("max_fallback_rate"), number_of("graph_memory_gib", given)
-    return Limits(
-        num_buckets=int(number_of("buckets", given) or DEFAULT_BUCKETS),
-        max_fallback_rate=None if rate is None else share_of("--max-fallback-rate", rate),
-        graph_memory_bytes=None if memory is None else int(memory * 2**30),
-    )
-
-
-_NUMBERS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "buckets": ("a whole number of at least 1", lambda value: isinstance(value, int) and value >= 1),
-    "world_size": ("a whole number of at least 1", lambda value: isinstance(value, int) and value >= 1),
-    "gpu_hour_price": ("a number of at least 0", lambda value: 0 <= value < math.inf),
-    "data_parallel_gbps": ("a number above 0", lambda value: 0 < value < math.inf),
-    "graph_memory_gib": ("a number of GiB from 0 to 2**30", lambda value: 0 <= value <= 2**30),
-}
-"""Options that are numbers: what each must be, and whether a number is that."""
-
-
-def number_of(name: str, given: Mapping[str, Any]) -> float | None:
-    """The value of the option `name` in `given`; None where it is not given.
-
-    Raises:
-        UsageError: naming the option and the value that is no such number.
-    """
-    value = given.get(name)
-    if value is None:
-        return None
-    words, is_such = _NUMBERS[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not is_such(value):
-        raise UsageError(f"{analysis_options()[name].describe(value)}: must be {words}")
-    return value if words.startswith("a whole number") else float(value)
 
 
 def share_of(option: str, value: Any) -> float:

@@ -36,27 +36,15 @@ class Flag:
         return 1 if least is None else least
 
 
-DATA_PATH, TRAIN_DATA_PATH = "--data-path", "--train-data-path"
-DATA_PATHS = (DATA_PATH, TRAIN_DATA_PATH)
+DATA_PATHS = ("--data-path", "--train-data-path")
 """Flags that name datasets, with or without weights."""
 DOCUMENT_MASKING = "--dataloader-inter-document-masking"
 """Without this flag Megatron-LM trains on each sample as one document."""
 CONVERSATIONS = "--sft"
 """With this flag Megatron-LM trains on conversations, which it tokenises while training."""
-TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT = "--tokenizer-type", "--tokenizer-model", "--sft-tokenizer-prompt-format"
-BATCH_SCHEDULE = "--step-batch-size-schedule"
-LOADER, NO_DATA_SHARDING, SPLIT = "--dataloader-type", "--no-data-sharding", "--split"
-EXPERTS, PADDED_EXPERTS = "--num-experts", "--moe-pad-expert-input-to-capacity"
-DISPATCHER = "--moe-token-dispatcher-type"
-BALANCING, OVER_ALL_RANKS = "--moe-router-load-balancing-type", "global_aux_loss"
-TENSOR_PARALLEL_SIZE = "--tensor-model-parallel-size"
-LAYERS = "--num-layers"
-CHUNKS_PER_RANK, LAYERS_PER_CHUNK = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 """Switches that each add one to the number of layers which the pipeline splits."""
-UNEVEN = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-MICROBATCH_GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
-NODES, RANKS_PER_NODE = "--nnodes", ("--nproc-per-node", "--nproc_per_node")
+RANKS_PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 WORLD_VARIABLES = (("WORLD_SIZE",), ("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"), ("SLURM_NTASKS",))
 """Variables of a script whose product is the number of ranks, the first complete group before the others."""
 PRINTING_COMMANDS = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", "set", "shift", "let", "logger"))
@@ -90,18 +78,8 @@ SWITCHES = {
     "--recompute-activations": ("recompute_granularity", "selective"),
 }
 """Flags without a value, with the field of `Model` and the value that they give it."""
-GROUPED, GROUPS = "--group-query-attention", "--num-query-groups"
-POSITIONS = "--position-embedding-type"
-FP8, FP8_RECIPE = "--fp8-format", "--fp8-recipe"
-CAPACITY = "--moe-expert-capacity-factor"
-EXPERT_LAYERS = "--moe-layer-freq"
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 """Names of the flag for a hybrid's layers; the second is the older one."""
-RECOMPUTED = "--recompute-modules"
-MAIN_GRADS = "--main-grads-dtype"
-LOSS_SCALE = "--loss-scale"
-"""Without it fp16 trains with a dynamic loss scale, and gradients are not checked for NaN."""
-VOCAB, PADDED_VOCAB, VOCAB_DIVISOR = "--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by"
 UNPADDED = ("--no-pad-vocab-size", "--disable-pad-vocab-size")
 
 ELSEWHERE: Mapping[str, tuple[Value, str]] = {
@@ -114,86 +92,85 @@ ELSEWHERE: Mapping[str, tuple[Value, str]] = {
     "--moe-latent-size": ("text", "experts with a width of their own are not known"),
 }
 """Flags with which the other flags do not say what the model is, with the reason as the end of a sentence."""
-LEFT_OUT = {
-    "--window-size": "windows of attention are not followed: it is taken as full within a document",
-    "--first-last-layers-bf16": "all layers are taken in FP8",
-    "--ddp-reduce-scatter-with-fp32-accumulation": "its reductions are taken as plain reduce-scatters",
+LEFT_OUT: Mapping[str, tuple[Value, str]] = {
+    "--window-size": ("text", "windows of attention are not followed: it is taken as full within a document"),
+    "--first-last-layers-bf16": ("switch", "all layers are taken in FP8"),
+    "--ddp-reduce-scatter-with-fp32-accumulation": ("switch", "its reductions are taken as plain reduce-scatters"),
 }
 """Flags with which the model is known but for a detail, with what is taken instead."""
+_MODEL_TEXTS = """
+--num-query-groups --position-embedding-type --fp8-format --fp8-recipe --moe-expert-capacity-factor --moe-layer-freq
+--hybrid-override-pattern --loss-scale --main-grads-dtype --vocab-size --padded-vocab-size
+--make-vocab-size-divisible-by
+"""
 MODEL_FLAGS: Mapping[str, Value] = {
-    **dict.fromkeys((*FIELDS, GROUPS, POSITIONS, FP8, FP8_RECIPE, CAPACITY), "text"),
-    **dict.fromkeys((EXPERT_LAYERS, PATTERNS[1], LOSS_SCALE, MAIN_GRADS, "--window-size"), "text"),
-    **dict.fromkeys((VOCAB, PADDED_VOCAB, VOCAB_DIVISOR), "text"),
-    **dict.fromkeys((*SWITCHES, GROUPED, *UNPADDED), "switch"),
-    **dict.fromkeys(("--first-last-layers-bf16", "--ddp-reduce-scatter-with-fp32-accumulation"), "switch"),
-    **{name: takes for name, (takes, _) in ELSEWHERE.items()},
-    RECOMPUTED: "list",
+    **dict.fromkeys((*FIELDS, *_MODEL_TEXTS.split()), "text"),
+    **dict.fromkeys((*SWITCHES, "--group-query-attention", *UNPADDED), "switch"),
+    **{name: takes for name, (takes, _) in {**LEFT_OUT, **ELSEWHERE}.items()},
+    "--recompute-modules": "list",
 }
 """All of these flags that no other table has, and what each takes."""
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 _FILE_NOT_READ = "the file is not read; name the datasets on the command line, and their --weights"
-_DATA_FILES = ("--data-args-path", "--per-split-data-args-path")
-_COUNTED = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed",
-            "context_parallel_size")  # fmt: skip
-"""Settings that Megatron's flags of the same names give."""
 _EVENLY = (
     "times and memory are predicted for layers that are spread evenly over the pipeline; slots and fallbacks do not "
     "depend on layers"
 )
+_OVERLAPPED = "its schedule is not followed; it keeps one more micro-batch in flight"
+_NOT_FOLLOWED: Mapping[str, tuple[Value, str]] = {
+    "--rampup-batch-size": (
+        "text",
+        "megatron-core 0.19 passes it over, and so does the prediction: every step has the global batch size; a ramp "
+        "is given by --step-batch-size-schedule",
+    ),
+    "--data-args-path": ("text", _FILE_NOT_READ),
+    "--per-split-data-args-path": ("text", _FILE_NOT_READ),
+    "--mock-data": ("switch", "there is no dataset to analyse; name one on the command line"),
+    "--pipeline-model-parallel-layout": (
+        "text",
+        "the layout is not followed; give --virtual-pipeline-size (times and memory are predicted for layers that are "
+        "spread evenly; slots and fallbacks do not depend on layers)",
+    ),
+    "--decoder-first-pipeline-num-layers": ("count", _EVENLY),
+    "--decoder-last-pipeline-num-layers": ("count", _EVENLY),
+    "--hybrid-layer-pattern": ("text", "pipeline stages in the pattern are not followed; give --virtual-pipeline-size"),
+    "--overlap-moe-expert-parallel-comm": ("switch", _OVERLAPPED),
+    "--moe-paged-stash": (
+        "switch",
+        "it needs cuBLAS 13.4 (hybridep) or NCCL 2.30.4 (ncclep), newer than torch 2.11's; dropless experts run "
+        "eagerly",
+    ),
+    "--deterministic-mode": (
+        "switch",
+        "what the deterministic backward of attention takes longer, and its gigabytes, are not predicted",
+    ),
+}
+"""Flags that do not change the prediction, with the reason."""
+_COUNTED = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed")
+"""Settings that Megatron's flags of the same names give."""
+_TEXTS = """
+--dataloader-type --num-experts --moe-token-dispatcher-type --step-batch-size-schedule --tokenizer-type
+--tokenizer-model --sft-tokenizer-prompt-format
+"""
+_COUNTS = """
+--tensor-model-parallel-size --num-layers --num-virtual-stages-per-pipeline-rank
+--num-layers-per-virtual-pipeline-stage --microbatch-group-size-per-virtual-pipeline-stage
+"""
 _FLAGS = (
-    *(Flag(name=f"--{setting.replace('_', '-')}", value="count", setting=setting) for setting in _COUNTED),
+    *(Flag(name=definitions()[name].option, value="count", setting=name) for name in _COUNTED),
+    Flag(name="--context-parallel-size", value="count", setting="context_parallel_size"),
     Flag(name="--pipeline-model-parallel-size", value="count", setting="pipeline_parallel_size"),
-    Flag(name=SPLIT, value="text", setting="split"),
-    *(Flag(name=name, value="text") for name in (LOADER, EXPERTS, DISPATCHER, BATCH_SCHEDULE)),
-    *(Flag(name=name, value="text") for name in (TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT)),
-    *(Flag(name=name, value="switch") for name in (NO_DATA_SHARDING, DOCUMENT_MASKING, PADDED_EXPERTS, CONVERSATIONS)),
+    Flag(name="--split", value="text", setting="split"),
+    *(Flag(name=name, value="text") for name in _TEXTS.split()),
+    *(Flag(name=name, value="switch") for name in ("--no-data-sharding", DOCUMENT_MASKING)),
+    *(Flag(name=name, value="switch") for name in ("--moe-pad-expert-input-to-capacity", CONVERSATIONS)),
     *(Flag(name=name, value="switch") for name in COUNTED_AS_LAYERS),
-    *(Flag(name=name, value="list") for name in (*DATA_PATHS, BALANCING)),
-    *(Flag(name=name, value="count") for name in (TENSOR_PARALLEL_SIZE, LAYERS, CHUNKS_PER_RANK, LAYERS_PER_CHUNK)),
-    Flag(name=MICROBATCH_GROUP_SIZE, value="count"),
-    *(Flag(name=name, value="count", of_torchrun=True) for name in (NODES, *RANKS_PER_NODE)),
-    Flag(
-        name="--rampup-batch-size",
-        value="text",
-        not_followed="megatron-core 0.19 passes it over, and so does the prediction: every step has the global batch "
-        "size; a ramp is given by --step-batch-size-schedule",
-    ),
-    *(Flag(name=name, value="text", not_followed=_FILE_NOT_READ) for name in _DATA_FILES),
-    Flag(
-        name="--mock-data",
-        value="switch",
-        not_followed="there is no dataset to analyse; name one on the command line",
-    ),
-    Flag(
-        name="--pipeline-model-parallel-layout",
-        value="text",
-        not_followed="the layout is not followed; give --virtual-pipeline-size (times and memory are predicted for "
-        "layers that are spread evenly; slots and fallbacks do not depend on layers)",
-    ),
-    *(Flag(name=name, value="count", not_followed=_EVENLY) for name in UNEVEN),
-    Flag(
-        name="--hybrid-layer-pattern",
-        value="text",
-        not_followed="pipeline stages in the pattern are not followed; give --virtual-pipeline-size",
-    ),
-    Flag(
-        name="--overlap-moe-expert-parallel-comm",
-        value="switch",
-        not_followed="its schedule is not followed; it keeps one more micro-batch in flight",
-    ),
-    Flag(
-        name="--moe-paged-stash",
-        value="switch",
-        not_followed="it needs cuBLAS 13.4 (hybridep) or NCCL 2.30.4 (ncclep), newer than torch 2.11's; dropless "
-        "experts run eagerly",
-    ),
-    Flag(
-        name="--deterministic-mode",
-        value="switch",
-        not_followed="what the deterministic backward of attention takes longer, and its gigabytes, are not predicted",
-    ),
+    *(Flag(name=name, value="list") for name in (*DATA_PATHS, "--moe-router-load-balancing-type")),
+    *(Flag(name=name, value="count") for name in _COUNTS.split()),
+    *(Flag(name=name, value="count", of_torchrun=True) for name in ("--nnodes", *RANKS_PER_NODE)),
+    *(Flag(name=name, value=value, not_followed=why) for name, (value, why) in _NOT_FOLLOWED.items()),
     *(Flag(name=name, value=value, of_model=True) for name, value in MODEL_FLAGS.items()),
 )
 FLAGS = {flag.name: flag for flag in _FLAGS}

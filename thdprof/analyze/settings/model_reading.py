@@ -8,7 +8,6 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
 
 from thdprof.training import Model, model_definitions
@@ -17,24 +16,7 @@ FP8_FORMATS = ("e4m3", "hybrid")
 """Values of Megatron's --fp8-format, or of the field fp8."""
 VOCAB_MULTIPLE = 128
 """Megatron's --make-vocab-size-divisible-by where nobody gives one."""
-OF_COMMUNICATION = frozenset(
-    (
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "overlap_param_gather_with_optimizer_step",
-        "ddp_bucket_size",
-        "ddp_num_buckets",
-        "ddp_pad_buckets_for_high_nccl_busbw",
-        "ddp_average_in_collective",
-        "calculate_per_token_loss",
-        "grad_reduce_in_fp32",
-        "fp8_param_gather",
-        "align_param_gather",
-        "align_grad_reduce",
-        "num_distributed_optimizer_instances",
-        "check_for_nan_in_grad",
-    )
-)
+OF_COMMUNICATION = frozenset(name for name, one in model_definitions().items() if one.setting.of_communication)
 """Fields of `Model` that say how a run communicates over data-parallel ranks: no times of a pass depend on them."""
 OF_THE_RUN = frozenset(
     (
@@ -45,29 +27,14 @@ OF_THE_RUN = frozenset(
 """Fields of `Model` that are choices of a run: every run of one architecture may make others."""
 ARCHITECTURE = frozenset(f.name for f in fields(Model)) - OF_THE_RUN
 """Fields of `Model` that are the same in every run of one architecture."""
-READ_APART = frozenset(
-    (
-        "gated_linear_unit",
-        "add_bias_linear",
-        "rotary",
-        "vocab_size",
-        "num_experts",
-        "num_moe_layers",
-        "moe_expert_capacity_factor",
-        "hybrid_layer_pattern",
-        "precision",
-        "autocast",
-        "fp8_recipe",
-        "lora_dim",
-        "lora_target_modules",
-        "lora_dropout",
-    )
-)
+_APART = """
+gated_linear_unit add_bias_linear rotary vocab_size num_experts num_moe_layers moe_expert_capacity_factor
+hybrid_layer_pattern precision autocast fp8_recipe lora_dim lora_target_modules lora_dropout
+"""
+READ_APART = frozenset(_APART.split())
 """Fields of `Model` that more than one key or flag of their own name decides, in recipes and in launch scripts."""
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """Fields without which nothing is known of a model."""
-
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,31 +52,35 @@ class Vocabulary:
         return -(-self.tokens // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ModelReading:
-    """What one file says of the model."""
+    """What one file says of the model; each kind of file has a class of its own that fills it."""
 
     source: str
     """The file, as the user named it."""
-    values: Mapping[str, Any] = _EMPTY
+    values: dict[str, Any] = field(default_factory=dict)
     """Fields of `Model` by name, each a value that the field can have; what the file leaves out is missing."""
     vocabulary: Vocabulary | None = None
     """The vocabulary where `values` has no vocab_size; None: not known."""
-    origins: Mapping[str, str] = _EMPTY
+    origins: dict[str, str] = field(default_factory=dict)
     """Where a field is written, by its name, as errors and notes say it: `train.sh, line 3: --num-layers 24`."""
-    unsettled: Mapping[str, str] = _EMPTY
+    unsettled: dict[str, str] = field(default_factory=dict)
     """Fields that the file gives but does not settle, by name, with the reason as a sentence without its end."""
-    training: Mapping[str, Any] = _EMPTY
+    training: dict[str, Any] = field(default_factory=dict)
     """Training settings that the file gives beside the model, by name."""
     config: Mapping[str, Any] | None = None
     """The fields of TransformerConfig and of its wrapper by name, where the file is a recipe that gives them."""
     of_a_run: bool = True
     """Whether the file describes a run, and not an architecture alone."""
-    notes: tuple[str, ...] = field(default=())
+    notes: list[str] = field(default_factory=list)
     """Remarks for the user."""
 
 
 # --- which layers hold what -------------------------------------------------------------------------------------------
+
+
+class UnknownLayerError(ValueError):
+    """A pattern has a kind of layer that Megatron has and thdprof does not know."""
 
 
 _LIST_TEXT = re.compile(r"[0-9,\[\]()+*]+")
@@ -179,7 +150,9 @@ def read_pattern(text: str) -> dict[str, Any]:
     unknown = next((letter for letter in letters if letter not in "M*-E+"), None)
     if unknown is not None:
         named = {"G": "gated delta net", "D": "sparse attention"}.get(unknown)
-        raise ValueError(f"{unknown!r} ({named}) is not known" if named else f"{unknown!r} is no kind of layer")
+        if named:
+            raise UnknownLayerError(f"{unknown!r} ({named}) is not known")
+        raise ValueError(f"{unknown!r} is no kind of layer")
     if not letters:
         raise ValueError("names no layer")
     if "+" in letters and "*" in letters:

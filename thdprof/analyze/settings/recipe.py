@@ -12,6 +12,7 @@ from thdprof.analyze.settings.model_reading import (
     READ_APART,
     VOCAB_MULTIPLE,
     ModelReading,
+    UnknownLayerError,
     Vocabulary,
     expert_layers,
     read_frequency,
@@ -87,7 +88,7 @@ def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading | None:
         DataError: a key has an impossible value.
     """
     path = _find_architecture(content)
-    return None if path is None else _Recipe(content, path, source).read()
+    return None if path is None else _Recipe(content, path, source)
 
 
 def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
@@ -103,19 +104,14 @@ def _find_architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | 
     return None
 
 
-class _Recipe:
+class _Recipe(ModelReading):
     """Looks keys up in the mapping of the architecture, then in those around it, then beside it."""
 
     def __init__(self, content: Mapping[str, Any], path: list[Mapping[str, Any]], source: str) -> None:
+        super().__init__(source=source)
         self.content = content
-        self.source = source
         self.shown = f"--model {source}"
         self.places = [*path, *_find_beside(content)]
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.unsettled: dict[str, str] = {}
-
-    def read(self) -> ModelReading:
         for field in model_definitions():
             if field not in _APART:
                 self._take(field, *_OTHER_NAMES.get(field, (field,)))
@@ -135,35 +131,25 @@ class _Recipe:
         if isinstance(positions, str) or self.values.get("multi_latent_attention"):
             latent = bool(self.values.get("multi_latent_attention"))
             self.values["rotary"] = latent or positions in ("rope", "yarn", "mrope")
-        self._hybrid()
-        self._experts()
+        self._read_hybrid()
+        self._read_experts()
         for part in ("ddp", "optimizer", "optim"):
-            place = _mapping(self.content, part)
+            place = _mapping(content, part)
             if place.get("use_distributed_optimizer") is True or place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
-        self._wrapper()
-        self._adapters()
-        self._precision()
+        self._read_wrapper()
+        self._read_adapters()
+        self._read_precision()
         for key, reason in _NOT_KNOWN.items():
             if self._get(key):
                 self.unsettled[key] = f"{self.shown}: {key}: {reason}"
-        return ModelReading(
-            source=self.source,
-            values=self.values,
-            vocabulary=self._vocabulary(),
-            origins=self.origins,
-            unsettled=self.unsettled,
-            training=self._training(),
-            config=self._config(),
-        )
-
-    def _config(self) -> dict[str, Any]:
-        """The fields of TransformerConfig: innermost last, then those of its parts beside the model's."""
-        beside = [_mapping(self.content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
-        fields: dict[str, Any] = {}
-        for place in (*reversed(_find_beside(self.content)), self.places[0], *beside):
-            fields |= {name: value for name, value in place.items() if value is not None}
-        return fields
+        self._read_vocabulary()
+        self._read_training()
+        # the fields of TransformerConfig: innermost last, then those of its parts beside the model's
+        beside = [_mapping(content, part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
+        self.config = {}
+        for place in (*reversed(_find_beside(content)), self.places[0], *beside):
+            self.config |= {name: value for name, value in place.items() if value is not None}
 
     def _get(self, *names: str) -> Any:
         """The value of the first key that has one, in the innermost mapping that has it."""
@@ -191,18 +177,18 @@ class _Recipe:
             ) from error
         self.origins[field] = f"{self.shown}: {key} {value}"
 
-    def _hybrid(self) -> None:
+    def _read_hybrid(self) -> None:
         pattern = self._get("hybrid_layer_pattern", "hybrid_override_pattern")
         if pattern is None:
             return
         try:
             self.values |= read_pattern(str(pattern))
-        except ValueError as error:
-            if "is not known" not in str(error):
-                raise DataError(f"{self.shown}: hybrid_layer_pattern {pattern!s:.60}: {error}") from error
+        except UnknownLayerError as error:
             self.unsettled["hybrid_layer_pattern"] = f"{self.shown}: hybrid_layer_pattern: {error}"
+        except ValueError as error:
+            raise DataError(f"{self.shown}: hybrid_layer_pattern {pattern!s:.60}: {error}") from error
 
-    def _experts(self) -> None:
+    def _read_experts(self) -> None:
         if not self._get(*_OTHER_NAMES["num_experts"]):
             return
         self._take("num_experts", *_OTHER_NAMES["num_experts"])
@@ -221,7 +207,7 @@ class _Recipe:
         if factor is not None and not negative and self._get("moe_pad_expert_input_to_capacity") is True:
             self._set("moe_expert_capacity_factor", factor, "moe_expert_capacity_factor")
 
-    def _wrapper(self) -> None:
+    def _read_wrapper(self) -> None:
         """How the run communicates over data-parallel ranks: several are taken, without which nothing is.
 
         `comm_overlap` and `mixed_precision` win over `ddp`, as in Megatron-Bridge.
@@ -268,7 +254,7 @@ class _Recipe:
             "fp8_param_gather": "fp8" in name and "subchannel" not in name,
         }
 
-    def _precision(self) -> None:
+    def _read_precision(self) -> None:
         mixed = self.content.get("mixed_precision")
         if isinstance(mixed, str):
             self._read_precision_name("mixed_precision", mixed)
@@ -299,7 +285,6 @@ class _Recipe:
                 self.unsettled["fp8_recipe"] = f"{self.shown}: fp8_recipe {recipe:.40}: this recipe is not known"
 
     def _read_precision_name(self, key: str, text: str) -> None:
-        """The fields that a name such as bf16_with_fp8_current_scaling_mixed says."""
         name = text.lower().replace("-", "_")
         word = next((part for part in name.split("_") if part in _PRECISIONS), None)
         if word is None:
@@ -311,7 +296,7 @@ class _Recipe:
         if recipe is not None:
             self.values["fp8_recipe"] = recipe
 
-    def _adapters(self) -> None:
+    def _read_adapters(self) -> None:
         """Adapters over frozen weights: the fields of Megatron-Bridge's LoRA, DoRA and canonical LoRA, beside model."""
         peft = _mapping(self.content, "peft")
         if peft.get("dim") is None:
@@ -323,35 +308,33 @@ class _Recipe:
         if peft.get("dropout"):
             self._set("lora_dropout", peft["dropout"], "peft.dropout")
 
-    def _vocabulary(self) -> Vocabulary | None:
-        tokens = self._whole("vocab_size", self._get("padded_vocab_size", "vocab_size"))
+    def _read_vocabulary(self) -> None:
+        tokens = self._whole("padded_vocab_size", "vocab_size")
         if tokens is None:
-            return None
+            return
         if self._get("padded_vocab_size") is not None or self._get("should_pad_vocab") is False:
             self._set("vocab_size", tokens, "vocab_size")
-            return None
-        multiple = self._whole("make_vocab_size_divisible_by", self._get("make_vocab_size_divisible_by"))
-        return Vocabulary(tokens=tokens, multiple=multiple or VOCAB_MULTIPLE)
+        else:
+            multiple = self._whole("make_vocab_size_divisible_by") or VOCAB_MULTIPLE
+            self.vocabulary = Vocabulary(tokens=tokens, multiple=multiple)
 
-    def _whole(self, key: str, value: Any) -> int | None:
+    def _whole(self, *names: str) -> int | None:
+        key, value = names[-1], self._get(*names)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
             raise DataError(f"{self.shown}: {key} {value!r:.60}: must be a whole number of at least 1")
         return value
 
-    def _training(self) -> dict[str, Any]:
-        """Training settings of the run; one chunk a rank is no interleaving."""
-        found: dict[str, Any] = {}
+    def _read_training(self) -> None:
         places = [*self.places, *(_mapping(self.content, key) for key in ("train", "dataset", "data"))]
         for name, keys in _TRAINING.items():
             value = next((place[key] for place in places for key in keys if place.get(key) is not None), None)
-            if value is None or (name == "virtual_pipeline_size" and value == 1):
+            if value is None or (name == "virtual_pipeline_size" and value == 1):  # one chunk is no interleaving
                 continue
             try:
                 definitions()[name].check(value)
             except UsageError as error:
                 raise DataError(f"{self.shown}: {error}") from error
-            found[name] = value
-        return found
+            self.training[name] = value
 
 
 def _find_beside(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:

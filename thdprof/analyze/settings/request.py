@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import glob
 import json
+import math
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.expert_room import ExpertLoads, read_expert_loads
 from thdprof.analyze.settings.captures import LayersPerGraph, read_layers_per_graph, shared_captures
-from thdprof.analyze.settings.launch_flags import training_words
-from thdprof.analyze.settings.limits import Limits, analysis_options, number_of, read_limits
+from thdprof.analyze.settings.launch_flags import training_commands, training_words
+from thdprof.analyze.settings.limits import AnalysisOptions, Limits, analysis_options, share_of
 from thdprof.analyze.settings.model_reading import ModelReading
 from thdprof.analyze.settings.resolved_model import (
     experts_of,
@@ -26,11 +28,11 @@ from thdprof.analyze.settings.resolved_model import (
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
 from thdprof.files import parse_yaml, read_text
-from thdprof.megatron_limits import explain_router, moved_by_core
-from thdprof.megatron_limits.command_line import Arguments, read_fields
+from thdprof.megatron_limits import Run, explain_router, limits_of, moved_by_core
+from thdprof.megatron_limits.command_line import Arguments, read_fields, refuse_unpacked, refused_beforehand
 from thdprof.megatron_limits.run import groups_products
+from thdprof.megatron_limits.trainer import refuse_arguments, refuse_experts, refuse_model_type, refuse_plan
 from thdprof.training import (
-    Attention,
     Definition,
     GraphKind,
     Model,
@@ -40,45 +42,36 @@ from thdprof.training import (
 )
 from thdprof.training.model import read_field
 from thdprof.training.settings import SHORT_NAMES
-from thdprof.training.trainer_arguments import are_trainer_arguments, trainer_model, trainer_settings
+from thdprof.training.trainer_arguments import (
+    are_trainer_arguments,
+    find_weights_dtype,
+    trainer_model,
+    trainer_settings,
+)
 from thdprof.words import find_similar
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
     from thdprof.offload.plan import Choice
-    from thdprof.plan import Impl
+    from thdprof.plan import Impl, Plan
     from thdprof.training import Experts
 
 _RANKS = "tensor_model_parallel_size"
 _WEIGHTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Precision of a model that is trained without autocast -> the dtype of its weights."""
-_CONTEXT = "context_parallel_size"
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 """Fields of the model that decide the setting `experts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The arguments of `thdprof.analyze.analysis.analyze`, and what the user should know about them."""
+class Request(AnalysisOptions):
+    """What an analysis is to do: its options and the run's settings, and what the user should know about them."""
 
     given: dict[str, Any]
     """Training settings by name."""
     locations: list[str] = field(default_factory=list)
     """Files, globs, directories or Megatron prefixes of the dataset."""
-    format: str = "auto"
-    """Name of the dataset's format, or "auto"."""
-    cache: Path | None = None
-    """Directory that keeps what was read of files; None: beside the data, or the user's own for remote data."""
-    engine: str = "local"
-    """Where files are read: `local`, or `ray` with an address behind a colon."""
-    cost_table: Path | None = None
-    """Measured costs; None: costs are modelled where the model is known, else built-in ones rank the choices."""
-    host: Path | None = None
-    """A file of the rate at which the run's host launches; None: it is measured here, or a range."""
-    attention: Attention = "transformer_engine"
-    limits: Limits = field(default_factory=Limits)
-    """Limits that the recommendation must keep to."""
-    model: Model | None = None
+    model: Model | None = None  # type: ignore[assignment]
     """The model that the run trains; None where it is not known."""
     model_source: str | None = None
     """Where the model was read; None where it is not known."""
@@ -90,19 +83,23 @@ class Request:
     """The launch; None without one."""
     trainer_arguments: Mapping[str, Any] | None = None
     """Fields of the Trainer's arguments; None without --training-args."""
-    gpu: str | None = None
-    """Name of the GPU that times are of; None: this machine's, else the one that is assumed."""
-    gpu_hour_price: float | None = None
-    """Price of a GPU-hour, in the user's currency; None: not given."""
-    layers_per_graph: LayersPerGraph = None
+    layers_per_graph: LayersPerGraph = None  # type: ignore[assignment]
     """Layers of one graph of a model chunk; None: as predicted."""
-    expert_loads: ExpertLoads | None = None
+    expert_loads: ExpertLoads | None = None  # type: ignore[assignment]
     """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
-    data_parallel_gbps: float | None = None
-    """GB/s of one GPU in collectives of its data-parallel group; None: by the GPU's data sheet."""
     notes: list[str] = field(default_factory=list)
     usual_impl: GraphKind = "module"
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
+
+    @property
+    def limits(self) -> Limits:
+        """Limits that the recommendation must keep to."""
+        memory = self.graph_memory_gib
+        return Limits(
+            num_buckets=self.buckets,
+            max_fallback_rate=self.max_fallback_rate,
+            graph_memory_bytes=None if memory is None else int(memory * 2**30),
+        )
 
     def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
         """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
@@ -135,8 +132,54 @@ class Request:
         kind, moved = impl or self.usual_impl, None if choice is None else tuple(choice.modules)
         known: dict[str, Any] = {"offload_modules": moved, "core_offload": moved_by_core(kind, experts)}
         if self.expert_loads is not None:
-            known |= {"expert_room": self.expert_loads.expected, "context_parallel_size": self.given.get(_CONTEXT)}
+            known["expert_room"] = self.expert_loads.expected
+            known["context_parallel_size"] = self.given.get("context_parallel_size")
         return explain_router(kind, fields, **known)
+
+    def find_refusals(self, plan: Plan) -> tuple[list[str], str | None]:
+        """A line for every setting with which training by `plan` would be refused; and why others are not known, or
+        None.
+
+        The settings of a script are not known where a word is not settled that the analysis itself did not need.
+        """
+        lines: list[str] = []
+        if plan.graphs.impl == "none":
+            return lines, None
+        unknown = None
+        if self.script is not None:
+            try:
+                lines += refused_beforehand(plan, training_words(self.script))
+                for words in training_commands(self.script):
+                    program = next((word.text for word in words if word.text.endswith(".py")), "")
+                    lines += refuse_unpacked(program, frozenset(word.flag for word in words))
+            except UsageError as error:
+                unknown = str(error)
+        if self.trainer_arguments is not None:
+            lines += _refuse_trainer(plan, self.trainer_arguments, self.model_file)
+        if self.recipe is not None:
+            run = Run.from_recipe(self.recipe, plan, os.environ)
+            lines += [limit.describe_in_fields(run) for limit in limits_of(run)]
+        return lines, unknown
+
+
+def _refuse_trainer(plan: Plan, arguments: Mapping[str, Any], config: Path | None) -> Iterator[str]:
+    """What the Trainer's callback refuses; `config` is the file of the model, None where it is not known."""
+    known = {**arguments, "weights_dtype": find_weights_dtype(arguments)}
+    types: list[str] = []
+    if config is not None and config.suffix.lower() == ".json":
+        content = json.loads(read_text(config, where=str(config), kind="JSON"))
+        inner = content.get("text_config")  # of a model of images and text, whose text layers are captured
+        model_type = (inner if isinstance(inner, dict) else content).get("model_type")
+        types = [*refuse_model_type(model_type)] if isinstance(model_type, str) else []
+    yield from types or refuse_plan(plan)
+    yield from refuse_arguments(known, {})
+    if plan.training.experts == "dropless" and not types and not known.get("use_cpu"):
+        of_model = known.get("model_init_kwargs")
+        yield from refuse_experts(
+            of_model.get("experts_implementation") if isinstance(of_model, Mapping) else None,
+            weights_dtype=known["weights_dtype"],
+            groups_products=groups_products(plan.costs.hardware),
+        )
 
 
 def _fields_of_model(model: Model) -> dict[str, Any]:
@@ -171,28 +214,31 @@ def read_request(
         UsageError: an option that is unknown, or of a value that cannot be.
     """
     stronger = _read_options(flags, settings)
-    command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
-    analysis_options()["attention"].check(command.get("attention", "transformer_engine"))
+    command = {name: read_option(name, stronger.pop(name)) for name in analysis_options() if name in stronger}
     own = {name: read_field(name, stronger.pop(name)) for name in model_definitions() if name in stronger}
-    path, file = _read_named_model(command.get("model"))
+    named_model = command.pop("model", None)
+    file = _read_named_model(named_model)
+    world_size = command.pop("world_size", None)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     run: MegatronArgs | None = None
-    usual_format, fields = "auto", None
+    fields = None
     if training_args is not None:
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
         fields, given, own = _read_trainer(training_args, own, notes)
     script = None if launch is None else launch.read()
     if script is not None:
-        run = _read_launch(script, command, {**stronger, **own}, found, file)
+        named = {"data_paths": found, "format": command.get("format", "auto")}
+        run = _read_launch(script, world_size, {**stronger, **own}, named, file)
         given, notes = dict(run.settings), run.notes
         if not found:
-            found, usual_format = run.data_paths, run.format or "auto"
+            found = run.data_paths
+            command.setdefault("format", run.format or "auto")
         if run.weights is not None and len(found) == len(run.weights):
             given["weights"] = run.weights
         elif run.weights is not None and "weights" not in stronger and len(found) > 1:
             notes.append(f"the script's {len(run.weights)} weights are of other datasets: say --weights of those named")
-    elif number_of("world_size", command) is not None:
+    elif world_size is not None:
         raise UsageError(
             f"{analysis_options()['world_size'].describe()}: only completes --megatron-args; give --data-parallel-size "
             "instead"
@@ -209,38 +255,57 @@ def read_request(
         over_all = run is not None and run.global_aux_loss
         given.pop("shared_capture_ranks", None)
         whole = "expert_loads" in command
-        sharing = shared_captures(given, asdict(resolved.model), global_aux_loss=over_all, whole_experts=whole)
-        given.update(sharing)
-    files = [name for name in ("cache", "cost_table", "host") if name in command]
-    paths = {name: Path(_text(analysis_options()[name].label, command[name])) for name in files}
+        given.update(shared_captures(given, asdict(resolved.model), global_aux_loss=over_all, whole_experts=whole))
     return Request(
+        **command,
         locations=found,
         given=given,
-        format=_text("--format", command.get("format", usual_format)),
-        cache=paths.get("cache"),
-        engine=_text("--engine", command.get("engine", "local")),
-        cost_table=paths.get("cost_table"),
-        host=paths.get("host"),
-        attention=command.get("attention", "transformer_engine"),
-        limits=read_limits(command),
         model=resolved.model,
         model_source=resolved.source,
-        model_file=None if path is None else model_file(path),
+        model_file=model_file(named_model) if isinstance(named_model, Path) else None,
         recipe=None if file is None else file.config,
         script=script,
         trainer_arguments=fields,
-        gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
-        gpu_hour_price=number_of("gpu_hour_price", command),
-        layers_per_graph=read_layers_per_graph(command.get("layers_per_graph")),
-        expert_loads=_read_loads(command.get("expert_loads")),
-        data_parallel_gbps=number_of("data_parallel_gbps", command),
         notes=[*notes, *resolved.notes],
         usual_impl="module" if launch is None else "chunk",
     )
 
 
-def _read_loads(given: Any) -> ExpertLoads | None:
-    return None if given is None else read_expert_loads(str(given))
+_NUMBERS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "buckets": ("a whole number of at least 1", lambda value: isinstance(value, int) and value >= 1),
+    "world_size": ("a whole number of at least 1", lambda value: isinstance(value, int) and value >= 1),
+    "gpu_hour_price": ("a number of at least 0", lambda value: 0 <= value < math.inf),
+    "data_parallel_gbps": ("a number above 0", lambda value: 0 < value < math.inf),
+    "graph_memory_gib": ("a number of GiB from 0 to 2**30", lambda value: 0 <= value <= 2**30),
+}
+"""Options that are numbers: what each must be, and whether a number is that."""
+
+
+def read_option(name: str, value: Any) -> Any:
+    """The value of the option `name` of an analysis: a number, a share, a path or text.
+
+    Raises:
+        UsageError: naming the option and a value that cannot be.
+    """
+    option = analysis_options()[name]
+    if name in _NUMBERS:
+        words, is_such = _NUMBERS[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_such(value):
+            raise UsageError(f"{option.describe(value)}: must be {words}")
+        return value if option.type is int else float(value)
+    if name == "max_fallback_rate":
+        return share_of(option.label, value)
+    if name == "layers_per_graph":
+        return read_layers_per_graph(value)
+    if name == "expert_loads":
+        return read_expert_loads(str(value))
+    if option.choices:
+        option.check(value)
+    elif name != "model" or not isinstance(value, Model):
+        if not isinstance(value, str | Path):
+            raise UsageError(f"{option.describe(value)}: must be text")
+        return option.type(value)
+    return value
 
 
 def _take_training(file: ModelReading, given: dict[str, Any], stronger: Mapping[str, Any]) -> list[str]:
@@ -274,36 +339,33 @@ def _read_trainer(
     return fields, given, {**trainer_model(fields), **own}
 
 
-def _read_named_model(named: Any) -> tuple[Path | None, ModelReading | None]:
-    """The file that names the run's model, and what is read from it; None for what there is none of."""
-    if named is None:
-        return None, None
+def _read_named_model(named: Path | Model | None) -> ModelReading | None:
+    """What the file of --model, or a model itself, says."""
     if isinstance(named, Model):
         check_model(named)
-        return None, ModelReading(source="the Model given", values=asdict(named))
-    path = Path(_text("--model", named))
-    return path, read_model_file(path)
+        return ModelReading(source="the Model given", values=asdict(named))
+    return None if named is None else read_model_file(named)
 
 
 def _read_launch(
-    script: Script, command: Mapping[str, Any], given: Mapping[str, Any], found: list[str], file: ModelReading | None
+    script: Script,
+    world_size: int | None,
+    given: Mapping[str, Any],
+    named: Mapping[str, Any],
+    file: ModelReading | None,
 ) -> MegatronArgs:
-    """What the launch says beside the analysis options `command`, the settings `given` and the datasets `found`."""
+    """What the launch says beside the settings `given`, and the datasets and the format that are `named`."""
     from thdprof.analyze.settings.launch_script import read_launch
 
-    known: dict[str, Any] = {"data_paths": found} if found else {}
-    if command.get("format", "auto") != "auto":
-        known["format"] = command["format"]
+    known = {name: value for name, value in named.items() if value and value != "auto"}
     if file is not None and _RANKS in file.values and given.get(_RANKS) is None:
         known[_RANKS] = file.values[_RANKS]  # the number of replicas depends on it
-    world_size = number_of("world_size", command)
-    return read_launch(script, world_size=None if world_size is None else int(world_size), given={**given, **known})
+    return read_launch(script, world_size=world_size, given={**given, **known})
 
 
 def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, Any]:
     """The options of the command line over those of a settings file, whose impossible settings are refused with it."""
-    names = {*definitions(), *analysis_options(), *model_definitions()}
-    stronger = load_settings_file(settings, names) if settings is not None else {}
+    stronger = load_settings_file(settings) if settings is not None else {}
     _override(stronger, {name: value for name, value in flags.items() if value is not None})
     if "weights" in stronger:
         stronger["weights"] = _weights(stronger["weights"])
@@ -343,12 +405,6 @@ def _read_json(where: str, path: Path) -> dict[str, Any]:
     return found
 
 
-def _text(flag: str, value: Any) -> str:
-    if not isinstance(value, str | Path):
-        raise UsageError(f"{flag} {value}: must be text")
-    return str(value)
-
-
 def _weights(value: Any) -> Any:
     """Numbers from text such as 0.3,0.7; a list stays as it is."""
     if isinstance(value, list | tuple):
@@ -362,12 +418,18 @@ def _weights(value: Any) -> Any:
 # --- the file of --settings -------------------------------------------------------------------------------------------
 
 
-def load_settings_file(path: Path, names: Collection[str]) -> dict[str, Any]:
+@functools.cache
+def _list_settings() -> Mapping[str, Definition]:
+    """Every setting that a settings file can give, by name."""
+    return {**definitions(), **analysis_options(), **model_definitions()}
+
+
+def load_settings_file(path: Path) -> dict[str, Any]:
     """The settings of a YAML mapping. Keys are names of settings, with `-` or `_`; a null counts as not given.
 
     Raises:
         DataError: the file cannot be read or is not a mapping.
-        UsageError: a key that is not one of `names`, or is given twice.
+        UsageError: a key that is no setting, or is given twice.
     """
     import yaml
 
@@ -381,8 +443,10 @@ def load_settings_file(path: Path, names: Collection[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for key, _ in node.value:  # the loaded mapping has lost keys that are repeated
         name = _setting_name(key.value)
-        if name not in names:
-            advice = advise_name(name, names, "known are those of `thdprof analyze --help` and docs/reference-cli.md")
+        if name not in _list_settings():
+            advice = advise_name(
+                name, _list_settings(), "known are those of `thdprof analyze --help` and docs/reference-cli.md"
+            )
             raise UsageError(f"--settings {path}: unknown option {key.value!r}; {advice}")
         if name in given:
             raise UsageError(f"--settings {path}: option {name} is given twice")
@@ -427,8 +491,7 @@ class Axis:
 @functools.cache
 def swept_settings() -> Mapping[str, Definition]:
     """The settings that can be varied, by name: those whose values hold no comma, and do not say how files are read."""
-    known = {**definitions(), **analysis_options(), **model_definitions()}
-    return {name: d for name, d in known.items() if d.setting.swept}
+    return {name: d for name, d in _list_settings().items() if d.setting.swept}
 
 
 def split_arguments(datasets: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -464,10 +527,7 @@ def read_axes(texts: Sequence[str], given: Mapping[str, Any]) -> list[Axis]:
         if any(axis.name == other.name for other in axes):
             raise UsageError(f"{text}: {axis.flag} is varied already; give all its values at once")
         axes.append(axis)
-    count = 1
-    for axis in axes:
-        count *= len(axis.values)
-    if count > _MOST:
+    if (count := math.prod(len(axis.values) for axis in axes)) > _MOST:
         raise UsageError(f"{count:,} combinations to analyse; at most {_MOST} are analysed at once")
     return axes
 
@@ -478,7 +538,7 @@ def _axis(text: str) -> Axis:
         raise UsageError(f"--vary {text}: must be name=value,value as in seq-length=4096,8192")
     name = _setting_name(match[1])
     if name not in swept_settings():
-        if name in {**definitions(), **analysis_options(), **model_definitions()}:
+        if name in _list_settings():
             raise UsageError(
                 f"{text}: {match[1]} cannot be varied; give it as an option or in --settings, and vary others"
             )
@@ -492,12 +552,8 @@ def _axis(text: str) -> Axis:
                 definitions()[name].check(value)
             elif name in model_definitions():
                 read_field(name, value)
-            elif name == "model":
-                _text("--model", value)
-            elif name == "world_size":
-                number_of(name, {name: value})
             else:
-                read_request([], {name: value}, settings=None, launch=None)
+                read_option(name, value)
         except UsageError as error:
             raise UsageError(f"{text}: {error}") from error
         if value in values:

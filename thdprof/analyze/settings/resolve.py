@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ class Assumption:
     why: str
 
 
+Problem = tuple[str, str]
+"""A setting, or words for it and its value; what is wrong with it, and what to use instead."""
 _MOST_MICROBATCHES = 2_000_000_000
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
 _AXOLOTL_BIN = 200
@@ -51,6 +53,7 @@ _USUAL: Mapping[Packer | None, str] = {
     "multipack": "Axolotl's sample_packing",
 }
 """Why a packer is taken where none is given, by that of those who train on such files."""
+_NO_CAP = "{}: --packer {} has no cap on documents; leave it out"
 _BLENDED = ("megatron", "megatron-sft")
 """Formats whose datasets Megatron-LM builds, with its own samplers and blends."""
 
@@ -127,12 +130,13 @@ def resolve_settings(
     if values.get("weights") is not None:
         values["weights"] = tuple(float(w) for w in values["weights"])
     settings = TrainingSettings(**values)
-    _check(settings, dataset_format, num_datasets)
+    for name, text in _find_problems(settings, dataset_format, num_datasets):
+        shown = name_setting(name, getattr(settings, name)) if name in known else name
+        raise UsageError(f"{shown}: {text}")
     return settings, tuple(assumed), notes
 
 
 def _assume_usual(values: dict[str, Any], kind: Kind | None, assume: Callable[[str, Any, str], None]) -> None:
-    """Take the defaults of the trainer that reads data of this kind."""
     known = definitions()
     if values.get("loader") == "trainer":
         _assume_trainer(values, kind, assume)
@@ -172,28 +176,21 @@ def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
         raise UsageError(f"--loader {values['loader']}: rows of --packer {packer} are read with single alone")
     uncapped = {*TRAINER_PACKERS, *RL_PACKERS, "maxtext_best_fit"} - {"multipack", *MEGATRON_RL_PACKERS}
     if packer in uncapped and "max_docs_per_pack" in values:
-        raise UsageError(
-            f"{name_setting('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out"
-        )
-    idle = []
-    if packer not in ("greedy_knapsack", "multipack") and values.pop("packing_batch", None) is not None:
-        idle.append(name_setting("packing_batch"))
-    if packer not in GRAIN_PACKERS and values.pop("packing_bins", None) is not None:
-        idle.append(name_setting("packing_bins"))
+        raise UsageError(_NO_CAP.format(name_setting("max_docs_per_pack"), packer))
     tail = "append_dummy_seq" if packer == "torchtitan_first_fit" else "none"
-    if packer in GRAIN_PACKERS and values.pop("tail_policy", tail) != tail:
-        idle.append("--tail-policy")
-    if packer in ("karmarkar_karp", *GRAIN_PACKERS) and values.pop("pad_seq_to_mult", 1) != 1:
-        idle.append(name_setting("pad_seq_to_mult"))
-    if packer not in DYNAMIC_CP and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
-        idle.append("--max-seqlen-per-dp-cp-rank")
-    if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:
-        idle.append(name_setting("min_dynamic_context_parallel_size"))
-    return tuple(f"{name} has no effect on --packer {packer} and was left out" for name in idle)
+    idle = {  # settings without an effect on the packer, and the values with which that goes without saying
+        "packing_batch": (packer not in ("greedy_knapsack", "multipack"), None),
+        "packing_bins": (packer not in GRAIN_PACKERS, None),
+        "tail_policy": (packer in GRAIN_PACKERS, tail),
+        "pad_seq_to_mult": (packer in ("karmarkar_karp", *GRAIN_PACKERS), 1),
+        "max_seqlen_per_dp_cp_rank": (packer not in DYNAMIC_CP, None),
+        "min_dynamic_context_parallel_size": (packer != "dynamic_cp", 1),
+    }
+    noted = [name for name, (is_idle, usual) in idle.items() if is_idle and values.pop(name, usual) != usual]
+    return tuple(f"{name_setting(name)} has no effect on --packer {packer} and was left out" for name in noted)
 
 
 def _assume_packers_own(values: dict[str, Any], assume: Callable[[str, Any, str], None]) -> None:
-    """Take the defaults of the trainer that packs so."""
     if values["packer"] == "multipack":
         assume("max_docs_per_pack", _AXOLOTL_BIN, "Axolotl's default sample_packing_bin_size")
     if values["packer"] in MEGATRON_RL_PACKERS:
@@ -251,118 +248,94 @@ def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_
     return tuple(notes)
 
 
-def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> None:
-    """Refuse what cannot be, naming the flag, its value and what to use instead."""
-    if (settings.train_samples or 0) > _MOST_MICROBATCHES * settings.micro_batch_size:
-        raise UsageError(
-            f"--train-samples {settings.train_samples}: more than {_MOST_MICROBATCHES:,} micro-batches; analyse a part "
-            "of the run"
-        )
+def _find_problems(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> Iterator[Problem]:
     step = settings.micro_batch_size * settings.data_parallel_size
+    if (settings.train_samples or 0) > _MOST_MICROBATCHES * settings.micro_batch_size:
+        yield "train_samples", f"more than {_MOST_MICROBATCHES:,} micro-batches; analyse a part of the run"
     if settings.global_batch_size % step:
         lower = settings.global_batch_size // step * step
-        raise UsageError(
-            f"--global-batch-size {settings.global_batch_size}: not a multiple of --micro-batch-size "
-            f"{settings.micro_batch_size} x --data-parallel-size {settings.data_parallel_size} = {step}; "
-            f"use {f'{lower} or ' if lower else ''}{lower + step}"
+        yield (
+            "global_batch_size",
+            f"not a multiple of --micro-batch-size {settings.micro_batch_size} x --data-parallel-size "
+            f"{settings.data_parallel_size} = {step}; use {f'{lower} or ' if lower else ''}{lower + step}",
         )
     if settings.train_samples is not None and settings.train_samples < settings.global_batch_size:
-        raise UsageError(
-            f"--train-samples {settings.train_samples}: not one step of --global-batch-size "
-            f"{settings.global_batch_size}"
-        )
-    _check_pipeline(settings)
-    shared = settings.shared_capture_ranks
-    if settings.data_parallel_size % shared:
-        raise UsageError(
-            f"{name_setting('shared_capture_ranks', shared)}: --data-parallel-size {settings.data_parallel_size} is "
-            "not a multiple of it"
-        )
+        yield "train_samples", f"not one step of --global-batch-size {settings.global_batch_size}"
+    yield from _find_pipeline_problems(settings)
+    if settings.data_parallel_size % settings.shared_capture_ranks:
+        size = settings.data_parallel_size
+        yield "shared_capture_ranks", f"--data-parallel-size {size} is not a multiple of it"
     if settings.packer in DYNAMIC_CP:
-        _check_dynamic_cp(settings)
+        yield from _find_dynamic_cp_problems(settings)
     if settings.packer in ("maxtext_first_fit", "maxtext_best_fit") and settings.packing_bins is not None:
-        _check_hosts(settings, settings.packing_bins)
-    if settings.context_parallel_size > 1 and settings.seq_length % (2 * settings.context_parallel_size):
-        multiple = 2 * settings.context_parallel_size
-        raise UsageError(
-            f"--seq-length {settings.seq_length}: with --context-parallel-size {settings.context_parallel_size} "
-            f"it must be a multiple of {multiple}"
-        )
+        of_rank, of_step = settings.global_batch_size // settings.data_parallel_size, settings.global_batch_size
+        if settings.packing_bins % of_rank or of_step % settings.packing_bins:
+            yield (
+                "packing_bins",
+                "MaxText's host reads the rows of its ranks in a step, "
+                f"a multiple of {of_rank} that divides --global-batch-size {of_step}",
+            )
+    multiple = 2 * settings.context_parallel_size
+    if multiple > 2 and settings.seq_length % multiple:
+        with_size = f"with --context-parallel-size {settings.context_parallel_size}"
+        yield "seq_length", f"{with_size} it must be a multiple of {multiple}"
     if settings.weights is not None:
-        weights = settings.weights or ()
+        weights = settings.weights
         if dataset_format not in _BLENDED:
-            raise UsageError(f"--weights: blends are for Megatron datasets, not for format {dataset_format}")
+            yield "--weights", f"blends are for Megatron datasets, not for format {dataset_format}"
         if len(weights) != num_datasets:
-            raise UsageError(f"--weights: {len(weights)} given for {num_datasets} datasets; give one each")
+            yield "--weights", f"{len(weights)} given for {num_datasets} datasets; give one each"
         if not all(0 < w < float("inf") for w in weights):
-            raise UsageError(f"--weights {','.join(map(str, weights))}: every weight must be over 0")
+            yield f"--weights {','.join(map(str, weights))}", "every weight must be over 0"
         if settings.train_samples is None:
-            raise UsageError("--weights: Megatron needs the run's length then; add --train-samples or --train-iters")
+            yield "--weights", "Megatron needs the run's length then; add --train-samples or --train-iters"
     if dataset_format.startswith("bridge") and settings.micro_batch_size != 1:
-        raise UsageError(
-            f"--micro-batch-size {settings.micro_batch_size}: Megatron-Bridge trains packed rows with 1; "
-            "make the packs longer instead"
-        )
+        yield "micro_batch_size", "Megatron-Bridge trains packed rows with 1; make the packs longer instead"
     if settings.train_epochs is not None and settings.loader != "trainer":
-        raise UsageError(
-            f"{name_setting('train_epochs')}: is for --loader trainer; give --train-iters or --train-samples"
-        )
+        what = "is for --loader trainer; give --train-iters or --train-samples"
+        raise UsageError(f"{name_setting('train_epochs')}: {what}")
     if settings.loader == "batch" and dataset_format in _BLENDED:
-        raise UsageError("--loader batch: Megatron's own datasets are read with single or cyclic")
+        yield "loader", "Megatron's own datasets are read with single or cyclic"
     if dataset_format == "megatron-sft" and num_datasets > 1 and settings.weights is None:
-        raise UsageError(
-            f"{num_datasets} files of conversations: Megatron's --sft blends several files by weights alone; give "
-            "--weights and --train-samples or --train-iters, or join the files"
+        yield (
+            f"{num_datasets} files of conversations",
+            "Megatron's --sft blends several files by weights alone; give --weights and --train-samples or "
+            "--train-iters, or join the files",
         )
 
 
-def _check_hosts(settings: TrainingSettings, rows_of_host: int) -> None:
-    of_rank, of_step = settings.global_batch_size // settings.data_parallel_size, settings.global_batch_size
-    if rows_of_host % of_rank or of_step % rows_of_host:
-        raise UsageError(
-            f"{name_setting('packing_bins', rows_of_host)}: MaxText's host reads the rows of its ranks in a step, "
-            f"a multiple of {of_rank} that divides --global-batch-size {of_step}"
-        )
-
-
-def _check_pipeline(settings: TrainingSettings) -> None:
-    group = settings.microbatch_group_size
-    if settings.virtual_pipeline_size is None:
+def _find_pipeline_problems(settings: TrainingSettings) -> Iterator[Problem]:
+    group, chunks = settings.microbatch_group_size, settings.virtual_pipeline_size
+    stages = settings.pipeline_parallel_size
+    if chunks is None:
         if group is not None:
-            raise UsageError(f"{name_setting('microbatch_group_size', group)}: needs --virtual-pipeline-size")
-        return
-    if settings.pipeline_parallel_size == 1:
-        raise UsageError(
-            f"--virtual-pipeline-size {settings.virtual_pipeline_size}: needs --pipeline-parallel-size over 1"
-        )
-    if settings.virtual_pipeline_size > 1 and group is not None and group < settings.pipeline_parallel_size:
-        raise UsageError(
-            f"{name_setting('microbatch_group_size', group)}: megatron-core refuses a group smaller than "
-            f"--pipeline-parallel-size {settings.pipeline_parallel_size}; use at least that"
-        )
+            yield "microbatch_group_size", "needs --virtual-pipeline-size"
+    elif stages == 1:
+        yield "virtual_pipeline_size", "needs --pipeline-parallel-size over 1"
+    elif chunks > 1 and group is not None and group < stages:
+        least = f"--pipeline-parallel-size {stages}"
+        yield "microbatch_group_size", f"megatron-core refuses a group smaller than {least}; use at least that"
 
 
-def _check_dynamic_cp(settings: TrainingSettings) -> None:
+def _find_dynamic_cp_problems(settings: TrainingSettings) -> Iterator[Problem]:
     """What Megatron refuses under hybrid context parallelism, and what the schedulers do not know."""
     packer = settings.packer
     check_options(None, pipeline_parallel_size=settings.pipeline_parallel_size, packer=packer)
     if settings.micro_batch_size > 1:
-        raise UsageError(f"--micro-batch-size {settings.micro_batch_size}: --packer {packer} needs 1")
+        yield "micro_batch_size", f"--packer {packer} needs 1"
     if settings.loader not in (None, "single"):
-        raise UsageError(f"--loader {settings.loader}: Megatron reads data for --packer {packer} with single alone")
+        yield "loader", f"Megatron reads data for --packer {packer} with single alone"
     if packer == "balanced_cp" and settings.max_docs_per_pack is not None:
-        raise UsageError(
-            f"{name_setting('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out"
-        )
+        raise UsageError(_NO_CAP.format(name_setting("max_docs_per_pack"), packer))
     ranks = settings.data_parallel_size * settings.context_parallel_size
-    least = settings.min_dynamic_context_parallel_size
-    if least > ranks:
-        raise UsageError(
-            f"{name_setting('min_dynamic_context_parallel_size', least)}: there are {ranks} data-parallel x "
-            "context-parallel ranks; use no more"
+    if settings.min_dynamic_context_parallel_size > ranks:
+        yield (
+            "min_dynamic_context_parallel_size",
+            f"there are {ranks} data-parallel x context-parallel ranks; use no more",
         )
     if packer == "balanced_cp" and ranks % 2:
-        raise UsageError(
-            f"--data-parallel-size {settings.data_parallel_size} x --context-parallel-size "
-            f"{settings.context_parallel_size}: Megatron's hybrid context parallelism needs an even number of ranks"
+        yield (
+            f"{name_setting('data_parallel_size', settings.data_parallel_size)} x "
+            f"{name_setting('context_parallel_size', settings.context_parallel_size)}",
+            "Megatron's hybrid context parallelism needs an even number of ranks",
         )

@@ -23,8 +23,6 @@ from thdprof.training import Experts, Model, check_model, model_definitions
 from thdprof.training.model import describe_field, find_problems, read_field
 from thdprof.words import join_words
 
-SETTINGS = "settings"
-"""The source of a model that is made of settings."""
 _BUCKETS = ("ddp_bucket_size", "ddp_num_buckets")
 """Fields of which a source gives one at most: each says how large data-parallel buckets are."""
 
@@ -69,7 +67,7 @@ def resolve_model(
         if len(missing) < len(REQUIRED):
             notes.append(_note_missing(missing, file, script))
         return ResolvedModel(model=None, source=None, notes=tuple(notes))
-    _complete(values, own, file, script)
+    _complete(values, file, script)
     model = Model(**values)
     for field, text in find_problems(model):
         raise UsageError(f"{origins.get(field) or describe_field(model, field)}: {text}")
@@ -81,7 +79,11 @@ def resolve_model(
         notes.append(f"{_join_reasons(of_communication)}; {taken} taken")
     if lost_vocabulary is not None:
         notes.append(lost_vocabulary)
-    sources = [SETTINGS if own else "", file.source if file else "", script.source if script and script.values else ""]
+    sources = [
+        "settings" if own else "",
+        file.source if file else "",
+        script.source if script and script.values else "",
+    ]
     return ResolvedModel(model=model, source=", ".join(filter(None, sources)), notes=tuple(notes))
 
 
@@ -131,21 +133,16 @@ def _find_unsettled(own: Mapping[str, Any], file: ModelReading | None, script: M
     return found
 
 
-def _complete(
-    values: dict[str, Any], own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None
-) -> None:
+def _complete(values: dict[str, Any], file: ModelReading | None, script: ModelReading | None) -> None:
     """Add what follows from other fields: the padded vocabulary, and no sequence parallelism on one rank."""
     ranks = values.get("tensor_model_parallel_size", 1)
     if ranks == 1:
         values["sequence_parallel"] = False  # Megatron switches it off as well
-    if "vocab_size" in values:
+    vocabulary, given = (None if one is None else one.vocabulary for one in (file or script, script))
+    if "vocab_size" in values or vocabulary is None:
         return
-    vocabulary = (file or script).vocabulary if file or script else None  # type: ignore[union-attr]
-    if vocabulary is None:
-        return
-    if file is not None and script is not None and vocabulary.multiple == VOCAB_MULTIPLE:
-        given = script.vocabulary
-        vocabulary = Vocabulary(tokens=vocabulary.tokens, multiple=given.multiple if given else VOCAB_MULTIPLE)
+    if given is not None and vocabulary.multiple == VOCAB_MULTIPLE:
+        vocabulary = Vocabulary(tokens=vocabulary.tokens, multiple=given.multiple)
     values["vocab_size"] = vocabulary.rows(ranks)
 
 
@@ -218,11 +215,7 @@ def read_model_file(path: Path) -> ModelReading:
     kind = file.suffix.lower()
     if kind not in (".json", ".yaml", ".yml"):
         raise UsageError(f"{shown}: must be a {CONFIG} or a recipe as YAML, by its name .json, .yaml or .yml")
-    try:
-        size = file.stat().st_size
-    except OSError as error:
-        raise DataError(f"{shown}: cannot be read: {error.strerror}") from error
-    if size > _MOST_BYTES:
+    if (size := file.stat().st_size) > _MOST_BYTES:
         raise DataError(f"{shown}: {size:,} bytes; a model is described in at most {_MOST_BYTES:,}")
     text = read_text(file, where=shown, kind="JSON" if kind == ".json" else "YAML")
     content = _json(text, shown) if kind == ".json" else parse_yaml(text, where=shown, unique_keys=False)

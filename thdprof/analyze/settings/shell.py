@@ -606,12 +606,10 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*|0[xX][0-9a-fA-F]+")
 
 
 def _evaluate(text: str) -> int:
-    """The value of the expression `text`, as far as bash and Python agree on it; a blank text is 0.
+    """The value of an expression; a blank one is 0.
 
-    Raises:
-        ValueError: the text is anything but sums, products, quotients and remainders, divides by 0, or has a part
-            that is negative or over 63 bits, where bash and Python may differ.
-        RecursionError: the expression is nested too deeply.
+    A ValueError refuses what is no sum, product, quotient or remainder, or negative, or over 63 bits, where bash and
+    Python may differ.
     """
     if not text.strip():
         return 0

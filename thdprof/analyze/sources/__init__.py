@@ -18,7 +18,7 @@ from typing import Any
 from thdprof.analyze.sources import engines
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick
 from thdprof.analyze.sources.readers.npy import MAGIC
-from thdprof.analyze.sources.remote import find_matches, is_remote, locate, stamp
+from thdprof.analyze.sources.remote import begins_with, find_matches, is_remote, locate, stamp
 from thdprof.errors import DataError, UsageError
 
 _PLACES = {
@@ -29,9 +29,9 @@ _PLACES = {
     "llamafactory": "llamafactory.FORMAT",
     "datatrove": "document_ends.DATATROVE",
     "olmo": "document_ends.OLMO",
-    "lengths": "lengths.FORMAT",
+    "lengths": "lengths.make_format",
     "megatron-sft": "megatron_sft.FORMAT",
-    "trl-text": "trl_text.FORMAT",
+    "trl-text": "trl_text.make_format",
 }
 _INDEXES = {".bin": ".idx", ".ds": ".ds.index", ".npy": ".csv.gz"}
 """Endings of token files -> those of the files that hold their documents' lengths: Megatron, datatrove, OLMo-core."""
@@ -39,8 +39,8 @@ FORMATS = tuple(_PLACES)
 """Names of the formats, in the order in which a file is tried."""
 
 
-def get_format(name: str) -> Format:
-    """The format called `name`.
+def get_format(name: str, reading: Reading | None = None) -> Format:
+    """The format called `name`, as the run reads it.
 
     Raises:
         UsageError: no such format.
@@ -48,8 +48,8 @@ def get_format(name: str) -> Format:
     if name not in _PLACES:
         raise UsageError(f"--format {name}: not a known format; known are auto, {', '.join(FORMATS)}")
     module, constant = _PLACES[name].split(".")
-    format_: Format = getattr(import_module(f"thdprof.analyze.sources.{module}"), constant)
-    return format_
+    found = getattr(import_module(f"thdprof.analyze.sources.{module}"), constant)
+    return found if isinstance(found, Format) else found(reading or Reading())
 
 
 def read_dataset(
@@ -104,7 +104,7 @@ def scan_files(name: str, reading: Reading, items: Sequence[engines.Item]) -> li
     Raises:
         DataError, UsageError, OSError: as for `read_dataset`.
     """
-    [format_] = _candidates(name, reading)
+    format_ = get_format(name, reading)
     if len(items) > 1 and not format_.counts_text and is_remote(str(items[0][0])):
         return _map_remote(lambda item: scan_files(name, reading, [item])[0], items)
     stamps = [reading.digest or stamp(path) for path, _ in items]
@@ -134,8 +134,6 @@ def format_of(locations: Sequence[str]) -> str | None:
 
 def _candidates(format: str, reading: Reading) -> list[Format]:
     """The formats that files may have, in the order in which they are tried."""
-    from thdprof.analyze.sources import lengths, trl_text
-
     if format == "auto" and reading.length_column is not None:
         format = "lengths"
     names = [format] if format != "auto" else list(FORMATS)
@@ -144,8 +142,7 @@ def _candidates(format: str, reading: Reading) -> list[Format]:
     if format == "auto" and reading.tokenizer_model is not None:
         names.remove("lengths")  # a column of lengths may count something else than the run's own tokens
         names.append("lengths")
-    own = {"lengths": lengths.make_format(reading), "trl-text": trl_text.make_format(reading)}
-    return [own.get(name) or get_format(name) for name in names]
+    return [get_format(name, reading) for name in names]
 
 
 def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Format, list[Path]]:
@@ -180,9 +177,8 @@ def _index_of(path: Path) -> Path:
     """The file beside a token file that tells where its documents end; any other file itself."""
     beside = _INDEXES.get(path.suffix)
     index = path.with_suffix(beside) if beside else path
-    if beside == ".csv.gz" and index.is_file():
-        with path.open("rb") as file:
-            return path if file.read(len(MAGIC)) == MAGIC else index
+    if beside == ".csv.gz" and index.is_file() and begins_with(path, MAGIC):
+        return path
     return index if index.is_file() else path
 
 

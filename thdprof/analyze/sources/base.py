@@ -44,6 +44,14 @@ class PackedRows:
     """Row r holds documents row_offsets[r] to row_offsets[r + 1], shape [rows + 1]; no row is empty."""
     rule: RowRule = "concatenate"
 
+    @classmethod
+    def from_sizes(
+        cls, document_tokens: NDArray[np.integer], sizes: NDArray[np.integer], rule: RowRule = "concatenate"
+    ) -> PackedRows:
+        """Rows of `sizes` documents each, shape [rows], which have `document_tokens`, shape [documents]."""
+        offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        return cls(document_tokens=document_tokens.astype(np.int32, copy=False), row_offsets=offsets, rule=rule)
+
     def num_rows(self) -> int:
         """Number of stored rows."""
         return len(self.row_offsets) - 1
@@ -186,6 +194,19 @@ _READ_BY = ("tokenizer_model", "sft_tokenizer_prompt_format", "chat_template", "
 Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments | Conversations
 
 
+def _boundaries(content: Content) -> list[list[NDArray[Any]]]:
+    """Tokens of documents, and the other arrays that tell where documents end; in parts, where files are apart."""
+    match content:
+        case PackedRows():
+            return [[content.document_tokens, content.row_offsets]]
+        case UnpackedDocuments():
+            return [[part for part in (content.document_tokens, content.trained_from) if part is not None]]
+        case Conversations():
+            return [[file.conversation_tokens, file.line_offsets] for file in content.files]
+        case streams:
+            return [[stream.sequence_tokens] for stream in streams]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """A dataset read from disk, before any training setting is applied."""
@@ -203,6 +224,8 @@ class Dataset:
     """Remarks of the reader that the user should know, such as an assumption that it made."""
     usual_packer: Packer | None = None
     """The packer of those who train on such files, where the Trainer does; None: Megatron-Bridge's default."""
+    stored_rows: tuple[int, ...] = ()
+    """Rows of each file; empty for data that lie in none."""
 
     @classmethod
     def from_content(
@@ -211,46 +234,25 @@ class Dataset:
         paths: Iterable[Path | str],
         content: Content,
         *,
+        shards: Sequence[Shard] = (),
         digest: str | None = None,
-        pack_tokens: int | None = None,
-        notes: tuple[str, ...] = (),
-        usual_packer: Packer | None = None,
+        **values: Any,
     ) -> Dataset:
-        """The dataset in `paths`; without a `digest` its fingerprint is of the boundaries in `content`."""
-        parts: list[NDArray[np.integer]]
-        if digest is None:
-            match content:
-                case PackedRows():
-                    parts = [content.document_tokens, content.row_offsets]
-                case UnpackedDocuments():
-                    parts = [content.document_tokens]
-                    if content.trained_from is not None:
-                        parts.append(content.trained_from)
-                case Conversations():
-                    parts = [part for file in content.files for part in (file.conversation_tokens, file.line_offsets)]
-                case streams:
-                    parts = [stream.sequence_tokens for stream in streams]
-            digest = fingerprint(parts)
+        """The dataset in `paths`, made of `shards`; without a `digest` its fingerprint is of the boundaries."""
+        has_offsets = isinstance(content, PackedRows | Conversations)
+        rows = [len(shard.arrays[1]) - 1 if has_offsets else len(shard.arrays[0]) for shard in shards]
+        digest = digest or fingerprint(part for parts in _boundaries(content) for part in parts)
         uris = tuple(map(str, paths))
-        return cls(
-            format=format,
-            uris=uris,
-            fingerprint=digest,
-            content=content,
-            pack_tokens=pack_tokens,
-            notes=notes,
-            usual_packer=usual_packer,
-        )
+        return cls(format=format, uris=uris, fingerprint=digest, content=content, stored_rows=tuple(rows), **values)
 
-    def _lengths(self) -> list[NDArray[np.int32]]:
-        """Tokens of the documents whose boundaries training can see, file by file where they are apart."""
-        match self.content:
-            case PackedRows() | UnpackedDocuments():
-                return [self.content.document_tokens]
-            case Conversations():
-                return [file.conversation_tokens for file in self.content.files]
-            case streams:
-                return [stream.sequence_tokens for stream in streams]
+    def document_tokens(self) -> NDArray[np.int32]:
+        """Tokens of the documents whose boundaries training can see, shape [documents]."""
+        parts = [tokens for tokens, *_ in _boundaries(self.content)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def rows_of_files(self) -> tuple[int, ...]:
+        """Number of rows of each file."""
+        return self.stored_rows or (self.num_rows(),)
 
     def num_rows(self) -> int:
         """Number of stored rows; for token streams and unpacked documents, of stored sequences."""
@@ -263,11 +265,11 @@ class Dataset:
 
     def num_documents(self) -> int:
         """Number of stored documents whose boundaries training can see."""
-        return sum(map(len, self._lengths()))
+        return sum(len(tokens) for tokens, *_ in _boundaries(self.content))
 
     def num_tokens(self) -> int:
         """Number of stored tokens, as training counts them."""
-        return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths())
+        return sum(int(tokens.sum(dtype=np.int64)) for tokens, *_ in _boundaries(self.content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +304,8 @@ class Format:
     """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
     scan: Scan
     """Reads each of some files, wherever this runs; raises a DataError that names file, row and value."""
-    join: Callable[[Sequence[Path], Sequence[Shard], Reading], Dataset]
-    """The dataset of all files, in order."""
+    join: Callable[[str, Sequence[Path], Sequence[Shard], Reading], Dataset]
+    """Given the format's name: the dataset of all files, in order."""
     key: Callable[[Sequence[Path], Reading], Any] | None = lambda paths, reading: None
     """What decides on a shard besides its file, as JSON; None: shards are not kept."""
     counts_text: bool = False
@@ -320,18 +322,16 @@ def fingerprint(parts: Iterable[bytes | memoryview | NDArray[np.generic]]) -> st
     return f"sha256:{digest.hexdigest()}"
 
 
-def check_lengths(lengths: NDArray[np.integer], where: str, unit: str = "row") -> NDArray[np.int32]:
-    """`lengths` as int32, shape [n].
+def check_lengths(lengths: NDArray[Any], name_place: Callable[[int], str]) -> NDArray[np.int32]:
+    """`lengths` as int32, shape [n]; `name_place` gives an index a name for messages.
 
     Raises:
-        DataError: one is negative or over 2**31 - 1; the message names `where`, the index and the value.
+        DataError: one is negative or over 2**31 - 1; the message names the place and the value.
     """
-    if lengths.size:
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > np.iinfo(np.int32).max:
-            bad = low if low < 0 else high
-            at = int(np.flatnonzero(lengths == bad)[0])
-            raise DataError(f"{where}: {unit} {at}: length {bad} is not between 0 and 2**31 - 1")
+    most = np.iinfo(np.int32).max
+    if lengths.size and (lengths.min() < 0 or lengths.max() > most):
+        at = int(((lengths < 0) | (lengths > most)).argmax())
+        raise DataError(f"{name_place(at)}: length {lengths[at]} is not between 0 and 2**31 - 1")
     return lengths.astype(np.int32, copy=False)
 
 
@@ -339,7 +339,7 @@ Rows = tuple[NDArray[np.int32], NDArray[np.int64]]
 """Document tokens, shape [documents], and row offsets, shape [rows + 1], of one file, as in `PackedRows`."""
 
 
-def check_rows(values: NDArray[np.int64], offsets: NDArray[np.int64], where: str) -> Rows:
+def check_rows(values: NDArray[np.integer], offsets: NDArray[np.int64], where: str) -> Rows:
     """Check lists of document lengths: row r has values[offsets[r] : offsets[r + 1]].
 
     Raises:
@@ -350,18 +350,16 @@ def check_rows(values: NDArray[np.int64], offsets: NDArray[np.int64], where: str
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if empty.size:
         raise DataError(f"{where}: row {empty[0]}: its list is empty; a row needs a document")
-    wrong = np.flatnonzero((values < 0) | (values > np.iinfo(np.int32).max))
-    if wrong.size:
-        row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
-        raise DataError(f"{where}: row {row}: length {values[wrong[0]]} is not between 0 and 2**31 - 1")
-    return values.astype(np.int32), offsets
+    return check_lengths(values, lambda at: f"{where}: row {offsets.searchsorted(at, side='right') - 1}"), offsets
 
 
 def join_rows(shards: Sequence[Shard], rule: RowRule) -> PackedRows:
     """Join the rows of several files, in their order; each shard has the two arrays of `Rows`."""
-    counts = [np.diff(shard.arrays[1]) for shard in shards]
-    return PackedRows(
-        document_tokens=np.concatenate([shard.arrays[0] for shard in shards]),
-        row_offsets=np.concatenate(([0], np.cumsum(np.concatenate(counts), dtype=np.int64))),
-        rule=rule,
-    )
+    tokens = np.concatenate([shard.arrays[0] for shard in shards])
+    return PackedRows.from_sizes(tokens, np.concatenate([np.diff(shard.arrays[1]) for shard in shards]), rule)
+
+
+def join_documents(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    """Join the documents of several files, in their order; each shard has their tokens."""
+    documents = np.concatenate([shard.arrays[0] for shard in shards])
+    return Dataset.from_content(name, paths, UnpackedDocuments(document_tokens=documents), shards=shards)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,9 @@ from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each, fingerprint
 from thdprof.analyze.sources.readers import arrow, npy
 from thdprof.analyze.sources.readers.npy import read_header
-from thdprof.analyze.sources.readers.parquet import ParquetFile, open_parquet, parquet_schema
+from thdprof.analyze.sources.readers.parquet import is_parquet, open_parquet, schema_of
 from thdprof.errors import DataError
+from thdprof.files import json_text
 
 KEYS = ("input_ids", "seq_start_id", "loss_mask")
 _NAMED_SIZE = re.compile(r"(?:training|validation)_(\d{1,10})(?:\.|$)")
@@ -104,6 +104,20 @@ def pack_size(paths: Sequence[Path], longest_row: int) -> int | None:
     return candidates.pop() if len(candidates) == 1 else None
 
 
+def write_metadata(path: Path, tokens: NDArray[np.integer], counts: NDArray[np.integer], *, pack_tokens: int) -> None:
+    """Write Megatron-Bridge's metadata of packs: `tokens` that their documents train, and documents of every pack."""
+    totals = np.add.reduceat(tokens, np.cumsum(counts) - counts, dtype=np.int64)
+    metadata = {
+        "dataset_max_seqlen": int(tokens.max()),
+        "max_samples_per_bin": int(counts.max()),
+        "packing_factor": round(float(counts.mean()), 2),
+        "packing_efficiency": round(float(totals.mean()) / pack_tokens * 100, 2),
+        "pack_size": pack_tokens,
+        "min_packed_seqlen": int(totals.min()),
+    }
+    path.write_text(json_text([metadata], indent=None), encoding="utf-8")
+
+
 def _metadata_sizes(directory: Path) -> set[int]:
     """Every pack_size in the metadata files of Bridge in `directory`. They are JSON lists, although named .jsonl."""
     sizes: set[int] = set()
@@ -127,14 +141,21 @@ def _metadata_sizes(directory: Path) -> set[int]:
 
 
 def _is_packed_parquet(path: Path) -> bool:
-    schema = parquet_schema(path)
+    schema = schema_of(path) if is_parquet(path) else None
     return schema is not None and set(KEYS) <= set(schema.names)
 
 
 def _scan_parquet(path: Path) -> Shard:
     with open_parquet(path) as file:
+        for name in KEYS:
+            arrow.require_column(file.schema, name, path)
+        kind = file.schema.field("loss_mask").type
+        if not arrow.is_list(kind):
+            raise DataError(f"{path}: column loss_mask: is {kind}, not lists of numbers")
+        starts, offsets = arrow.list_integers(file.read_column("seq_start_id"), f"{path}: column seq_start_id")
+        tokens = document_tokens(starts, offsets, file.row_lengths("loss_mask"), str(path))
         digest = fingerprint([str(path.stat().st_size).encode(), file.footer])
-        return Shard(_rows_of_parquet(file), {"digest": digest})
+        return Shard((tokens, offsets), {"digest": digest})
 
 
 def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
@@ -142,21 +163,7 @@ def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Re
     size = pack_size(paths, int(rows.num_tokens().max()))
     digests = [shard.facts["digest"] for shard in shards if "digest" in shard.facts]  # of parquet
     digest = fingerprint(map(str.encode, digests)) if len(digests) > 1 else next(iter(digests), None)
-    return Dataset.from_content(name, paths, rows, digest=digest, pack_tokens=size)
-
-
-def _rows_of_parquet(file: ParquetFile) -> base.Rows:
-    path = file.path
-    for name in KEYS:
-        arrow.require_column(file.schema, name, path)
-    kind = file.schema.field("loss_mask").type
-    if not arrow.is_list(kind):
-        raise DataError(f"{path}: column loss_mask: is {kind}, not lists of numbers")
-    where = f"{path}: column seq_start_id"
-    starts, offsets = arrow.list_integers(file.read_column("seq_start_id"), where)
-    if len(offsets) == 1:
-        raise DataError(f"{path}: holds no rows; pack it again with data")
-    return document_tokens(starts, offsets, file.row_lengths("loss_mask"), str(path)), offsets
+    return Dataset.from_content(name, paths, rows, shards=shards, digest=digest, pack_tokens=size)
 
 
 PARQUET = Format(
@@ -165,7 +172,7 @@ PARQUET = Format(
     suffixes=(".parquet", ".pq"),
     recognises=_is_packed_parquet,
     scan=each(_scan_parquet),
-    join=partial(_join, "bridge"),
+    join=_join,
 )
 
 
@@ -191,5 +198,5 @@ NPY = Format(
     suffixes=(".npy",),
     recognises=_is_packed_npy,
     scan=each(_scan_npy),
-    join=partial(_join, "bridge-npy"),
+    join=_join,
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources.bridge import write_metadata
 from thdprof.analyze.sources.readers.arrow import make_lists
 from thdprof.errors import DataError, UsageError
-from thdprof.files import json_text
 
 SEED = 1234
 """Seed of all random numbers."""
@@ -148,27 +148,18 @@ def _write_bridge(parquet: Path, metadata: Path) -> None:
     totals, stored = totals[order], stored[order]
     trained = _split_rows(random, totals, stored)
     lengths = trained + 1  # a document of L stored tokens trains L - 1
-    row_ends = np.concatenate(([0], np.cumsum(totals + stored)))
-    document_ends = np.concatenate(([0], np.cumsum(stored)))
-    seq_start_id = np.cumsum(lengths) - lengths - np.repeat(row_ends[:-1], stored)
+    row_tokens = totals + stored
+    seq_start_id = np.cumsum(lengths) - lengths - np.repeat(np.cumsum(row_tokens) - row_tokens, stored)
     tokens = _tokens(random, lengths)
     table = pa.table(
         {
-            "input_ids": make_lists(tokens, row_ends),
-            "loss_mask": make_lists((tokens != 0).astype(np.int8), row_ends),
-            "seq_start_id": make_lists(seq_start_id, document_ends),
+            "input_ids": make_lists(tokens, row_tokens),
+            "loss_mask": make_lists((tokens != 0).astype(np.int8), row_tokens),
+            "seq_start_id": make_lists(seq_start_id, stored),
         }
     )
     _write_parquet(table, parquet)
-    entry = {
-        "dataset_max_seqlen": int(trained.max()),
-        "max_samples_per_bin": int(stored.max()),
-        "packing_factor": round(float(stored.mean()), 2),
-        "packing_efficiency": round(float(totals.mean()) / PACK_TOKENS * 100, 2),
-        "pack_size": PACK_TOKENS,
-        "min_packed_seqlen": int(totals.min()),
-    }
-    metadata.write_text(json_text([entry], indent=None), encoding="utf-8")
+    write_metadata(metadata, trained, stored, pack_tokens=PACK_TOKENS)
 
 
 def _write_trl(parquet: Path) -> None:
@@ -180,12 +171,10 @@ def _write_trl(parquet: Path) -> None:
     totals[::7] -= random.integers(1, 200, size=len(totals[::7]))
     counts = np.clip(np.rint(random.lognormal(mean=2.0, sigma=0.7, size=rows)), 1, 200).astype(np.int64)
     lengths = _split_rows(random, totals, counts)
-    row_ends = np.concatenate(([0], np.cumsum(totals)))
-    document_ends = np.concatenate(([0], np.cumsum(counts)))
     table = pa.table(
         {
-            "input_ids": make_lists(_tokens(random, lengths).astype(np.int32), row_ends),
-            "seq_lengths": make_lists(lengths, document_ends),
+            "input_ids": make_lists(_tokens(random, lengths).astype(np.int32), totals),
+            "seq_lengths": make_lists(lengths, counts),
         }
     )
     _write_parquet(table, parquet)

@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, UnpackedDocuments, check_lengths, each
+from thdprof.analyze.sources.base import Format, Shard, check_lengths, each, join_documents
 from thdprof.analyze.sources.readers import json_lines
 from thdprof.errors import DataError
 
@@ -65,15 +65,10 @@ def _read_metadata(path: Path) -> NDArray[np.int64]:
 
 
 def _scan(path: Path, read_file: Callable[[Path], NDArray[np.int64]]) -> Shard:
-    lengths = check_lengths(read_file(path), str(path), "document")
+    lengths = check_lengths(read_file(path), lambda at: f"{path}: document {at}")
     if len(lengths) == 0:
         raise DataError(f"{path}: holds no documents; write it again with data")
     return Shard((lengths,))
-
-
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading, name: str) -> Dataset:
-    documents = np.concatenate([shard.arrays[0] for shard in shards])
-    return Dataset.from_content(name, paths, UnpackedDocuments(document_tokens=documents))
 
 
 DATATROVE = Format(
@@ -82,7 +77,7 @@ DATATROVE = Format(
     suffixes=(".ds.index",),
     recognises=_is_index,
     scan=each(partial(_scan, read_file=_read_index)),
-    join=partial(_join, name="datatrove"),
+    join=join_documents,
 )
 OLMO = Format(
     name="olmo",
@@ -90,5 +85,5 @@ OLMO = Format(
     suffixes=(".csv.gz",),
     recognises=_is_metadata,
     scan=each(partial(_scan, read_file=_read_metadata)),
-    join=partial(_join, name="olmo"),
+    join=join_documents,
 )

@@ -42,11 +42,13 @@ logger = logging.getLogger(__name__)
 Work = Callable[[Sequence[Any]], list[Any]]
 """Makes an answer of each item; can be pickled."""
 _ROOT = Path(__file__).parents[3]
-_PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); from thdprof.analyze.sources.engines import serve_batches; "
-    "serve_batches()"
-)
 _MOST_PROCESSES = 32
+
+
+def write_command(module: str, function: str) -> list[str]:
+    """The command of a process that imports this package from where it lies, and calls a function of it."""
+    program = f"import sys; sys.path.append(sys.argv[1]); from {module} import {function}; {function}()"
+    return [sys.executable, "-P", "-c", program, str(_ROOT)]
 
 
 class ProcessDiedError(Exception):
@@ -183,7 +185,7 @@ class _Processes:
         return answers
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT)]
+        command = write_command("thdprof.analyze.sources.engines", "serve_batches")
         with self._lock:
             if self._closed:
                 raise ProcessDiedError
@@ -313,7 +315,7 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
     finally:
         if cache is not None:
             cache.close()
-    dataset = format_.join(paths, [shards[at] for at in range(len(paths))], reading)
+    dataset = format_.join(format_.name, paths, [shards[at] for at in range(len(paths))], reading)
     if not (text and new and cache is not None and cache.fault is not None):
         return dataset
     note = f"the counted tokens could not be kept in {cache.directory} ({cache.fault}): give another --cache"

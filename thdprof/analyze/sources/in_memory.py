@@ -84,7 +84,7 @@ def _rows(lengths: Sequence[Any] | NDArray[Any]) -> PackedRows:
             raise UsageError(f"{where}: its list is empty; a row needs a document")
         rows.append(_check_integers(row, where))
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    return PackedRows(document_tokens=np.concatenate(rows), row_offsets=np.concatenate(([0], np.cumsum(sizes))))
+    return PackedRows.from_sizes(np.concatenate(rows), sizes)
 
 
 def _check_integers(lengths: Any, where: str) -> NDArray[np.int32]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, TokenStream, check_lengths, each
+from thdprof.analyze.sources.remote import begins_with
 from thdprof.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -27,8 +28,7 @@ TOKENS_AT_ONCE = 1 << 22
 
 def recognises(path: Path) -> bool:
     """Whether the file begins with the IndexedDataset magic."""
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    return begins_with(path, MAGIC)
 
 
 def _scan(path: Path) -> Shard:
@@ -53,14 +53,13 @@ def _scan(path: Path) -> Shard:
         if sequences == 0:
             raise DataError(f"{path}: holds no sequences; write it again with data")
         lengths = np.frombuffer(file.read(4 * sequences), dtype="<i4")
-    return Shard((check_lengths(lengths, str(path), "sequence"),))
+    return Shard((check_lengths(lengths, lambda at: f"{path}: sequence {at}"),))
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
-    """One token stream for each of `paths`; several streams are a blend."""
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     pairs = zip(paths, shards, strict=True)
     streams = [TokenStream(path=str(path), sequence_tokens=shard.arrays[0]) for path, shard in pairs]
-    return Dataset.from_content(FORMAT.name, paths, streams)
+    return Dataset.from_content(name, paths, streams, shards=shards)
 
 
 def read_tokens(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

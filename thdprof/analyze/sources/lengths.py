@@ -16,6 +16,7 @@ Axolotl's prepared datasets have `input_ids` and `position_ids` beside `length`.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -36,11 +37,11 @@ from thdprof.analyze.sources.base import (
     check_lengths,
     each,
 )
-from thdprof.analyze.sources.readers import arrow, csv, json_lines, npy
-from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys, Lengths
+from thdprof.analyze.sources.readers import arrow, json_lines, npy
+from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
+from thdprof.analyze.sources.remote import begins_with
 from thdprof.errors import DataError
-from thdprof.training import Packer
 
 _SWIFT = "lengths"
 """Column in which ms-swift lists the length of each example."""
@@ -62,26 +63,31 @@ def _recognises(path: Path, keys: Keys) -> bool:
     if holds_columns(path):  # TRL's packed data alone are written as Arrow with seq_lengths
         packed = ["seq_lengths"] if arrow.is_arrow(path) and keys == USUAL_KEYS else []
         return _column_of(schema_of(path), keys) not in (None, *packed)
-    if csv.is_csv(path):
-        return csv.find_column(path, keys) is not None
+    if _is_csv(path):
+        return _find_csv_column(path, keys) is not None
     return json_lines.begins_with_lengths(path, keys)
 
 
 def _holds_tokens(path: Path, keys: Keys) -> bool:
     if holds_columns(path):
         return _column_of(schema_of(path), keys) == TOKENS
-    return not csv.is_csv(path) and json_lines.begins_with_tokens(path, keys)
+    return not _is_csv(path) and json_lines.begins_with_tokens(path, keys)
 
 
 def _scan(path: Path, keys: Keys) -> Shard:
-    read = _read_file(path, keys)
-    facts = {"tokens": _holds_tokens(path, keys), "packer": _usual_packer(path, keys)}
-    if not isinstance(read, tuple):
-        return Shard((read,), facts)
-    return Shard(read, {**facts, "one_list": len(read[1]) == 2 and _is_list(path)})
+    if holds_columns(path):
+        return _scan_column(path, keys)
+    if _is_csv(path):
+        return Shard((_documents(_read_csv(path, keys), str(path)),))
+    if begins_with(path, npy.MAGIC):
+        return Shard((_read_npy(path),))
+    read = json_lines.read_lines(path, keys)
+    if isinstance(read, tuple):
+        return Shard(read, {"one_list": len(read[1]) == 2 and json_lines.begins_with_list(path)})
+    return Shard((read,), {"tokens": json_lines.begins_with_tokens(path, keys)})
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     """The dataset of all files, those of a log in the order of its steps."""
     content: Content
     order = _order_of_steps(paths)
@@ -91,17 +97,18 @@ def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> D
         raise DataError(
             f"{paths[sizes.index(1)]}: holds single lengths where another file holds lists; analyse them apart"
         )
-    if sizes[0] == 2 and not all(shard.facts["one_list"] for shard in shards):
+    if sizes[0] == 2 and not all(shard.facts.get("one_list") for shard in shards):
         content = base.join_rows(shards, "concatenate")
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate([shard.arrays[0] for shard in shards]))
     note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
-    tokens = any(shard.facts["tokens"] for shard in shards)
-    packers = {shard.facts["packer"] for shard in shards}
+    tokens = any(shard.facts.get("tokens") for shard in shards)
+    packers = {shard.facts.get("packer") for shard in shards}
     return Dataset.from_content(
-        FORMAT.name,
+        name,
         paths,
         content,
+        shards=shards,
         notes=(note,) if tokens else (),
         usual_packer=packers.pop() if len(packers) == 1 and isinstance(content, UnpackedDocuments) else None,
     )
@@ -116,34 +123,10 @@ def _order_of_steps(paths: Sequence[Path]) -> list[int]:
     return sorted(range(len(paths)), key=lambda at: steps[at])
 
 
-def _usual_packer(path: Path, keys: Keys) -> Packer | None:
-    """The packer of those who train on such columns; None where nobody is known."""
-    schema: Any = schema_of(path) if holds_columns(path) else None
-    name = _column_of(schema, keys)
-    if name == "length" and {TOKENS, "position_ids"} <= {*schema.names}:
-        return "multipack"
-    if name == _SWIFT and arrow.is_list(schema.field(name).type):
-        return "binpack"
-    return "best_fit_decreasing" if name == TOKENS else None
-
-
-def _is_list(path: Path) -> bool:
-    """Whether the file is JSON that begins with a list, and not with an object that has one."""
-    return not holds_columns(path) and json_lines.begins_with_list(path)
-
-
-def _read_file(path: Path, keys: Keys) -> Lengths:
-    with path.open("rb") as file:
-        is_npy = file.read(len(npy.MAGIC)) == npy.MAGIC
-    if holds_columns(path):
-        return _read_column(path, keys)
-    if csv.is_csv(path):
-        return _documents(csv.read_integers(path, keys), str(path))
-    return _read_npy(path) if is_npy else json_lines.read_lines(path, keys)
-
-
-def _read_column(path: Path, keys: Keys) -> Lengths:
+def _scan_column(path: Path, keys: Keys) -> Shard:
+    """The shard of a file of columns. Its fact `packer` is that of those who train on such columns, if it is known."""
     with open_columns(path) as file:
+        names = {*file.schema.names}
         name = _column_of(file.schema, keys)
         if name is None:
             raise DataError(
@@ -152,19 +135,21 @@ def _read_column(path: Path, keys: Keys) -> Lengths:
             )
         where = f"{path}: column {name}"
         if name == TOKENS:
-            return _documents(file.row_lengths(name), where)
+            lengths = _documents(file.row_lengths(name), where)
+            return Shard((lengths,), {"tokens": True, "packer": "best_fit_decreasing"})
         column = file.read_column(name)
         if arrow.is_list(column.type):
             values, offsets = arrow.list_integers(column, where)
-            if name == _SWIFT and {"messages", TOKENS} & {*file.schema.names} and bool((np.diff(offsets) == 1).all()):
-                return _documents(values, where)
-            return base.check_rows(values, offsets, where)
+            if name != _SWIFT or not {"messages", TOKENS} & names or not bool((np.diff(offsets) == 1).all()):
+                return Shard(base.check_rows(values, offsets, where))
+            return Shard((_documents(values, where),), {"packer": "binpack"})
         lengths = _documents(arrow.integers(column, where), where)
         if name != _INDEX[-1] or any(_column_of(file.schema, (each,)) is None for each in _INDEX):
-            return lengths
+            is_axolotl = name == "length" and {TOKENS, "position_ids"} <= names
+            return Shard((lengths,), {"packer": "multipack"} if is_axolotl else {})
         pack = arrow.integers(file.read_column(_INDEX[0]), f"{path}: column {_INDEX[0]}")
         first = np.flatnonzero(np.diff(pack, prepend=-1))
-        return base.check_rows(lengths.astype(np.int64), np.append(first, len(pack)), where)
+        return Shard(base.check_rows(lengths, np.append(first, len(pack)), where))
 
 
 def _column_of(schema: Any, keys: Keys) -> str | None:
@@ -184,7 +169,30 @@ def _column_of(schema: Any, keys: Keys) -> str | None:
     return None
 
 
-def _read_npy(path: Path) -> Lengths:
+def _is_csv(path: Path) -> bool:
+    """Whether the file's name ends in .csv, also before the ending of a compression."""
+    return ".csv" in (path.suffix.lower(), path.with_suffix("").suffix.lower())
+
+
+def _find_csv_column(path: Path, keys: Keys) -> str | None:
+    """The first of `keys` that the first line has; None where it has none."""
+    head = json_lines.sniff(path).decode("utf-8-sig", "replace").splitlines()
+    columns = next(csv.reader(head[:1]), [])
+    return next((key for key in keys if key in columns), None)
+
+
+def _read_csv(path: Path, keys: Keys) -> NDArray[np.integer]:
+    from pyarrow import csv as reader
+
+    name = _find_csv_column(path, keys)
+    if name is None:
+        raise DataError(f"{path}: no column is named {', '.join(keys)}")
+    with arrow.arrow_errors(path), json_lines.open_unpacked(path) as file:
+        table = reader.read_csv(file, convert_options=reader.ConvertOptions(include_columns=[name]))
+    return arrow.integers(table.column(name), f"{path}: column {name}")
+
+
+def _read_npy(path: Path) -> NDArray[np.int32]:
     with path.open("rb") as file:
         header = npy.read_header(file)
         if header is None or len(header[0]) != 1 or header[1].kind not in "iu":
@@ -201,7 +209,7 @@ def _read_npy(path: Path) -> Lengths:
 def _documents(lengths: NDArray[np.integer], where: str) -> NDArray[np.int32]:
     if len(lengths) == 0:
         raise DataError(f"{where}: holds no lengths; write it again with data")
-    return check_lengths(lengths, where)
+    return check_lengths(lengths, lambda at: f"{where}: row {at}")
 
 
 def make_format(reading: Reading) -> Format:
@@ -218,6 +226,3 @@ def make_format(reading: Reading) -> Format:
         key=lambda paths, reading: reading.length_column,
         yields=partial(_holds_tokens, keys=keys),
     )
-
-
-FORMAT = make_format(Reading())

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_schema
+from thdprof.analyze.sources.readers.arrow import ArrowFile, is_arrow
+from thdprof.analyze.sources.readers.parquet import schema_of
 from thdprof.errors import DataError
 
 COLUMN, BOUNDARIES = "packing_params", "sequence_boundaries"
@@ -27,7 +28,7 @@ def recognises(path: Path) -> bool:
     """Whether the file has a column `packing_params` with lists `sequence_boundaries`."""
     import pyarrow.types as types
 
-    schema = arrow_schema(path)
+    schema = schema_of(path) if is_arrow(path) else None
     if schema is None or schema.get_field_index(COLUMN) < 0:
         return False
     kind = schema.field(COLUMN).type
@@ -47,10 +48,10 @@ def _scan(path: Path) -> Shard:
     return Shard(rows, {"pack_tokens": sizes.pop() if len(sizes) == 1 else None})
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     sizes = {shard.facts["pack_tokens"] for shard in shards}
     size = sizes.pop() if len(sizes) == 1 else None
-    return Dataset.from_content(FORMAT.name, paths, base.join_rows(shards, "trl"), pack_tokens=size)
+    return Dataset.from_content(name, paths, base.join_rows(shards, "trl"), shards=shards, pack_tokens=size)
 
 
 def _read_boundaries(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

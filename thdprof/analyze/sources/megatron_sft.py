@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -25,36 +25,29 @@ from thdprof.analyze.sources.readers.json_lines import first_object, read_values
 from thdprof.errors import DataError, UsageError
 from thdprof.words import install_line
 
+MESSAGES = "messages"
+Conversation = list[dict[str, Any]]
 _PROGRAM = Path(__file__).with_name("readers") / "tokenize_program.py"
 """The program, which is not imported here: `transformers` imports PyTorch unless it is hidden in the whole process."""
 
 
-def _count_tokens(
-    conversations: Iterable[Sequence[dict[str, Any]]], *, tokenizer_model: str, prompt_format: str
-) -> list[int | str]:
+def _count_tokens(conversations: Sequence[Conversation], reading: Reading) -> list[int | str]:
     """The tokens of every conversation; a text is what training stops on there."""
+    settings = {"tokenizer_model": reading.tokenizer_model, "prompt_format": reading.prompt_format}
     with tempfile.TemporaryFile() as file:  # a pipe would have to be filled and emptied at once
-        file.write(_line({"tokenizer_model": tokenizer_model, "prompt_format": prompt_format}))
-        expected = 0
-        for conversation in conversations:
-            file.write(_line(conversation))
-            expected += 1
+        file.writelines(json.dumps(value).encode() + b"\n" for value in (settings, *conversations))
         file.seek(0)
         done = subprocess.run(
             [sys.executable, "-P", str(_PROGRAM)], stdin=file, capture_output=True, check=False, encoding="utf-8"
         )
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
-    where = f"tokenizer_model {tokenizer_model}"
+    where = f"tokenizer_model {reading.tokenizer_model}"
     if len(answers) == 1 and isinstance(answers[0], dict):
         raise _explain_refusal(where, **answers[0])
-    if len(answers) != expected:
+    if len(answers) != len(conversations):
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise DataError(f"{where}: the process that counts tokens ended early ({said[0][:300]})")
     return answers
-
-
-def _line(value: Any) -> bytes:
-    return json.dumps(value).encode() + b"\n"
 
 
 def _explain_refusal(where: str, *, kind: str, error: str) -> Exception:
@@ -66,10 +59,6 @@ def _explain_refusal(where: str, *, kind: str, error: str) -> Exception:
         f"{where}: no tokenizer could be loaded ({error}); give the run's own: a directory with tokenizer.json, or a "
         "name that is in the cache of the Hugging Face Hub (nothing is downloaded)"
     )
-
-
-MESSAGES = "messages"
-Conversation = list[dict[str, Any]]
 
 
 def recognises(path: Path) -> bool:
@@ -96,13 +85,8 @@ def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
     if empty is not None:
         raise DataError(f"{empty}: holds no conversations; write it again with data")
     split = [[conversations_of(messages) for _, messages in stored] for stored in lines]
-    counts = iter(
-        _count_tokens(
-            (conversation for of_file in split for of_line in of_file for conversation in of_line),
-            tokenizer_model=reading.tokenizer_model,
-            prompt_format=reading.prompt_format,
-        )
-    )
+    flat = [conversation for of_file in split for of_line in of_file for conversation in of_line]
+    counts = iter(_count_tokens(flat, reading))
     shards = []
     for stored, of_file in zip(lines, split, strict=True):
         offsets = np.cumsum([0, *map(len, of_file)], dtype=np.int64)
@@ -114,7 +98,7 @@ def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
     return shards
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     files = tuple(
         ConversationFile(
             path=str(path),
@@ -125,7 +109,7 @@ def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> D
         )
         for path, shard in zip(paths, shards, strict=True)
     )
-    return Dataset.from_content(FORMAT.name, paths, Conversations(files=files))
+    return Dataset.from_content(name, paths, Conversations(files=files), shards=shards)
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:

@@ -87,6 +87,13 @@ def stamp(path: Path) -> str:
     return f"{told.st_size} {told.st_mtime_ns}"
 
 
+def begins_with(path: Path, *magics: bytes) -> bool:
+    """Whether the file begins with one of `magics`."""
+    with path.open("rb") as file:
+        head: bytes = file.read(max(map(len, magics)))
+    return head.startswith(magics)
+
+
 def find_matches(location: str) -> list[Path]:
     """The files that the glob `location` stands for, sorted; names of directories may have wildcards, too."""
     if not is_remote(location):
@@ -128,9 +135,6 @@ class RemotePath(Path):
 
     def __str__(self) -> str:
         return f"{self.store.prefix}{self.key}{self.store.query}"
-
-    def __fspath__(self) -> str:
-        return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return locate, (str(self),)
@@ -196,12 +200,6 @@ class RemotePath(Path):
             copy.write(part)
         copy.seek(0)
         return copy
-
-    def read_bytes(self) -> bytes:
-        """The whole content."""
-        with self.open("rb") as file:
-            content: bytes = file.read()
-        return content
 
     def fetch(self, start: int, size: int) -> bytes:
         """Bytes `start` to `start + size`, or what is kept of an earlier request around them."""
@@ -323,8 +321,6 @@ def _entry(info: Any) -> Entry:
 
 
 class _FsspecStore:
-    """A file system of fsspec."""
-
     def __init__(self, scheme: str, filesystem: Any) -> None:
         self.prefix, self.query, self._filesystem = f"{scheme}://", "", filesystem
 

@@ -27,8 +27,10 @@ def _scan(path: Path) -> Shard:
         return Shard(base.check_rows(*arrow.list_integers(file.read_column(COLUMN), where), where))
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
-    return Dataset.from_content(FORMAT.name, paths, base.join_rows(shards, "trl"))  # no file tells the pack size
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+    return Dataset.from_content(
+        name, paths, base.join_rows(shards, "trl"), shards=shards
+    )  # no file tells the pack size
 
 
 FORMAT = Format(

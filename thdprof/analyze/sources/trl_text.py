@@ -10,34 +10,29 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, UnpackedDocuments
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, UnpackedDocuments, show_nothing
+from thdprof.analyze.sources.engines import write_command
 from thdprof.analyze.sources.readers.json_lines import TOKENS
 from thdprof.analyze.sources.readers.parquet import column_names
 from thdprof.errors import DataError, UsageError
 from thdprof.words import install_line
 
-NAME = "trl-text"
-_ROOT = Path(__file__).parents[3]
-_PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from thdprof.analyze.sources.readers.count_trl_tokens import main; main()"
-)
-"""Not imported here: `transformers` imports PyTorch unless it is hidden in the whole process."""
 _VERSION = 2
 """Of the rules by which tokens are counted; counts of another version are counted anew."""
+_COUNTED_BY = ("text_column", "eos_token", "completion_only_loss", "assistant_only_loss", "packed")
 _OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _DOWNLOAD = "hf download {} --include '*.json' '*.jinja' '*.model' '*.txt'"
 
@@ -57,22 +52,27 @@ def _recognises(path: Path, reading: Reading) -> bool:
 
 def _scan(paths: Sequence[Path], reading: Reading) -> list[Shard]:
     """Count the tokens of every row of `paths`; the first row of the dataset decides for all of them."""
-    counts, rows = _count(_task(paths, reading), reading)
-    return [Shard(tuple(part)) for part in np.split(counts, np.cumsum(rows)[:-1], axis=1)]
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "counts.npz"
+        _run(_task(paths, reading), reading, output)
+        with np.load(output, allow_pickle=False) as saved:
+            parts = np.split(saved["counts"], np.cumsum(saved["rows"])[:-1], axis=1)
+            return [Shard(tuple(part)) for part in parts]
 
 
-def _join(paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
+def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     tokenizer = _tokenizer_of(paths, reading)
     notes = []
     if any((tokenizer / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
         notes.append(f"{tokenizer}: has a processor, with which TRL reads text; its tokenizer alone counted it")
     counts = [np.concatenate(parts) for parts in zip(*(shard.arrays for shard in shards), strict=True)]
     content = UnpackedDocuments(document_tokens=counts[0], trained_from=counts[1] if len(counts) > 1 else None)
-    return Dataset.from_content(NAME, paths, content, notes=tuple(notes), usual_packer="best_fit_decreasing")
+    return Dataset.from_content(
+        name, paths, content, shards=shards, notes=tuple(notes), usual_packer="best_fit_decreasing"
+    )
 
 
 def _tokenizer_of(paths: Sequence[Path], reading: Reading) -> Path:
-    """The directory of the run's tokenizer."""
     if reading.tokenizer_model is None:
         columns = text_columns(column_names(paths[0]), reading.text_column)
         raise UsageError(
@@ -97,16 +97,10 @@ def _task(paths: Sequence[Path], reading: Reading) -> dict[str, Any]:
             source = str(_find_tokenizer("--chat-template", reading.chat_template))
     return {
         "files": [str(path) for path in paths],
-        "first": str(reading.first or paths[0]),
-        "workers": reading.workers,
+        "reading": replace(reading, tick=show_nothing),
         "tokenizer": str(tokenizer),
         "chat_template": template,
         "template_tokenizer": source,
-        "text_column": reading.text_column,
-        "eos_token": reading.eos_token,
-        "completion_only_loss": reading.completion_only_loss,
-        "assistant_only_loss": reading.assistant_only_loss,
-        "masks": not reading.packed,
     }
 
 
@@ -136,9 +130,9 @@ def _key(paths: Sequence[Path], reading: Reading) -> dict[str, Any]:
     """All that decides on the counts of a file besides itself."""
     task = _task(paths[:1], reading)
     first = paths[0] if reading.digest is None else None
-    del task["files"], task["workers"]
     return {
-        **task,
+        **{name: getattr(reading, name) for name in _COUNTED_BY},
+        "chat_template": task["chat_template"],
         "first": None if first is None else [str(first.resolve()), first.stat().st_size, first.stat().st_mtime_ns],
         "tokenizer": _digest(Path(task["tokenizer"])),
         "template_tokenizer": task["template_tokenizer"] and _digest(Path(task["template_tokenizer"])),
@@ -163,37 +157,26 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_tokens(paths: Sequence[Path], reading: Reading, directory: Path) -> None:
-    """Write the tokens of every row of `paths` into `directory`, as `count_trl_tokens.Task` says.
+def write_tokens(paths: Sequence[Path], reading: Reading, output: Path) -> None:
+    """Write the tokens of every row of `paths` beside `output`, as `count_trl_tokens.Task` says.
 
     Raises:
         UsageError, DataError: as when the same files are read.
     """
-    from thdprof.analyze.sources.readers.count_trl_tokens import LENGTHS_FILE
-
-    _run({**_task(paths, reading), "output": str(directory), "contents": True}, reading, directory / LENGTHS_FILE)
-
-
-def _count(task: dict[str, Any], reading: Reading) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The counts, int32, shape [1 or 2, documents], and the documents of each file, int64, shape [files]."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "counts.npz"
-        _run({**task, "output": str(output)}, reading, output)
-        with np.load(output, allow_pickle=False) as saved:
-            return saved["counts"], saved["rows"]
+    _run({**_task(paths, reading), "contents": True}, reading, output)
 
 
 def _run(task: dict[str, Any], reading: Reading, output: Path) -> None:
     """Run the program, which writes `output` last."""
     with tempfile.TemporaryFile() as errors:
-        command = [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT)]
+        command = write_command("thdprof.analyze.sources.readers.count_trl_tokens", "main")
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         ) as program:
             assert program.stdin is not None
             assert program.stdout is not None
             try:
-                program.stdin.write(json.dumps(task).encode())
+                pickle.dump({**task, "output": str(output)}, program.stdin)
                 program.stdin.close()
                 for line in program.stdout:
                     if line.startswith(b"{"):
@@ -225,7 +208,7 @@ def _refused(reading: Reading, *, kind: str, error: str) -> Exception:
 def make_format(reading: Reading) -> Format:
     """The format, by the run's own name of the column of plain text."""
     return Format(
-        name=NAME,
+        name="trl-text",
         summary="all text: the tokens of every row as TRL makes them, by the run's own tokenizer",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".pq", ".arrow"),
         recognises=partial(_recognises, reading=reading),
@@ -234,6 +217,3 @@ def make_format(reading: Reading) -> Format:
         key=_key,
         counts_text=True,
     )
-
-
-FORMAT = make_format(Reading())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -70,12 +69,7 @@ def _columns(path: Path) -> str | None:
         kind, line = "CSV with the columns", json_lines.sniff(path).partition(b"\n")[0]
         named = line.decode(errors="replace").strip().split(",")
     else:
-        kind = "JSON lines with the keys"
-        try:
-            value = json.loads(json_lines.sniff(path).partition(b"\n")[0])
-        except (ValueError, RecursionError):
-            return None
-        named = [*value] if isinstance(value, dict) else None
+        kind, named = "JSON lines with the keys", [*(json_lines.first_object(path) or ())]
     return f"{kind} {_list_names(named)}" if named else None
 
 

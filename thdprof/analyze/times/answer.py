@@ -84,7 +84,7 @@ def modelled_verdict(
     if ruling == "graphs do not pay":
         reason = f"computing a layer takes the GPU {computing}, and launching it the host {launching}"
         reason += ": eager training hides it"
-    if modelled.replay_range(time) is not None:
+    if modelled.is_partly_replayed(time):
         left = _digits(modelled.host.partly_replayed_ms(time)[2] / layers)
         reason += f"; dropless experts stay with the host, so that a replayed layer takes up to {left} ms"
     saves = ""

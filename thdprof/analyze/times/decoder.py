@@ -231,7 +231,7 @@ class Work:
     tokens: int
     """Tokens of the rank: those of the micro-batch, shared out over context-parallel ranks."""
     squared: float
-    """Sum of the squared lengths of the micro-batch's documents."""
+    """Sum of the squared lengths of the micro-batch's documents, over all these ranks."""
     max_seqs: int
     """Documents that attention is called for: the cap of a graph, or the micro-batch's own number."""
     cp_size: int = 1
@@ -273,12 +273,8 @@ class Decoder:
         """Layers of the rank."""
         return len(self._layers)
 
-    def time(
-        self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1, grouped: bool = False
-    ) -> DecoderTime:
-        """The time of one micro-batch. Arguments are those of `Work`, with `tokens` of all context-parallel ranks."""
-        here = max(1, tokens // cp_size)
-        work = Work(tokens=here, squared=squared, max_seqs=max_seqs, cp_size=cp_size, grouped=grouped)
+    def time(self, work: Work) -> DecoderTime:
+        """The time of one micro-batch."""
         made = {kind: self._layer(kind, work) for kind in set(self._layers)}
         us, launches, light = 0.0, 0.0, 0.0
         expert, expert_light = 0.0, 0.0
@@ -346,7 +342,7 @@ class Decoder:
     def _mamba_layer(self, work: Work) -> Layer:
         """Normalization, a Mamba-2 mixer, and the residual."""
         model, device, tokens = self._model, self._device, work.tokens
-        heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+        heads = model.mamba_heads
         inner = heads * model.mamba_head_dim // self._tp
         states = model.mamba_num_groups * model.mamba_state_dim // min(self._tp, model.mamba_num_groups)
         layer = self._before_product(work)
@@ -379,9 +375,8 @@ class Decoder:
     def _gather_and_reduce(self, work: Work) -> Layer:
         """Communication of tensor parallelism around two products: before the first and after the second."""
         one = self._device.collective(work.tokens * self._model.hidden_size * 2e-6, self._tp)
-        if self._model.sequence_parallel:  # a gather and a reduce-scatter; the backward gathers once more
-            return Layer(forward=[*one, *one], backward=[*one, *one, *one])
-        return Layer(forward=[*one, *one], backward=[*one, *one])
+        # under sequence parallelism a gather and a reduce-scatter; the backward gathers once more
+        return Layer(forward=one * 2, backward=one * (3 if self._model.sequence_parallel else 2))
 
     def _before_product(self, work: Work) -> Layer:
         layer = self._norm(work)
@@ -452,7 +447,7 @@ class Decoder:
 
     def _mlp(self, tokens: int, width: int) -> Layer:
         model, inner = self._model, width // self._tp
-        layer = self._linear(tokens, model.hidden_size, inner * (2 if model.gated_linear_unit else 1))
+        layer = self._linear(tokens, model.hidden_size, inner * model.gate_factor)
         layer.add(self._activation(tokens * inner), self._linear(tokens, inner, model.hidden_size, fused_scale=False))
         return layer
 
@@ -541,7 +536,7 @@ class Decoder:
         tokens = self._between(work)
         routed = int(tokens * model.moe_router_topk * (model.moe_expert_capacity_factor or 1.0))
         local = max(1, experts // model.expert_model_parallel_size)
-        share = model.expert_tensor_parallel_size or self._tp
+        share = model.expert_tensor_size
         inner = max(1, model.expert_ffn_size // share)
         received = routed * (share if share > 1 else 1)
         layer = self._router(tokens)
@@ -551,7 +546,7 @@ class Decoder:
         exchange = device.collective(routed * model.hidden_size * 2e-6, model.expert_model_parallel_size)
         layer.forward += [*exchange, *exchange]
         layer.backward += [*exchange, *exchange]
-        gate = 2 if model.gated_linear_unit else 1
+        gate = model.gate_factor
         rows = max(1, received // local)
         for m, n, k in ((rows, gate * inner, model.hidden_size), (rows, model.hidden_size, inner)):
             layer.forward += self._grouped(local, m, n, k, accumulates=False)
@@ -595,7 +590,7 @@ class Decoder:
         each token's rows. Gradients of weights are products of their own, which are then added to those in fp32.
         """
         model, device, tokens = self._model, self._device, work.tokens
-        experts, inner, gate = model.num_experts or 1, model.expert_ffn_size, 2 if model.gated_linear_unit else 1
+        experts, inner, gate = model.num_experts or 1, model.expert_ffn_size, model.gate_factor
         rows = tokens * model.moe_router_topk
         layer, moved = self._router(tokens), rows * model.hidden_size * 2e-6
 

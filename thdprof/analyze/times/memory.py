@@ -37,14 +37,13 @@ from thdprof.analyze.buckets.saved_tensors import (
     pass_bytes,
     saved_bytes,
     split_around_router,
-    split_mtp_around_router,
 )
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Memory, Moment
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Parameters, Stage, stage_parameters, stages, state_bytes
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, Shapes, holds
-from thdprof.training import Model, TrainingSettings
+from thdprof.training import Model
 from thdprof.training.pipeline_slots import passes
 
 _AT_ONCE = 1 << 14
@@ -151,7 +150,7 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
     """What one layer saves for its backward, in the order in which it does; None for layers of other kinds."""
     if kind not in ("attention+mlp", "attention+moe"):
         return None
-    element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
+    element, hidden, ffn = model.element_bytes, model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
     heads, groups, adapter = model.num_attention_heads, model.query_groups, element * (model.lora_dim or 0)
     wide, copied = _wide(model), hidden if model.autocast else 0  # a cast of an input is of one linear layer alone
@@ -190,7 +189,7 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
         return saved
     return [
         Saved(module="input_layernorm", bytes_per_token=wide * hidden, is_input=True),
-        *(Saved(module=one.module, bytes_per_token=one.bytes_per_token, recomputed=True) for one in saved),
+        *(replace(one, recomputed=True) for one in saved),
     ]
 
 
@@ -212,13 +211,9 @@ def _grouped_experts(model: Model, element: int) -> list[tuple[str, float]]:
     ]
 
 
-def _element(model: Model) -> int:
-    return 4 if model.precision == "fp32" else 2
-
-
 def _wide(model: Model) -> int:
     """Bytes of an element of weights, and of hidden states between layers."""
-    return 4 if model.autocast else _element(model)
+    return 4 if model.autocast else model.element_bytes
 
 
 def cast_bytes(model: Model) -> int:
@@ -226,8 +221,8 @@ def cast_bytes(model: Model) -> int:
     if not model.autocast:
         return 0
     (stage,) = stages(model, pipeline_size=1, num_chunks=1)
-    parameters = stage_parameters(model, stage, model.vocab_size or 0)
-    return round(_element(model) * (parameters.dense - parameters.outside + parameters.experts))
+    parameters = stage_parameters(model, stage)
+    return round(model.element_bytes * (parameters.dense - parameters.outside + parameters.experts))
 
 
 LIBRARY_BYTES = 64 * 2**20
@@ -302,21 +297,14 @@ def _sum_held(
     """What a rank of `stage` holds in each moment, by the names of `Memory`."""
     assert model.vocab_size is not None
     settings, n_tokens, of_trainer = run.settings, run.n_tokens, run.settings.is_of_trainer
-    layers = _Layers(
-        model,
-        settings,
-        n_tokens,
-        layer_graphs=run.layer_graphs,
-        ends_at_router=run.ends_at_router,
-        expert_room=run.expert_room,
-    )
-    parameters = stage_parameters(model, stage, model.vocab_size)
+    layers = _Layers(run)
+    parameters = stage_parameters(model, stage)
     if of_trainer:
         state, adam = trainer_state_bytes(model, parameters)
         outside = trainer_loss_bytes(model, model.vocab_size, n_tokens)
     else:
-        data, context = settings.data_parallel_size, settings.context_parallel_size
-        state, adam = state_bytes(model, parameters, data_parallel_size=data, context_parallel_size=context)
+        ranks = settings.data_parallel_size * settings.context_parallel_size
+        state, adam = state_bytes(model, parameters, ranks)
         outside = _outside(model, stage, model.vocab_size, n_tokens)
     depths = [0] * len(stage.chunks)
     if stage.last and not of_trainer:
@@ -383,28 +371,19 @@ class _Replayed:
 
 
 class _Layers:
-    """Memory of micro-batches in the layers of one run, of which one context-parallel rank has `n_tokens` tokens.
+    """Memory of micro-batches in the layers of one run, whose model is known.
 
     Methods take the layers of model chunks that run one after another, and layers of multi-token prediction behind
     them (`depths`).
     """
 
-    def __init__(
-        self,
-        model: Model,
-        settings: TrainingSettings,
-        n_tokens: int,
-        *,
-        layer_graphs: bool,
-        ends_at_router: bool,
-        expert_room: float | None,
-    ) -> None:
+    def __init__(self, run: AnalyzedRun) -> None:
+        assert run.model is not None
+        self._run, self._model, self._settings, self._n_tokens = run, run.model, run.settings, run.n_tokens
         self._gathered = 0
-        if expert_room is not None:  # a layer's gathered hidden states, and sums for all of them
-            self._gathered = 2 * model.expert_model_parallel_size * hidden_bytes(model, n_tokens)
-            model = replace(model, moe_expert_capacity_factor=expert_room)  # as many rows as such experts have
-        self._model, self._settings, self._n_tokens = model, settings, n_tokens
-        self._layer_graphs, self._ends_at_router = layer_graphs, ends_at_router
+        if run.expert_room is not None:  # a layer's gathered hidden states, and sums for all of them
+            self._gathered = 2 * run.model.expert_model_parallel_size * hidden_bytes(run.model, run.n_tokens)
+            self._model = replace(run.model, moe_expert_capacity_factor=run.expert_room)  # of as many rows
 
     def pass_bytes(self, chunks: Sequence[Sequence[Kind]], depths: int, *, recompute: bool = True) -> int:
         """Memory of one eager micro-batch: what its layers save, and gradients in its backward."""
@@ -420,13 +399,12 @@ class _Layers:
             at_once = 1 if model.recompute_granularity is None else model.num_layers  # a graph casts anew in a backward
             in_pool = self.pass_bytes(chunks, depths) + cast_bytes(model) // at_once
             return _Replayed(in_pool=in_pool + self._grouped_gradient())
-        if not self._ends_at_router:
-            recompute = not self._layer_graphs
-            of_chunks = self.pass_bytes(chunks, 0, recompute=recompute) + self._grouped_gradient()
-            of_chunks += self._gathered
+        if not self._run.ends_at_router:
+            recompute = not self._run.layer_graphs
+            of_chunks = self.pass_bytes(chunks, 0, recompute=recompute) + self._grouped_gradient() + self._gathered
             return _Replayed(in_pool=of_chunks + depths * self.pass_bytes([], 1, recompute=recompute))
         parts = [split_around_router(model, kind) for chunk in chunks for kind in chunk]
-        predicted = split_mtp_around_router(model)
+        predicted = split_around_router(model, None)
         behind = [rest for _, rest in (*parts, *[predicted] * depths)]
         return _Replayed(
             in_pool=pass_bytes([graph for graph, _ in parts], n_tokens)
@@ -441,12 +419,12 @@ class _Layers:
         model = self._model
         if self._settings.experts != "dropless" or model.lora_dim is not None:
             return 0
-        gate = 2 if model.gated_linear_unit else 1
-        return _element(model) * (model.num_experts or 0) * gate * model.expert_ffn_size * model.hidden_size
+        elements = model.gate_factor * model.expert_ffn_size * model.hidden_size
+        return model.element_bytes * (model.num_experts or 0) * elements
 
     def watched_bytes(self, stage: Stage) -> int:
         """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""
-        model, part = self._model, self._ends_at_router
+        model, part = self._model, self._run.ends_at_router
         plain = replace(model, recompute_granularity=None)
         layers = [split_around_router(model, k)[0] if part else layer_tensors(plain, k) for k in {*stage.layers}]
         most = max((pass_bytes([layer], self._n_tokens) for layer in layers), default=0)
@@ -480,36 +458,14 @@ class _Layers:
         return [(made if number < first else kept)[kind] for number, kind in enumerate(chunk)]
 
 
-def slot_bytes(
-    model: Model,
-    settings: TrainingSettings,
-    n_tokens: int,
-    *,
-    layer_graphs: bool = False,
-    ends_at_router: bool = False,
-    expert_room: float | None = None,
-) -> int:
-    """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
-
-    Args:
-        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
-        ends_at_router: whether dropless experts run eagerly behind the graphs.
-        expert_room: as in `AnalyzedRun`.
-    """
+def slot_bytes(run: AnalyzedRun) -> int:
+    """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`)."""
+    settings, model = run.settings, run.model
+    assert model is not None
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
     depths = 0 if settings.is_of_trainer else model.mtp_num_layers
-    layers = _Layers(
-        model,
-        settings,
-        n_tokens,
-        layer_graphs=layer_graphs,
-        ends_at_router=ends_at_router,
-        expert_room=expert_room,
-    )
-    pools = layers.replayed(chunks, depths).in_pool
-    return pools + (1 + depths) * _GRAPH_WORKSPACE
+    return _Layers(run).replayed(chunks, depths).in_pool + (1 + depths) * _GRAPH_WORKSPACE
 
 
 def hidden_bytes(model: Model, n_tokens: int) -> int:
@@ -520,15 +476,11 @@ def hidden_bytes(model: Model, n_tokens: int) -> int:
 
 def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:
     """Memory outside the decoder: the embedding's output, logits and loss, those of multi-token prediction too."""
-    total = 0
     hidden = hidden_bytes(model, n_tokens)
+    if not stage.last:
+        return hidden * stage.first
     rows = vocab_size / model.tensor_model_parallel_size
-    if stage.first:
-        total += hidden
-    if stage.last:
-        logits = n_tokens * rows
-        gradient = 0 if model.lora_dim else rows * model.hidden_size * 2
-        kept = model.mtp_num_layers * _SAVED_LOGITS_BYTES * logits
-        total += round(max(_LOGITS_BYTES * logits, 2 * logits + gradient) + kept)
-        total += 2 * hidden
-    return total
+    logits = n_tokens * rows
+    gradient = 0 if model.lora_dim else rows * model.hidden_size * 2
+    kept = model.mtp_num_layers * _SAVED_LOGITS_BYTES * logits
+    return hidden * (2 + stage.first) + round(max(_LOGITS_BYTES * logits, 2 * logits + gradient) + kept)

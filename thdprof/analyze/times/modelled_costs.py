@@ -15,7 +15,7 @@ from pathlib import Path
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, round_documents
+from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, Work, round_documents
 from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.parameters import stage_parameters, stages
@@ -47,7 +47,7 @@ _SPREAD = 1.3
 (benchmarks/results/decoder-times.md)."""
 HOST_SCHEMA = "thdprof.host/1"
 _SECONDS = 60
-"""Longest time that the measurement may take."""
+"""Longest time that a command which is run may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,29 +61,33 @@ class HostRate:
     basis: str
     """The processors that the range is of."""
 
-    def launch_ms(self, time: DecoderTime) -> Range:
-        """The host's time for the launches of a micro-batch, in milliseconds."""
-        return self._launch_ms(time.launches, time.light_launches)
-
-    def _launch_ms(self, launches: float, light: float) -> Range:
-        return (launches + _LIGHT * light) * self.low_us / 1000, (launches + _LIGHT * light) * self.high_us / 1000
+    def launch_ms(self, time: DecoderTime, *, of_experts: bool = False) -> Range:
+        """The host's time for the launches of a micro-batch, or of its experts alone, in milliseconds."""
+        launches = time.launches + _LIGHT * time.light_launches
+        if of_experts:
+            launches = time.expert_launches + _LIGHT * time.expert_light_launches
+        return launches * self.low_us / 1000, launches * self.high_us / 1000
 
     def partly_replayed_ms(self, time: DecoderTime) -> tuple[float, float, float]:
         """Time of a micro-batch whose experts run eagerly between graphs: lowest, middle and highest, in milliseconds.
 
         The host launches the experts' kernels alone.
         """
-        low, high = self._launch_ms(time.expert_launches, time.expert_light_launches)
-        return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
+        gpu = time.gpu_ms
+        return _hide_shorter((gpu, gpu, gpu * _GAPS), self.launch_ms(time, of_experts=True))
 
     def eager_ms(self, time: DecoderTime, *, slower_kernels: float = 1.0) -> tuple[float, float, float]:
         """Eager time of a micro-batch, the larger of GPU time and launches: lowest, middle and highest, in
         milliseconds. `slower_kernels` is the factor by which eager kernels may take longer than those of `time`.
         """
-        low, high = self.launch_ms(time)
-        most = _GAPS * slower_kernels
-        middle = _larger(time.gpu_ms * most**0.5, math.sqrt(low * high))
-        return max(time.gpu_ms, low), middle, _larger(time.gpu_ms * most, high)
+        gpu, most = time.gpu_ms, _GAPS * slower_kernels
+        return _hide_shorter((gpu, gpu * most**0.5, gpu * most), self.launch_ms(time))
+
+
+def _hide_shorter(gpu_ms: tuple[float, float, float], launch_ms: Range) -> tuple[float, float, float]:
+    """The lowest, middle and highest time of work on the GPU and its launches, of which the longer hides the other."""
+    low, high = launch_ms
+    return max(gpu_ms[0], low), _larger(gpu_ms[1], math.sqrt(low * high)), _larger(gpu_ms[2], high)
 
 
 def _larger(gpu: float, host: float) -> float:
@@ -111,12 +115,18 @@ def measure_launch_us() -> float | None:
     """Microseconds in which this machine launches a kernel from torch; None where there is no GPU or no torch."""
     if not has_gpu() or importlib.util.find_spec("torch") is None:
         return None
-    command = [sys.executable, "-m", "thdprof.runtime.timing"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        return float(json.loads(done.stdout)["launch_us"])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return float(json.loads(_read_output(sys.executable, "-m", "thdprof.runtime.timing"))["launch_us"])
+    except (ValueError, KeyError, TypeError):
         return None
+
+
+def _read_output(*command: str) -> str:
+    """What the command prints; "" where it fails."""
+    try:
+        return subprocess.run([*command], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def load_host(path: Path) -> HostRate:
@@ -192,14 +202,15 @@ class ModelledTimes:
         return self._time(max_seqs, self._squared, replayed=replayed)
 
     def _time(self, max_seqs: int, squared: float, *, replayed: bool) -> DecoderTime:
-        cp, tokens = self.settings.context_parallel_size, self._run.n_tokens
-        return self.decoder.time(
-            tokens=tokens * cp,
-            squared=squared * (_FLASH_ATTENTION_2 if self.settings.is_of_trainer else 1.0),
+        of_trainer = self.settings.is_of_trainer
+        work = Work(
+            tokens=self._run.n_tokens,
+            squared=squared * (_FLASH_ATTENTION_2 if of_trainer else 1.0),
             max_seqs=max_seqs,
-            cp_size=cp,
-            grouped=self._grouped and (replayed or self.settings.is_of_trainer),
+            cp_size=self.settings.context_parallel_size,
+            grouped=self._grouped and (replayed or of_trainer),
         )
+        return self.decoder.time(work)
 
     def outside(self) -> Range:
         """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
@@ -240,7 +251,7 @@ class ModelledTimes:
         """The optimizer's step on one rank, in milliseconds; without a vocabulary over the layers' parameters alone."""
         model, settings = self.model, self.settings
         counts = [
-            stage_parameters(model, stage, model.vocab_size or 0)
+            stage_parameters(model, stage)
             for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
         ]
         sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
@@ -270,39 +281,25 @@ class ModelledTimes:
             outside_range_ms=outside,
             slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
-            slot_bytes=slot_bytes(
-                self.model,
-                self.settings,
-                tokens,
-                layer_graphs=self._run.layer_graphs,
-                ends_at_router=self._run.ends_at_router,
-                expert_room=self._run.expert_room,
-            ),
+            slot_bytes=slot_bytes(self._run),
         )
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
         time = self.at(max_seqs, replayed=True)
-        if self.replay_range(time) is None:
+        if not self.is_partly_replayed(time):
             return ReplayPoint(max_seqs=max_seqs, ms=self._with_mtp(time.replay_ms, time.gpu_ms))
         low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return ReplayPoint(max_seqs=max_seqs, ms=middle, range_ms=(low, high))
 
-    def replay_range(self, time: DecoderTime) -> Range | None:
-        """The range of a replay between whose graphs experts run eagerly; None where layers are captured whole."""
-        if not self._run.ends_at_router or time.expert_launches == 0:
-            return None
-        low, _, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
-        return low, high
-
-    def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
-        """Eager time of a micro-batch: lowest, middle and highest, in milliseconds, with what layers of multi-token
-        prediction take longer than on the GPU alone. Eager layers of transformers' own are never fused."""
-        eager = self.host.eager_ms(time, slower_kernels=self.slower_kernels)
-        low, middle, high = (self._with_mtp(ms, ms) for ms in eager)
-        return low, middle, high
+    def is_partly_replayed(self, time: DecoderTime) -> bool:
+        """Whether experts run eagerly between a replay's graphs; else layers are captured whole."""
+        return self._run.ends_at_router and time.expert_launches > 0
 
     def _eager_point(self, documents: int) -> EagerPoint:
-        low, middle, high = self.eager_ms(self.at(documents))
+        """Eager times, with what layers of multi-token prediction take longer than on the GPU alone. Eager layers of
+        transformers' own are never fused."""
+        eager = self.host.eager_ms(self.at(documents), slower_kernels=self.slower_kernels)
+        low, middle, high = (self._with_mtp(ms, ms) for ms in eager)
         return EagerPoint(n_seqs=documents, ms=middle, range_ms=(low, high))
 
 
@@ -390,9 +387,4 @@ def local_gpu() -> Gpu | None:
 @functools.cache
 def name_gpu() -> str:
     """The first GPU's name by nvidia-smi, on virtual machines whose driver describes none; "" where it fails."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.partition("\n")[0]
+    return _read_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]

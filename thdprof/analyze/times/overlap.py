@@ -35,6 +35,8 @@ from thdprof.analyze.times.parameters import (
     Matrix,
     Stage,
     count_joined_elements,
+    count_table_elements,
+    expert_ranks,
     list_trained_matrices,
     stage_parameters,
     stages,
@@ -216,8 +218,8 @@ def buckets_of(model: Model, stage: Stage, *, ranks: int, pipeline_size: int = 1
     found: list[list[Bucket]] = [[] for _ in range(len(stage.chunks[0]) + 2)]
     least = bucket_size(model, stage, ranks=ranks)
     placed = list(_registered(model, stage, pipeline_size))
-    tensor = model.tensor_model_parallel_size  # by Megatron's rule, other ranks then hold the same experts
-    apart = model.expert_model_parallel_size > 1 or (model.expert_tensor_parallel_size or tensor) != tensor
+    # by Megatron's rule, other ranks then hold the same experts
+    apart = model.expert_model_parallel_size > 1 or model.expert_tensor_size != model.tensor_model_parallel_size
     for of_experts in (False, True):
         own = [one for one in placed if (one.matrix.of_expert and apart) == of_experts]
         sharing = expert_ranks(model, ranks) if of_experts else ranks
@@ -245,31 +247,20 @@ def bucket_size(model: Model, stage: Stage, *, ranks: int) -> float:
     return model.ddp_bucket_size or max(_LEAST, _LEAST_A_RANK * ranks)
 
 
-def expert_ranks(model: Model, ranks: int) -> int:
-    """Ranks that hold the same experts, where `ranks` data- and context-parallel ones hold the same dense weights."""
-    tensor = model.tensor_model_parallel_size
-    of_expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
-    return max(1, ranks * tensor // of_expert)
-
-
 def _elements(model: Model, stage: Stage) -> float:
-    whole = stage_parameters(model, stage, model.vocab_size or 0)
     if model.lora_dim is not None:
+        whole = stage_parameters(model, stage)
         return whole.dense + whole.experts + (whole.adapters or 0)
     of_layers = sum(one.elements for kind in stage.layers for one in _of_layer(model, kind))
     after = sum(one.elements for one in _after_the_layers(model, stage))
-    return of_layers + after + (_table(model) if stage.first else 0)
-
-
-def _table(model: Model) -> float:
-    return (model.vocab_size or 0) * model.hidden_size / model.tensor_model_parallel_size
+    return of_layers + after + (count_table_elements(model) if stage.first else 0)
 
 
 def _registered(model: Model, stage: Stage, pipeline_size: int) -> Iterator[_Placed]:
     """The trained parameters of the stage's first chunk, in the order in which Megatron registers them."""
     layers, trained = stage.chunks[0], model.lora_dim is None
     tied = not model.untie_embeddings_and_output_weights
-    if trained and stage.first and (table := _table(model)):
+    if trained and stage.first and (table := count_table_elements(model)):
         alone = tied and pipeline_size > 1 and model.use_distributed_optimizer
         yield _Placed(matrix=Matrix(elements=table), place=_EMBEDDING, alone=alone)
     for place, kind in enumerate(layers, 1):
@@ -294,7 +285,7 @@ def _after_the_layers(model: Model, stage: Stage) -> Iterator[Matrix]:
     for _ in range(model.mtp_num_layers):
         yield Matrix(elements=count_joined_elements(model) + 3 * _norm(model, model.hidden_size))
         yield from _of_layer(model, layer_kinds(model)[-1])
-    if (model.untie_embeddings_and_output_weights or not stage.first) and (table := _table(model)):
+    if stage.has_output_weights(model) and (table := count_table_elements(model)):
         yield Matrix(elements=table)
 
 
@@ -315,8 +306,7 @@ def _small(model: Model, kind: Kind) -> float:
             elements += model.add_bias_linear * width / tensor
             elements += model.qk_layernorm * _norm(model, 2 * model.head_dim)
     if "mlp" in kind:
-        gated = 2 if model.gated_linear_unit else 1
-        elements += model.add_bias_linear * (gated * model.ffn_size / tensor + hidden)
+        elements += model.add_bias_linear * (model.gate_factor * model.ffn_size / tensor + hidden)
     return elements + (hidden * (model.num_experts or 1) if "moe" in kind else 0)
 
 
@@ -335,7 +325,7 @@ def _lay_out(
         return [(place, elements, elements * nbytes) for place, elements in _fill_buckets(model, own, least, ranks)]
 
     buckets = sized(quantized=True, nbytes=1.0)
-    others = sized(quantized=False, nbytes=4.0 if model.precision == "fp32" else 2.0)
+    others = sized(quantized=False, nbytes=model.element_bytes)
     if buckets and others:
         places, elements, sizes = zip(buckets.pop(), *others, strict=True)
         others = [(min(places), sum(elements), sum(sizes))]
@@ -407,19 +397,12 @@ def predict_overlap(
         return None
     if model is None or gpu is None or replay_ms is None or step_ms is None:
         return None
-    chunks = settings.virtual_pipeline_size or 1
-    stage = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0]
-    num_layers = len(stage.chunks[0])
-    buckets = buckets_of(model, stage, ranks=ranks, pipeline_size=settings.pipeline_parallel_size)
-    across_hosts = _across_hosts(model, ranks // model.num_distributed_optimizer_instances)
-    rate = gbps or data_parallel_gbps(gpu, across_hosts=across_hosts)
-    between = gbps or data_parallel_gbps(gpu, across_hosts=_across_hosts(model, ranks))
-    chunk = _Chunk(model, gpu, buckets, rate, between, pass_ms=replay_ms / chunks, interleaved=chunks > 1)
-    one, several = (chunk.waited_ms(num_layers, one_connection=alone) for alone in (True, False))
+    chunk = _Chunk(model, settings, gpu, replay_ms, gbps)
+    one, several = (chunk.waited_ms(chunk.num_layers, one_connection=alone) for alone in (True, False))
 
     def cut(per_graph: int | None) -> Overlap:
-        count = per_graph or num_layers
-        graphs = -(-num_layers // count)
+        count = per_graph or chunk.num_layers
+        graphs = -(-chunk.num_layers // count)
         return Overlap(
             layers_per_graph=per_graph,
             graphs=graphs,
@@ -428,55 +411,55 @@ def predict_overlap(
                 one - chunk.waited_ms(count, one_connection=True),
                 several - chunk.waited_ms(count, one_connection=False),
             ),
-            cost_ms=(graphs - 1) * GRAPH_MS * chunks * num_microbatches,
-            gbps=rate,
+            cost_ms=(graphs - 1) * GRAPH_MS * (settings.virtual_pipeline_size or 1) * num_microbatches,
+            gbps=chunk.gbps,
             gbps_given=gbps is not None,
-            across_hosts=across_hosts,
+            across_hosts=chunk.across_hosts,
         )
 
-    best, per_graph = cut(None), num_layers
+    best, per_graph = cut(None), chunk.num_layers
     while per_graph > 1:
         per_graph = -(-per_graph // 2)
         found = cut(per_graph)
-        if found.graphs > sum(map(len, buckets[1:-1])):
+        if found.graphs > chunk.num_buckets:
             break  # more graphs have nothing to communicate between them
         if found.expected_ms > max(best.expected_ms, WORTH * step_ms):
             best = found
     return best
 
 
-def _across_hosts(model: Model, ranks: int) -> bool:
-    return ranks * model.tensor_model_parallel_size > GPUS_A_HOST
-
-
 class _Chunk:
     """The first chunk of the first pipeline stage: its buckets, and its pass in one or several graphs."""
 
     def __init__(
-        self,
-        model: Model,
-        gpu: Gpu,
-        buckets: Sequence[Sequence[Bucket]],
-        gbps: float,
-        between_instances_gbps: float,
-        *,
-        pass_ms: float,
-        interleaved: bool,
+        self, model: Model, settings: TrainingSettings, gpu: Gpu, replay_ms: float, gbps: float | None
     ) -> None:
-        self._model, self._gpu, self._pass_ms, self._interleaved = model, gpu, pass_ms, interleaved
+        chunks, pipeline = settings.virtual_pipeline_size or 1, settings.pipeline_parallel_size
+        self._model, self._gpu, self._pass_ms, self._interleaved = model, gpu, replay_ms / chunks, chunks > 1
+        stage = stages(model, pipeline_size=pipeline, num_chunks=chunks)[0]
+        self.num_layers = len(stage.chunks[0])
+        ranks = settings.data_parallel_size * settings.context_parallel_size
+        instances = model.num_distributed_optimizer_instances
+        buckets = buckets_of(model, stage, ranks=ranks, pipeline_size=pipeline)
+        self.num_buckets = sum(map(len, buckets[1:-1]))
+        """Those of the layers."""
+        self.across_hosts, all_across = (
+            count * model.tensor_model_parallel_size > GPUS_A_HOST for count in (ranks // instances, ranks)
+        )
+        self.gbps = rate = gbps or data_parallel_gbps(gpu, across_hosts=self.across_hosts)
+        between = gbps or data_parallel_gbps(gpu, across_hosts=all_across)
         of_gradient = 4 if model.gradients_in_fp32 else 2
         times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
 
         def reduced(bucket: Bucket) -> Transfer:
             nbytes = bucket.elements * of_gradient
-            ms = data_parallel_ms(nbytes * times, bucket.ranks, gbps)
-            instances = model.num_distributed_optimizer_instances
-            ms += data_parallel_ms(2 * nbytes / bucket.ranks, instances, between_instances_gbps)
+            ms = data_parallel_ms(nbytes * times, bucket.ranks, rate)
+            ms += data_parallel_ms(2 * nbytes / bucket.ranks, instances, between)
             return Transfer(ms=ms, nbytes=nbytes, scaled=bucket.scaled)
 
         def gathered(bucket: Bucket) -> Transfer:
             nbytes = bucket.gathered_bytes
-            return Transfer(ms=data_parallel_ms(nbytes, bucket.ranks, gbps), nbytes=nbytes)
+            return Transfer(ms=data_parallel_ms(nbytes, bucket.ranks, rate), nbytes=nbytes)
 
         reduces, gathers = model.overlap_grad_reduce, model.overlap_param_gather
         self._reduced = [[reduced(bucket) for bucket in part if reduces] for part in buckets]

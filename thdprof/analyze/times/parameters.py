@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from thdprof.analyze.buckets.saved_tensors import Kind, layer_kinds
 from thdprof.training import Model
@@ -44,6 +45,10 @@ class Stage:
         """The layers of all chunks."""
         return [kind for chunk in self.chunks for kind in chunk]
 
+    def has_output_weights(self, model: Model) -> bool:
+        """Whether it has weights of an output layer beside an embedding's."""
+        return self.last and (model.untie_embeddings_and_output_weights or not self.first)
+
 
 def stages(model: Model, *, pipeline_size: int, num_chunks: int) -> list[Stage]:
     """The layers of every pipeline rank: chunk c of rank r is part c * pipeline_size + r of the model.
@@ -64,47 +69,49 @@ def stages(model: Model, *, pipeline_size: int, num_chunks: int) -> list[Stage]:
     ]
 
 
-def stage_parameters(model: Model, stage: Stage, vocab_size: int) -> Parameters:
+def count_table_elements(model: Model) -> float:
+    """Elements of an embedding or an output layer on one rank; 0 without a vocabulary."""
+    return (model.vocab_size or 0) * model.hidden_size / model.tensor_model_parallel_size
+
+
+def stage_parameters(model: Model, stage: Stage) -> Parameters:
     """Parameters of one rank of `stage`; biases, which are few, are left out."""
     counts = [_of_layer(model, kind) for kind in stage.layers]
     dense, experts = (sum(count[place] for count in counts) for place in (0, 1))
-    table = vocab_size * model.hidden_size / model.tensor_model_parallel_size
-    own_output = stage.last and (model.untie_embeddings_and_output_weights or not stage.first)
-    outside = table * (stage.first + own_output)
+    outside = count_table_elements(model) * (stage.first + stage.has_output_weights(model))
     if stage.last and model.mtp_num_layers:
         last = _of_layer(model, layer_kinds(model)[-1])
         dense += model.mtp_num_layers * (last[0] + count_joined_elements(model))
         experts += model.mtp_num_layers * last[1]
-    largest = max((count[2] for count in counts), default=0.0)
-    if model.lora_dim is None:
-        return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest)
-    adapted = [[width * model.lora_dim for width in list_adapted_widths(model, kind)] for kind in stage.layers]
-    return Parameters(
-        dense=dense + outside,
-        experts=experts,
-        outside=outside,
-        largest=max((count for counts in adapted for count in counts), default=0.0),
-        adapters=sum(sum(counts) for counts in adapted),
-    )
+    largest, adapters = max((count[2] for count in counts), default=0.0), None
+    if model.lora_dim is not None:
+        trained = [[one.elements for one in list_trained_matrices(model, kind)] for kind in stage.layers]
+        largest, adapters = (
+            max((elements for layer in trained for elements in layer), default=0.0),
+            sum(map(sum, trained)),
+        )
+    return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest, adapters=adapters)
 
 
-def state_bytes(
-    model: Model, parameters: Parameters, *, data_parallel_size: int, context_parallel_size: int
-) -> tuple[float, float]:
+def expert_ranks(model: Model, ranks: int) -> int:
+    """Ranks that hold the same experts, where `ranks` data- and context-parallel ones hold the same dense weights."""
+    of_expert = model.expert_model_parallel_size * model.expert_tensor_size
+    return max(1, ranks * model.tensor_model_parallel_size // of_expert)
+
+
+def state_bytes(model: Model, parameters: Parameters, ranks: int) -> tuple[float, float]:
     """Bytes of weights, gradients and optimizer state, and of the part that the optimizer's first step adds.
 
     Weights are in `precision`, gradients in float32 (with fp16 in fp16, and copied; likewise in bf16 with
     --grad-reduce-in-bf16), beside them float32 weights and the two moments of Adam, which the optimizer makes in its
     first step. A distributed optimizer shares the last three among the ranks that hold the same weights. FP8 keeps each
     linear layer's weights twice more, in one byte each.
+
+    Args:
+        ranks: data- and context-parallel ranks, which hold the same dense weights.
     """
-    shares = data_parallel_size * context_parallel_size
-    tensor = model.tensor_model_parallel_size
-    of_expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
-    expert_shares = max(1.0, shares * tensor / of_expert)
-    if not model.use_distributed_optimizer:
-        shares, expert_shares = 1, 1.0
-    weight = 4 if model.precision == "fp32" else 2
+    shares, expert_shares = (ranks, expert_ranks(model, ranks)) if model.use_distributed_optimizer else (1, 1)
+    weight = model.element_bytes
     gradient = 4 if model.gradients_in_fp32 else 2
     master = 0 if model.precision == "fp32" else 4 if model.gradients_in_fp32 else 8
     kept: Sequence[tuple[float, float]] = ((parameters.dense, shares), (parameters.experts, expert_shares))
@@ -118,28 +125,57 @@ def state_bytes(
     return rest + moments, moments
 
 
+class _Linear(NamedTuple):
+    """A linear layer, whole, or one of each of this rank's experts."""
+
+    inputs: int
+    outputs: int
+    name: str = ""
+    """The name by which adapters choose it; empty: it never has one."""
+    shared: bool = True
+    """Whether tensor-parallel ranks share it."""
+    of_experts: bool = False
+
+
+def _list_linear_layers(model: Model, kind: Kind) -> Iterator[_Linear]:
+    """The linear layers of one layer, in the order in which Megatron registers them: an attention's output projection
+    comes first. The convolution of a Mamba layer is taken as one.
+    """
+    hidden, gated, heads = model.hidden_size, model.gate_factor, model.num_attention_heads
+    if "attention" in kind and model.multi_latent_attention:
+        latent, positions = model.kv_lora_rank, model.qk_pos_emb_head_dim
+        yield _Linear(heads * model.v_head_dim, hidden, "linear_proj")
+        if model.q_lora_rank:
+            yield _Linear(hidden, model.q_lora_rank, shared=False)
+        yield _Linear(model.q_lora_rank or hidden, heads * (model.qk_head_dim + positions), "linear_q_up_proj")
+        yield _Linear(hidden, latent + positions, shared=False)
+        yield _Linear(latent, heads * (model.qk_head_dim + model.v_head_dim), "linear_kv_up_proj")
+    elif "attention" in kind:
+        yield _Linear(heads * model.head_dim, hidden, "linear_proj")
+        yield _Linear(hidden, (heads + 2 * model.query_groups) * model.head_dim, "linear_qkv")
+    if "mlp" in kind:
+        yield _Linear(hidden, gated * model.ffn_size, "linear_fc1")
+        yield _Linear(model.ffn_size, hidden, "linear_fc2")
+    if kind == "mamba":
+        inner = model.mamba_heads * model.mamba_head_dim
+        states = 2 * model.mamba_num_groups * model.mamba_state_dim
+        yield _Linear(hidden, 2 * inner + states + model.mamba_heads)
+        yield _Linear(inner, hidden)
+        yield _Linear(inner + states, _CONVOLUTION)
+    if "moe" in kind:
+        yield _Linear(hidden, gated * model.expert_ffn_size, "linear_fc1", of_experts=True)
+        yield _Linear(model.expert_ffn_size, hidden, "linear_fc2", of_experts=True)
+        if width := model.moe_shared_expert_intermediate_size:
+            yield _Linear(hidden, gated * width)
+            yield _Linear(width, hidden)
+
+
 def list_adapted_widths(model: Model, kind: Kind) -> list[float]:
     """For every linear layer of one layer that has an adapter, the width of its input and its output together, on one
     rank. Experts share one adapter for each of their two linear layers.
     """
-    hidden, gated = model.hidden_size, 2 if model.gated_linear_unit else 1
-    widths: dict[str, float] = {}
-    if "attention" in kind:
-        heads = model.num_attention_heads
-        if model.multi_latent_attention:
-            queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-            values = heads * model.v_head_dim
-            widths["linear_proj"] = values + hidden
-            widths["linear_q_up_proj"] = (model.q_lora_rank or hidden) + queries
-            widths["linear_kv_up_proj"] = model.kv_lora_rank + heads * model.qk_head_dim + values
-        else:
-            queries, keys = heads * model.head_dim, model.query_groups * model.head_dim
-            widths |= {"linear_proj": queries + hidden, "linear_qkv": hidden + queries + 2 * keys}
-    ffn = model.ffn_size if "mlp" in kind else model.expert_ffn_size if "moe" in kind else 0
-    if ffn:
-        widths |= {"linear_fc1": hidden + gated * ffn, "linear_fc2": ffn + hidden}
-    tensor = model.tensor_model_parallel_size
-    return [width / tensor for name, width in widths.items() if name in model.lora_target_modules]
+    tensor, names = model.tensor_model_parallel_size, model.lora_target_modules
+    return [(one.inputs + one.outputs) / tensor for one in _list_linear_layers(model, kind) if one.name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,43 +189,16 @@ class Matrix:
 
 
 def _layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
-    """The large parameters of one layer on one rank, in the order in which Megatron registers them: an attention's
-    output projection comes first, and all experts' first products come before their second ones.
+    """The large parameters of one layer on one rank, in the order in which Megatron registers them: all experts' first
+    products come before their second ones.
 
     Norms, biases and the router are left out.
     """
-    hidden, tensor = model.hidden_size, model.tensor_model_parallel_size
-    gated = 2 if model.gated_linear_unit else 1
     found: list[Matrix] = []
-
-    def split(*sizes: float) -> None:
-        found.extend(Matrix(elements=elements / tensor) for elements in sizes if elements)
-
-    def whole(*sizes: float) -> None:
-        found.extend(Matrix(elements=elements) for elements in sizes if elements)
-
-    heads = model.num_attention_heads
-    if "attention" in kind and model.multi_latent_attention:
-        split(heads * model.v_head_dim * hidden)
-        whole(hidden * (model.q_lora_rank or 0))
-        split((model.q_lora_rank or hidden) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim))
-        whole(hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim))
-        split(model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim))
-    elif "attention" in kind:
-        split(heads * model.head_dim * hidden, hidden * (heads + 2 * model.query_groups) * model.head_dim)
-    if "mlp" in kind:
-        split(hidden * model.ffn_size * gated, hidden * model.ffn_size)
-    if kind == "mamba":
-        mixer = model.mamba_num_heads or 2 * hidden // model.mamba_head_dim
-        inner = mixer * model.mamba_head_dim
-        states = 2 * model.mamba_num_groups * model.mamba_state_dim
-        split(hidden * (2 * inner + states + mixer), inner * hidden, (inner + states) * _CONVOLUTION)
-    if "moe" in kind:
-        one = hidden * model.expert_ffn_size / (model.expert_tensor_parallel_size or tensor)
-        own = (model.num_experts or 1) // model.expert_model_parallel_size
-        found += [Matrix(elements=elements, of_expert=True) for elements in (gated * one, one) for _ in range(own)]
-        shared = model.moe_shared_expert_intermediate_size or 0
-        split(hidden * shared * gated, hidden * shared)
+    for one in _list_linear_layers(model, kind):
+        ranks = model.expert_tensor_size if one.of_experts else model.tensor_model_parallel_size if one.shared else 1
+        count = (model.num_experts or 1) // model.expert_model_parallel_size if one.of_experts else 1
+        found += [Matrix(elements=one.inputs * one.outputs / ranks, of_expert=one.of_experts)] * count
     return found
 
 

@@ -177,10 +177,8 @@ class Bank:
                 generators=self._generators,
                 pool=slot.pool,
                 stream=self._stream,
-                extra_state=around.extra_state,
+                options=options,
                 offload=offload,
-                cuts=options.cuts,
-                repeats=around.repeats,
             )
         return slot.passes[bucket].pool_bytes
 

@@ -26,7 +26,8 @@ from thdprof.offload.plan import OffloadPlan
 from thdprof.runtime.graphs.failed_captures import WarmupError, undone_if_failed
 from thdprof.runtime.graphs.module_state import GradientBuffers, aliased_parameters, spare_main_grads, unchanged_state
 from thdprof.runtime.offload import PassOffload
-from thdprof.runtime.random_states import PassStates, RedrawnState, Repeats
+from thdprof.runtime.options import GraphOptions
+from thdprof.runtime.random_states import PassStates, RedrawnState
 
 
 class Graphs:
@@ -200,10 +201,8 @@ def capture_pass(
     generators: Sequence[torch.Generator],
     pool: Any,
     stream: torch.cuda.Stream,
-    extra_state: Callable[[], Sequence[torch.Tensor]] = tuple,
+    options: GraphOptions,
     offload: PassOffload | None = None,
-    cuts: Sequence[nn.Module] = (),
-    repeats: Repeats | None = None,
 ) -> CapturedPass:
     """Warm up and capture one forward and one backward of `call()`, which runs `module` on static inputs.
 
@@ -215,8 +214,6 @@ def capture_pass(
         pool: handle of the memory pool to capture into.
         stream: side stream for warm-up and capture.
         offload: moves activations to the host, over `stream`; None: all stay on the device.
-        extra_state, repeats: as in `Surroundings`.
-        cuts: as in `GraphOptions`.
 
     An error leaves the current stream, the allocator and the generators as they were before.
 
@@ -226,9 +223,10 @@ def capture_pass(
         RuntimeError: the module did something that a capture does not allow.
     """
     _refuse_hooks(gradients.parameters)
+    cuts, repeats = options.cuts, options.surroundings.repeats
     with (
         aliased_parameters(module) as aliases,
-        unchanged_state(module, generators, extra_state),
+        unchanged_state(module, generators, options.surroundings.extra_state),
         _without_leftovers(inputs),
         undone_if_failed(stream.device, generators),
         nullcontext(PassStates(generators)) if repeats is None else repeats.of_pass(generators) as parts,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
+from thdprof.plan import Plan
 from thdprof.runtime import teardown
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.bank import Bank
@@ -23,9 +24,6 @@ from thdprof.runtime.graphs.watch.watch import Watch, Watched, make_watch
 from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.runtime.stats import Prediction
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -164,14 +164,14 @@ def states_of(device: torch.device, generators: Sequence[torch.Generator]) -> li
 class _Gradient:
     """A parameter's gradients as they are now: `.grad`, `main_grad`, and what kernels note of them."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
         self._tensors = {name: getattr(parameter, name, None) for name in ("grad", "main_grad")}
         self._values = {name: None if t is None else t.detach().clone() for name, t in self._tensors.items()}
         self._added: Any = getattr(parameter, "grad_added_to_main_grad", None)
         self._hooks: Any = parameter._post_accumulate_grad_hooks
         if self._hooks:
-            self._set_hooks(None)
+            parameter._post_accumulate_grad_hooks = None
 
     def put_back(self) -> None:
         parameter = self._parameter
@@ -184,12 +184,9 @@ class _Gradient:
         if self._tensors["grad"] is None:
             parameter.grad = None
         if self._added is not None:
-            parameter.grad_added_to_main_grad = self._added  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = self._added
         if self._hooks:
-            self._set_hooks(self._hooks)
-
-    def _set_hooks(self, hooks: Any) -> None:
-        self._parameter._post_accumulate_grad_hooks = hooks
+            parameter._post_accumulate_grad_hooks = self._hooks
 
 
 @contextmanager
@@ -564,16 +561,20 @@ def spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
         alias.main_grad = spare  # type: ignore[attr-defined]
 
 
-class _NoGradient(torch.autograd.Function):
-    """A function that returns no gradient to its second input."""
+class NoGradient(torch.autograd.Function):
+    """A function of `x` that returns no gradient to its second input, and calls `note` in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
+        """A copy of `x`."""
+        ctx.note = note
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient of `x` alone."""
+        ctx.note()
+        return grad, None, None
 
 
 @cache
@@ -582,5 +583,5 @@ def _fires_without_gradient() -> bool:
     fired: list[torch.Tensor] = []
     parameter, x = nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
     parameter.register_post_accumulate_grad_hook(fired.append)
-    _NoGradient.apply(x, parameter).backward()
+    NoGradient.apply(x, parameter, lambda: None).backward()
     return bool(fired)

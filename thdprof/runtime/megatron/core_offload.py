@@ -43,7 +43,7 @@ from thdprof.runtime.megatron.layer_offload import (
     freed_bytes,
     number_groups,
 )
-from thdprof.runtime.megatron.replacing import replaced
+from thdprof.runtime.replacing import replaced
 
 Copies = list[tuple[torch.Size, torch.dtype]]
 """Shape and dtype of every tensor that a group copies to the host."""

@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from thdprof.dispatch import Bucket
@@ -35,8 +37,6 @@ class PackedDecoder(nn.Module):
 
     def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
         """Hidden states after the decoder's layers, of dtype and device of `x`: [tokens of this rank, hidden size]."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         rope = {} if self._table is None else {"rotary_pos_emb": self._table(x.shape[0] * self._shards)}
         hidden = x[:, None]
         with input_given(self.block, hidden):
@@ -74,8 +74,6 @@ def measure_decoder(
         VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
         RuntimeError: a bucket could not be captured.
     """
-    from megatron.core import parallel_state
-
     versions.check()
     model = parts.unwrap_model(model_chunk)
     if "forward" in vars(model.decoder):

@@ -9,14 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
 from thdprof.runtime.megatron import grouped_experts, recompute, rotary
 from thdprof.runtime.megatron.gathered_experts import Room
 from thdprof.runtime.megatron.quantized import find_quantization
-from thdprof.runtime.megatron.replacing import Shared, replaced
 from thdprof.runtime.options import Surroundings
+from thdprof.runtime.replacing import replaced, shared
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _COUNTS = frozenset(("local_tokens_per_expert",))
@@ -28,9 +30,7 @@ capture, but all of them have equal counts, so that the bias stays where it is."
 
 def generators() -> tuple[torch.Generator, ...]:
     """The CUDA generators of Megatron's RNG tracker now; loading a checkpoint replaces them."""
-    from megatron.core.tensor_parallel.random import get_all_rng_states
-
-    return tuple(get_all_rng_states().values())
+    return tuple(tensor_parallel.random.get_all_rng_states().values())
 
 
 def prepare_experts(config: Any, device: torch.device) -> None:
@@ -140,23 +140,17 @@ def without_gathering(module: nn.Module) -> Iterator[None]:
             of_part.update(own)
 
 
+@shared
 def room_for_compiled_captures() -> AbstractContextManager[None]:
     """A context in which torch compiles twice as many variants of a function as it does otherwise. Several may overlap.
 
     A capture's static inputs are other variants than those of eager micro-batches, of which recompute and FP8 make
     several already. Past its limit torch runs a function as it is, where dropout draws other masks.
     """
-    return _ROOM.owned()
-
-
-def _twice_as_many_variants() -> AbstractContextManager[None]:
     from torch._dynamo import config
 
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # until torch 2.6
     return replaced(config, name, 2 * getattr(config, name))
-
-
-_ROOM = Shared(_twice_as_many_variants)
 
 
 def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
@@ -174,8 +168,6 @@ def expert_metrics() -> Sequence[torch.Tensor]:
 @contextmanager
 def marked_as_capturing() -> Iterator[None]:
     """Make megatron-core believe, inside the block, that a graph is being captured."""
-    from megatron.core.transformer import cuda_graphs
-
     already = cuda_graphs.is_graph_capturing()
     cuda_graphs._set_capture_start()
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from thdprof.runtime.megatron.grouped_experts import LocalDispatcher, Rows, combine, spread
+from thdprof.runtime.megatron.grouped_experts import LocalDispatcher, Rows, move_hidden
 
 
 class Room:
@@ -197,10 +197,10 @@ class GatheringDispatcher(LocalDispatcher):
         self._rows = bounded
         by_expert = all_probs[:, self._local].T
         places = (by_expert.flip(0) if reverse else by_expert).reshape(-1)
-        return spread(everyones, bounded), _SpreadProbabilities.apply(places, bounded)
+        return move_hidden(everyones, bounded, to_rows=True), _SpreadProbabilities.apply(places, bounded)
 
     def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of this rank's tokens, of the shape that they had, from those of the rows of all ranks."""
         rows, self._rows = self._rows, None
-        sums: torch.Tensor = _AddUp.apply(combine(hidden, rows), self._group)
+        sums: torch.Tensor = _AddUp.apply(move_hidden(hidden, rows, to_rows=False), self._group)
         return sums[: self._num_tokens].view(self._shape)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes
+from thdprof.runtime.replacing import attributes
 
 logger = logging.getLogger(__name__)
 
@@ -96,44 +96,28 @@ class Rows:
         return hidden.index_select(0, self.token_rows.reshape(-1)).view(*self.token_rows.shape, -1).sum(dim=1)
 
 
-class _Spread(torch.autograd.Function):
-    """Hidden states of the rows, of those of the tokens."""
+class _Between(torch.autograd.Function):
+    """Hidden states of the rows, of those of the tokens (`to_rows`), or the other way round. A backward goes back."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return hidden.index_select(0, rows.tokens)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.rows.sum_up(grad), None
-
-
-class _Combine(torch.autograd.Function):
-    """Hidden states of the tokens: the sum of those of their rows, always in the same order."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.sum_up(hidden)
+    def forward(ctx: Any, hidden: torch.Tensor, rows: Rows, to_rows: bool) -> torch.Tensor:
+        ctx.rows, ctx.to_rows = rows, to_rows
+        return _spread_tokens(hidden, rows) if to_rows else rows.sum_up(hidden)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.index_select(0, ctx.rows.tokens), None
+        return ctx.rows.sum_up(grad) if ctx.to_rows else _spread_tokens(grad, ctx.rows), None, None
 
 
-def spread(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Hidden states of the rows, of those of the tokens."""
-    found: torch.Tensor = _Spread.apply(hidden, rows)
-    return found
+def move_hidden(hidden: torch.Tensor, rows: Rows | None, *, to_rows: bool) -> torch.Tensor:
+    """Hidden states of the rows, of those of the tokens (`to_rows`), or the other way round."""
+    moved: torch.Tensor = _Between.apply(hidden, rows, to_rows)
+    return moved
 
 
-def combine(hidden: torch.Tensor, rows: Rows | None) -> torch.Tensor:
-    """Hidden states of the tokens, of those of their rows."""
-    found: torch.Tensor = _Combine.apply(hidden, rows)
-    return found
+def _spread_tokens(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return hidden.index_select(0, rows.tokens)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -220,9 +204,8 @@ class LocalDispatcher:
         reverse = self._is_reversed()
         self._shape, self._rows = hidden.shape, Rows(routing_map, self._top_k, reverse=reverse)
         by_expert = probs.T.flip(0) if reverse else probs.T
-        return spread(hidden.reshape(-1, hidden.shape[-1]), self._rows), by_expert.reshape(-1).index_select(
-            0, self._rows.places
-        )
+        spread = move_hidden(hidden.reshape(-1, hidden.shape[-1]), self._rows, to_rows=True)
+        return spread, by_expert.reshape(-1).index_select(0, self._rows.places)
 
     def _is_reversed(self) -> bool:
         """Whether the weights lie in memory with the last expert's first."""
@@ -252,7 +235,7 @@ class LocalDispatcher:
     def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of the tokens, of the shape that they had, from those of the rows."""
         rows, self._rows = self._rows, None  # whose memory may be a graph's
-        return combine(hidden, rows).view(self._shape)
+        return move_hidden(hidden, rows, to_rows=False).view(self._shape)
 
 
 class ReplayedCounts:

@@ -8,17 +8,19 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.megatron_limits.run import find_experts
+from thdprof.plan import Plan
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
-from thdprof.runtime.isolation.result import Isolation, Mode
-from thdprof.runtime.isolation.verify import Settings, Subject, verify
+from thdprof.runtime.isolation import Isolation, Mode, Settings, Subject, verify
 from thdprof.runtime.megatron import (
     decoder_surroundings,
     grouped_experts,
@@ -47,11 +49,6 @@ from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings, warn_of_unread_fields
 from thdprof.runtime.padding import PackedSequence
 from thdprof.runtime.stats import Prediction, Stats
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from thdprof.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +164,6 @@ def _make_room(plan: Plan, config: Any, model: nn.Module) -> Room | None:
 
 def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:
     """Warn of settings that have another effect under the plan than the user may expect."""
-    from megatron.core import parallel_state
-
     graphs = plan.graphs
     if graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
@@ -201,8 +196,6 @@ def _prepare(
     room: Room | None,
 ) -> Installation:
     """The decoders of this rank and what will run each of them; nothing is changed yet."""
-    from megatron.core import parallel_state
-
     dynamic, rank = is_dynamic(plan), parallel_state.get_pipeline_model_parallel_rank()
     peers = peers_of(config, plan, timeout)
     decisions = Decisions(len(models), enabled=debug, across_context=not dynamic, peers=peers)
@@ -259,9 +252,6 @@ def runner_of(
     `common` are arguments of every kind of DispatchedModule, and `wrapper` reduces the model chunk's gradients
     (megatron-core's DistributedDataParallel). `room` is that of experts which several ranks share. Graphs that Megatron
     replays (local) are not verified.
-
-    Raises:
-        SettingsError: `graphs.impl` is not known.
     """
     graphs = plan.graphs
     if not (replay and decoder.layers):
@@ -294,16 +284,14 @@ def runner_of(
             offload=_layer_offloading(decoder, plan, config),
             **common,
         )
-    if graphs.impl in ("chunk", "none"):
-        return (chunk.SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
-            decoder,
-            plan.captured,
-            num_slots=slots,
-            layers_per_graph=None if isinstance(decoder, PredictionLayer) else graphs.layers_per_graph,
-            offload=offload_of(plan),
-            **common,
-        )
-    raise refusals.SettingsError(f"graphs.impl is {graphs.impl}: set it to chunk, local, transformer_engine or none")
+    return (chunk.SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
+        decoder,
+        plan.captured,
+        num_slots=slots,
+        layers_per_graph=None if isinstance(decoder, PredictionLayer) else graphs.layers_per_graph,
+        offload=offload_of(plan),
+        **common,
+    )
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> layer_offload.Offloading | None:
@@ -363,16 +351,12 @@ class Installation:
 
     def _attach(self, models: Sequence[Any], plan: Plan, config: Any) -> None:
         """Lead the micro-batches of this rank's `models` to the graphs of `plan`."""
-        cp_size, shards, tail = (
-            config.context_parallel_size,
-            refusals.count_token_shards(config),
-            plan.graphs.tail_policy,
-        )
+        cp_size = config.context_parallel_size
         groups = [packed_seq_params.groups_of(plan, decoder.block) for decoder in self._decoders]
         for decoder, run, own in zip(self._decoders, self._runs, groups, strict=True):
-            decoder.attach(run, cp_size=cp_size, shards=shards, tail=tail, groups=own)
+            decoder.attach(run, cp_size=cp_size, groups=own)
         for layer, run in self._predicting:
-            layer.attach(run, cp_size=cp_size, shards=shards, tail=tail)
+            layer.attach(run, cp_size=cp_size)
         for plans in self._plans:
             plans.attach()
         for run in self._all_runs():
@@ -468,13 +452,11 @@ class Installation:
             ValueError: the model runs over several ranks besides pipeline and data parallelism; or there is nothing to
                 compare, as `thdprof.runtime.verify_isolation` says.
         """
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
         decoder, run = self._decoders[chunk], self._runs[chunk]
         _refuse_for_isolation(getattr(decoder.block, "config", None))
         if getattr(params, "local_cp_size", None) not in (None, 1):
             raise ValueError(f"local_cp_size {params.local_cp_size}: verify a micro-batch that is on one rank")
-        packed = packed_seq_params.read(params, cp_size=1, tail=run.tail_policy)
+        packed = packed_seq_params.read(params, cp_size=1, tail=run.options.tail_policy)
         if packed.host is None:
             raise TypeError(
                 "the boundaries are only on the device: make the metadata with "
@@ -484,7 +466,7 @@ class Installation:
         def call(tensors: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
             return decoder.call_block(tensors[0], _written(metadata, params, hidden_states.device))
 
-        tracker = get_cuda_rng_tracker()
+        tracker = tensor_parallel.random.get_cuda_rng_tracker()
         states = tracker.get_states() if tracker.is_initialized() else {}
         saved = {name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in states.items()}
         has_tensors = any(isinstance(state, torch.Tensor) for state in saved.values())
@@ -497,9 +479,7 @@ class Installation:
             random_states=[lambda: tracker.set_states(dict(saved))] if has_tensors else (),
             extra_state=decoder_surroundings.expert_metrics,
         )
-        settings = Settings(
-            modes=modes, gradients=gradients, tolerance=tolerance, seed=seed, token_dim=0, output_token_dim=0
-        )
+        settings = Settings(modes, token_dim=0, gradients=gradients, tolerance=tolerance, seed=seed)
         return verify(subject, packed, [hidden_states], settings)
 
     def recapture(self) -> None:
@@ -568,27 +548,16 @@ def _global_rank() -> int:
 
 def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device) -> PackedSeqParams:
     """`like` with the boundaries of `packed`, which stay on the host, too."""
-    assert packed.host is not None  # `verify` gives what `read` and `MicroBatch.padded` have made
-    if packed.cu_seqlens.data_ptr() == like.cu_seqlens_q.data_ptr():
-        return like
-    padded = packed.cu_seqlens_padded
-    made = packed_seq_params.packed_seq_params(
-        packed.host,
-        cu_seqlens_padded=packed.host_padded if padded is not None else None,
-        max_seqlen=packed.max_seqlen,
-        pad_between_seqs=like.pad_between_seqs,
-        local_cp_size=like.local_cp_size,
-        device=device,
-    )
-    made.qkv_format = like.qkv_format
-    made.tokens_per_sample = like.tokens_per_sample
-    return made
+    assert packed.host is not None  # `verify` gives what `read` and `MicroBatch` have made
+    valid, padded = packed.cu_seqlens.to(device), packed.cu_seqlens_padded
+    padded = None if padded is None else padded.to(device)
+    params = packed_seq_params.write(replace(packed, cu_seqlens=valid, cu_seqlens_padded=padded), like)
+    packed_seq_params.attach_host(params, packed.host, packed.host_padded)
+    return params
 
 
 def _refuse_for_isolation(config: Any) -> None:
     """Raise ValueError where passes need other ranks, or documents share scaling factors by design."""
-    from megatron.core import parallel_state
-
     sizes = {name: getattr(config, name, 1) or 1 for name in refusals.COMMUNICATING}
     large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if large:

@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
+from thdprof.plan import Plan
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.refusals import is_dynamic
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from thdprof.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

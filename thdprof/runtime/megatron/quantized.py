@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.options import Surroundings
+from thdprof.runtime.replacing import replaced
 
 _FP8_ROUNDING = 0.125
 """Distance from 1 to the next number in E4M3; numbers in FP4 lie further apart, and those in E5M2."""
@@ -36,13 +36,9 @@ class Scales:
         self.kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         """The states that graphs read and write."""
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Scaling factors and histories, those of the forward before those of the backward."""
-        return [tensor for key in (FORWARD, BACKWARD) for pair in self._pairs(key) for tensor in pair[2:]]
-
-    def of_backward(self) -> list[torch.Tensor]:
-        """Scaling factors and histories of tensors that a backward quantizes."""
-        return [tensor for pair in self._pairs(BACKWARD) for tensor in pair[2:]]
+    def tensors(self, *keys: str) -> list[torch.Tensor]:
+        """Scaling factors and histories of these keys; without a key, those of the forward before the backward's."""
+        return [tensor for key in keys or (FORWARD, BACKWARD) for pair in self._pairs(key) for tensor in pair[2:]]
 
     def _pairs(self, key: str) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
         found = []
@@ -334,7 +330,7 @@ class Quantization:
             before_forward=self.before_forward,
             after_forward=self._updates.after_forward,
             after_backward=self._updates.after_backward,
-            backward_state=self._scales.of_backward,
+            backward_state=partial(self._scales.tensors, BACKWARD),
             repeating=self.repeating,
             changed=self.changed,
             forget=self.forget,

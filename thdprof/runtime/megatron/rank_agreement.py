@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import distributed
 
 from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.plan import Plan
 from thdprof.runtime.agreement import alone
 from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks, experts_communicate, shared_by
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
-
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others of its group, where the trainer gives no time."""
@@ -52,8 +50,6 @@ def peers_of(config: Any, plan: Plan, timeout: timedelta | None = DEFAULT_TIMEOU
     Raises:
         SettingsError: such ranks need a group on the host, and none may be made (`timeout` is None).
     """
-    from megatron.core import parallel_state
-
     shared = shared_by(config, plan) if plan.captured else ()
     if not shared:
         return None
@@ -129,8 +125,6 @@ class Decisions:
             return
         if self._peers is not None:
             self._check_peers(self._peers)
-        from megatron.core import parallel_state
-
         group = parallel_state.get_model_parallel_group()
         context = parallel_state.get_context_parallel_group()
         # one chunk stands for all, which see the same micro-batches; max(d) == -max(-d) only if all digests d are equal
@@ -162,8 +156,6 @@ def agree_over_model_parallel_ranks(device: torch.device, *, dynamic: bool = Fal
     between captures and the first micro-batch; and outputs without a backward can be freed late. If `dynamic`,
     data-parallel ranks share micro-batches, too, as under dynamic context parallelism.
     """
-    from megatron.core import parallel_state
-
     sharing = (
         parallel_state.get_data_parallel_group(with_context_parallel=True)
         if dynamic

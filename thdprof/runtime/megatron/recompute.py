@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import cuda_graphs
 
 from thdprof.runtime.megatron import rotary
-from thdprof.runtime.megatron.replacing import Shared, replaced
 from thdprof.runtime.random_states import Repeats
+from thdprof.runtime.replacing import replaced, shared
 
 
 class MegatronTracker:
@@ -68,8 +70,6 @@ def keeping_activations(config: Any) -> Iterator[None]:
     A recomputation would draw random numbers that no graph has registered, and megatron-core itself makes none while it
     captures layers.
     """
-    from megatron.core.transformer import cuda_graphs
-
     if repeats_of(config) is None or cuda_graphs.is_graph_warmup():
         yield
         return
@@ -97,8 +97,6 @@ def recompute_later(layer: Any, function: Callable[..., Any], *tensors: torch.Te
 
     `function` is a part of `layer`, or runs it; it may read other tensors that take no gradient.
     """
-    from megatron.core import tensor_parallel
-
     output: Any
     if layer.config.fp8 or layer.config.fp4:
         from megatron.core.extensions.transformer_engine import te_checkpoint
@@ -113,14 +111,13 @@ def recompute_later(layer: Any, function: Callable[..., Any], *tensors: torch.Te
 
 def repeating_random_numbers(repeats: Repeats | None) -> AbstractContextManager[None]:
     """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap."""
-    return nullcontext() if repeats is None else _REPEATING.owned(repeats)
+    return nullcontext() if repeats is None else _recomputing_through(repeats)
 
 
+@shared
 @contextmanager
 def _recomputing_through(repeats: Repeats) -> Iterator[None]:
-    from megatron.core import tensor_parallel
-    from megatron.core.tensor_parallel import random
-
+    random = tensor_parallel.random
     own, without_output = random.checkpoint, random.CheckpointWithoutOutput.checkpoint
 
     def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
@@ -139,9 +136,6 @@ def _recomputing_through(repeats: Repeats) -> Iterator[None]:
         yield
 
 
-_REPEATING = Shared(_recomputing_through)
-
-
 @contextmanager
 def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
     """The same for Transformer Engine's `checkpoint`, by which Megatron recomputes under FP8, in warm-ups too."""
@@ -150,12 +144,11 @@ def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
     except ImportError:
         yield
         return
-    from megatron.core.transformer.cuda_graphs import is_graph_warmup
-
     own = distributed.checkpoint
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if repeats.captured is None and is_graph_warmup():  # Megatron's own `checkpoint` keeps activations then
+        # Megatron's own `checkpoint` keeps activations then
+        if repeats.captured is None and cuda_graphs.is_graph_warmup():
             return function(*args, **{name: value for name, value in kwargs.items() if name not in _ENGINES_OWN})
         return own(_repeated(repeats, function), *args, **kwargs)
 
@@ -168,14 +161,10 @@ def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., A
 
     Both of its runs rotate tokens the same way: a padded micro-batch's backward runs long after its forward.
     """
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
-
-    if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
+    if repeats.captured is None and (cuda_graphs.is_graph_capturing() or cuda_graphs.is_graph_warmup()):
         return function
     return repeats.repeated(rotary.as_now(function))
 
 
 def _find_random_states() -> tuple[torch.Generator, Any]:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    return torch.cuda.default_generators[torch.cuda.current_device()], get_cuda_rng_tracker()
+    return torch.cuda.default_generators[torch.cuda.current_device()], tensor_parallel.random.get_cuda_rng_tracker()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thdprof.compare.fit import find_lacking_slots
 from thdprof.errors import UsageError
@@ -16,11 +16,9 @@ from thdprof.megatron_limits import Facts, Run, limits_of
 from thdprof.megatron_limits.command_line import refused_allocator
 from thdprof.megatron_limits.run import is_dynamic
 from thdprof.offload.plan import EXPERT_MODULES, MODULES
+from thdprof.plan import OffloadPart, Plan
 from thdprof.runtime.graphs.module_state import describe_hooked_modules
 from thdprof.runtime.megatron.layer_offload import uses_core
-
-if TYPE_CHECKING:
-    from thdprof.plan import OffloadPart, Plan
 
 __all__ = ["Facts", "SettingsError", "check", "check_decoder", "is_dynamic"]
 

@@ -15,15 +15,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed, nn
 
-from thdprof.runtime.megatron.replacing import Shared, replaced
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
+from thdprof.runtime.replacing import replaced, shared
 
 _BUFFERS = ("cos_cached", "sin_cached")
 _STATE = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
@@ -115,22 +114,16 @@ _SPLITS = "_apply_rotary_pos_emb_thd"
 
 def on_the_device() -> AbstractContextManager[None]:
     """A context in which no rotary embedding of packed tokens reads boundaries on the host."""
-    from megatron.core.models.common.embeddings import rope_utils
-
     return replaced(rope_utils, _SPLITS, rotate_packed)
 
 
 def reads_max_seqlen() -> bool:
     """Whether a table with more rows than `max_seqlen` is one of tokens: from megatron-core 0.20 on."""
-    from megatron.core.models.common.embeddings import rope_utils
-
     return "max_seqlen" in inspect.signature(rope_utils.apply_rotary_pos_emb).parameters
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which reads no boundaries on the host whenever it runs, if none are read now; else as it is."""
-    from megatron.core.models.common.embeddings import rope_utils
-
     if getattr(rope_utils, _SPLITS) is not rotate_packed:
         return function
 
@@ -163,8 +156,6 @@ def rotate_packed(
         max_seqlen: tokens of the longest document; with it, `freqs` with more rows are those of the tokens.
         further: as Megatron's, which then rotates row by row.
     """
-    from megatron.core.models.common.embeddings import rope_utils
-
     num_tokens, cp_size = int(t.shape[0]), int(cp_group.size())
     places, begins = _find_positions(cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=int(cp_group.rank()))
     rows = int(freqs.shape[0])
@@ -205,18 +196,12 @@ Shifted = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor whose documents are shifted, and the sum of its elements where it is needed."""
 
 
+@shared
 def shifting_together() -> AbstractContextManager[None]:
     """A context in which megatron-core shifts all documents of a micro-batch at once. Several may overlap."""
-    return _TOGETHER.owned()
-
-
-def _replacing_shift() -> AbstractContextManager[None]:
     from megatron.core.transformer import multi_token_prediction
 
     return replaced(multi_token_prediction, _SHIFT, _shift_as(vars(multi_token_prediction)[_SHIFT]))
-
-
-_TOGETHER = Shared(_replacing_shift)
 
 
 def _shift_as(own: Callable[..., Shifted]) -> Callable[..., Shifted]:

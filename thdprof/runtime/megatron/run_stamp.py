@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from thdprof.megatron_limits.known_fields import unread_fields
+from thdprof.plan import Plan
 from thdprof.runtime.megatron.versions import installed
 from thdprof.training.stamp import compare_stamp
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from thdprof.plan import Plan
-
 
 logger = logging.getLogger(__name__)
 

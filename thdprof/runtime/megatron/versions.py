@@ -19,8 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
 from packaging.version import Version
 
+from thdprof.runtime.graphs.module_state import NoGradient
+from thdprof.runtime.megatron import rotary
 from thdprof.words import install_line
 
 logger = logging.getLogger(__name__)
@@ -49,20 +53,6 @@ class Package:
     """
 
 
-class _Node(torch.autograd.Function):
-    """Notes its backward, and returns no gradient to its parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
-        ctx.note = note
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.note()
-        return grad, None, None
-
-
 def _hooks_run_between_nodes() -> bool:
     """Whether hooks on a gradient's accumulation run before the backward of the node before, as pieces need it."""
     log: list[str] = []
@@ -73,24 +63,18 @@ def _hooks_run_between_nodes() -> bool:
         node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         node.register_hook(lambda *_, name=name: log.append(f"hook {name}"))
         held.append(node)  # which only its owner keeps alive
-        x = _Node.apply(x, parameter, lambda name=name: log.append(f"backward {name}"))
+        x = NoGradient.apply(x, parameter, lambda name=name: log.append(f"backward {name}"))
     x.sum().backward()
     return log == ["backward b", "hook b", "backward a", "hook a"]
 
 
 def _seq_idx_is_kept() -> bool:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     seq_idx = torch.zeros(1, 3, dtype=torch.int32)
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3]), seq_idx=seq_idx).seq_idx is seq_idx
 
 
 def _rope_is_ours() -> bool:
     """Whether unfused RoPE of packed tokens gives what `rotary` gives in captures."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from thdprof.runtime.megatron import rotary
-
     config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     tokens, bounds = torch.linspace(-1, 1, 64).view(8, 2, 4), torch.tensor([0, 5, 8], dtype=torch.int32)
@@ -109,8 +93,6 @@ def _rope_is_ours() -> bool:
 def _shift_is_ours() -> bool:
     """Whether the shift of packed tokens gives what `rotary` gives."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
-
-    from thdprof.runtime.megatron import rotary
 
     params = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 8], dtype=torch.int32))
     tokens = torch.arange(1, 9)[None]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import textwrap
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import BAR, EM, LINE, Bar, Canvas, Figure, Panel, Row, Scale, write_whole
-from thdprof.compare.statistics import Comparison
 from thdprof.plan import BucketPart, FallbackRate, Plan
 from thdprof.words import join_words, memory_size, percent, percentile_name, ratio, write_count
 
@@ -37,9 +36,8 @@ class Alternative:
     """Mean step time divided by that of running all micro-batches eagerly; None without times."""
     rate: FallbackRate
     """The three shares that run eagerly."""
-    role: Literal["plan", "cap", "other"] = "other"
-    cap: int | None = None
-    """The single cap, in documents; None for the plan and for running eagerly."""
+    look: str = "f0"
+    """The look of its bar."""
 
 
 def caps(report: Report, cap: int) -> Figure:
@@ -50,7 +48,7 @@ def caps(report: Report, cap: int) -> Figure:
     tips = [f"cap {n:,} — " + "; ".join(f"{k}: {percent(v[i])}" for k, v in rates.items()) for i, n in enumerate(xs)]
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend([(name, i) for i, name in enumerate(rates)])
+        top = canvas.legend({name: i for i, name in enumerate(rates)})
         x = Scale(max(1, min(xs[0], cap)), max(xs[-1], cap, 2), _LEFT, canvas.width - 8, True)
         panel = canvas.panel("Share that runs eagerly", x, (0, 1), 190, top=top)
         panel.axes(x_label="" if times is not None else "cap, documents", x_ticks=times is None)
@@ -63,17 +61,12 @@ def caps(report: Report, cap: int) -> Figure:
         if times is not None:
             _paint_times(canvas, report, x, xs, times, cap)
 
-    documents = profile.histogram()
-    alt = "The three shares that run eagerly, over the cap. At the percentiles: " + ", ".join(
-        f"{percentile_name(name)} {documents.percentile(PERCENTILES[name]):,}" for name in ("p90", "p99", "max")
-    )
-    if times is not None:
-        alt += f". Below, the step time relative to eager: cap {cap:,} {ratio(times[-1])}"
+    below = "" if times is None else "; below, the step time, of which that of an eager step is 1"
     of_recommended = None if recommended is None else report.relative_step_times([recommended])
     return Figure(
         id="caps",
         text=cap_sentences(report, [cap])[0],
-        alt=f"{alt}.",
+        alt=f"Falling curves of the three shares that run eagerly, over the cap{below}.",
         paint=paint,
         values={
             "cap_documents": cap,
@@ -99,11 +92,11 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
     `times` are relative step times of the caps `xs` of the curve, then of `cap`, which is marked.
     """
     lows, highs = [low for low, _ in times[:-1]], [high for _, high in times[:-1]]
-    entries: list[tuple[str, int | str]] = [("one cap", 0)]
+    entries = {"one cap": 0}
     num_buckets, of_plan = len(report.plan.graphs.buckets), report.times.relative_step_time
     plan = of_plan if num_buckets else None
     if plan is not None:
-        entries.append((f"the plan's {write_count(num_buckets, 'graph')}: {ratio(plan)}{_own_data(report)}", 2))
+        entries[f"the plan's {write_count(num_buckets, 'graph')}: {ratio(plan)}{_own_data(report)}"] = 2
     top = canvas.bottom + 20
     canvas.text(0, top + 14, "Step time, all eager = 1", look="b")
     top = canvas.legend(entries, top=top + 20, marked=False) + 8
@@ -180,36 +173,29 @@ def cheaper_graph(report: Report) -> str:
 def choice(report: Report, cap: int) -> Figure:
     """The plan's graphs beside their alternatives: step times, or without times what runs eagerly."""
     graphs, rate = report.plan.graphs, report.plan.predictions.fallback_rate
-    every, shares = alternatives(report, cap), list[tuple[str, float]]()
+    every, shares = alternatives(report, cap), list[Row]()
     differ = {name: len({getattr(b, name) for b in graphs.buckets}) > 1 for name in ("cp_size", "max_seqlen")}
     for b in graphs.buckets:
         tail = f" of {write_count(b.max_seqlen, 'token')}" if differ["max_seqlen"] else ""
         tail = f", {write_count(b.cp_size, 'rank')}" if differ["cp_size"] else tail
-        shares.append((f"{write_count(b.max_seqs, 'document')}{tail}", b.share))
-    shares.append(("eager", rate.microbatch))
-
-    rows = [
-        Row(n, (Bar(s, "f1" if n == "eager" else "f2", percent(s)),), f"{n}: {percent(s)} of micro-batches")
-        for n, s in shares
-    ]
+        name = f"{write_count(b.max_seqs, 'document')}{tail}"
+        shares.append(Row(name, (Bar(b.share, "f2", percent(b.share)),), more=" of micro-batches"))
+    eager = Bar(rate.microbatch, "f1", percent(rate.microbatch))
+    shares.append(Row("eager", (eager,), more=" of micro-batches"))
+    title, ways = _compare_alternatives(every)
 
     def paint(canvas: Canvas) -> None:
-        _paint_alternatives(canvas, every)
+        longest = max(1.0, *(row.bars[0].value for row in ways))
+        canvas.rows(title, Scale(0, longest, 0, canvas.width * (0.42 if canvas.narrow else 0.6)), ways)
         canvas.bottom += 12
-        left = min(max(len(name) for name, _ in shares) * EM, canvas.width * 0.5) + 20
+        left = min(max(len(row.name) for row in shares) * EM, canvas.width * 0.5) + 20
         x = Scale(0, 1, left, canvas.width - 64)
-        canvas.rows("Share of micro-batches, by the plan's graphs", x, rows, beside=True)
+        canvas.rows("Share of micro-batches, by the plan's graphs", x, shares, beside=True)
 
-    alt = "Bars of " + "; ".join(
-        f"{a.name}: "
-        + (f"{ratio(a.relative_step_time)}, " if a.relative_step_time else "")
-        + f"{percent(a.rate.step)} of steps wait"
-        for a in every
-    )
     return Figure(
         id="choice",
         text=_choice_text(report),
-        alt=f"{alt}. Bars of the plan's graphs: {', '.join(f'{n} {percent(s)}' for n, s in shares)}.",
+        alt=f"{title}: {'; '.join(map(str, ways))}. Bars of the plan's graphs: {', '.join(map(str, shares))}.",
         paint=paint,
         values={
             "impl": graphs.impl,
@@ -250,15 +236,15 @@ def alternatives(report: Report, cap: int) -> list[Alternative]:
     found = [Alternative("all eager", None if times is None else (1.0, 1.0), everything)]
     for index, (at, of_cap) in enumerate(names.items()):
         time = None if times is None else times[index]
-        role: Literal["cap", "other"] = "cap" if at == cap else "other"
-        found.append(Alternative(f"{', '.join(of_cap)}: {at:,}", time, profile.fallback_rate(at), role, at))
+        look = "fc" if at == cap else "f0"
+        found.append(Alternative(f"{', '.join(of_cap)}: {at:,}", time, profile.fallback_rate(at), look))
     buckets = plan.graphs.buckets
     if buckets:
         graphs = (
             join_words([f"{b.max_seqs:,}" for b in buckets]) if has_short_names(buckets) else f"{len(buckets)} graphs"
         )
         time = None if times is None else report.times.relative_step_time
-        found.append(Alternative(f"plan{_own_data(report)}: {graphs}", time, plan.predictions.fallback_rate, "plan"))
+        found.append(Alternative(f"plan{_own_data(report)}: {graphs}", time, plan.predictions.fallback_rate, "f2"))
     return sorted(found, key=lambda a: (sum(a.relative_step_time or ()), a.rate.microbatch, a.name), reverse=True)
 
 
@@ -310,7 +296,6 @@ def _choice_text(report: Report) -> str:
 
 
 def _eager_text(report: Report) -> str:
-    """Why running eagerly was chosen."""
     profile = report.profile
     considered = sorted({max(1, profile.histogram().percentile(p)) for p in PERCENTILES.values()})
     times = report.relative_step_times(considered)
@@ -322,20 +307,17 @@ def _eager_text(report: Report) -> str:
     return f"Running eagerly was chosen: {none} {profile.costs.least_gain:.0%} of the step time."
 
 
-def _paint_alternatives(canvas: Canvas, every: list[Alternative]) -> None:
-    """A lying bar for the step time of each alternative; without times, for its steps that wait."""
+def _compare_alternatives(every: list[Alternative]) -> tuple[str, list[Row]]:
+    """A title, and a bar for the step time of each alternative; without times, for its steps that wait."""
     known = all(a.relative_step_time is not None for a in every)
-    looks = {"other": "f0", "cap": "fc", "plan": "f2"}
-    longest = max([1.0, *(max(a.relative_step_time) if a.relative_step_time else a.rate.step for a in every)])
     rows = []
     for a in every:
         low, high = a.relative_step_time or (0.0, a.rate.step)
         words = f"{ratio((low, high))}, {percent(a.rate.step)} of steps wait" if known else percent(a.rate.step)
-        tip = f"{a.name}: {words}; {percent(a.rate.microbatch)} of micro-batches run eagerly"
-        bar = Bar(high, looks[a.role], words, low if known else high)
-        rows.append(Row(a.name, (bar,), tip, "b" if a.role == "plan" else ""))
-    x = Scale(0, longest, 0, canvas.width * (0.42 if canvas.narrow else 0.6))
-    canvas.rows("Step time, all eager = 1" if known else "Steps with an eager micro-batch", x, rows)
+        bar = Bar(high, a.look, words, low if known else high)
+        more = f"; {percent(a.rate.microbatch)} of micro-batches run eagerly"
+        rows.append(Row(a.name, (bar,), "b" if a.look == "f2" else "", more))
+    return "Step time, all eager = 1" if known else "Steps with an eager micro-batch", rows
 
 
 def memory(report: Report, cap: int) -> Figure:
@@ -368,7 +350,7 @@ def memory(report: Report, cap: int) -> Figure:
             for number, size in enumerate(gib, start=1):
                 name, chosen = write_count(number, "graph"), number == num_buckets
                 bar = Bar(size, "f2" if chosen else "f0", f"{size:.2f} GiB{', the plan' if chosen else ''}")
-                rows.append(Row(name, (bar,), f"{name} a slot: {size:.2f} GiB"))
+                rows.append(Row(name, (bar,)))
             canvas.rows(title, Scale(0, max(gib) or 1, 100, canvas.width - 130), rows, beside=True)
 
     alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS])
@@ -416,22 +398,16 @@ def _memory_text(plan: Plan, most: int, gib: list[float], cap: int, host: float 
 
 
 def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
-    """An upright bar for each pipeline rank, of one piece for each model chunk."""
     stride = -(-len(every) // _MOST_BARS)
-    ranks, chunks = range(0, len(every), stride), len(every[0])
-    most = max(sum(rank) for rank in every)
-    label = "Slots" + (f"; the pieces are {chunks} model chunks, chunk 0 below" if chunks > 1 else "")
+    ranks, most = range(0, len(every), stride), max(sum(rank) for rank in every)
     x = Scale(-0.5 * stride, ranks[-1] + 0.5 * stride, _LEFT, canvas.width - 8)
-    panel = canvas.panel(canvas.shorten(label), x, (0, most * 1.05), 162, gap=28)
+    panel = canvas.panel("Slots", x, (0, most * 1.05), 162, gap=28)
     panel.axes(x_label="pipeline rank" + (f", every {stride}th" if stride > 1 else ""), write_y=write_whole)
     for rank in ranks:
-        base, left, width = 0, x(rank - 0.35 * stride), x(rank + 0.35 * stride) - x(rank - 0.35 * stride)
-        for slots in every[rank]:
-            canvas.rect(left, panel.y(base + slots) + 1, width, panel.y(base) - panel.y(base + slots) - 1, "f0")
-            base += slots
-        tip = f"pipeline rank {rank}: {write_count(base, 'slot')}"
-        tip += f" ({' + '.join(map(str, every[rank]))})" if chunks > 1 else ""
-        panel.strip(rank - 0.35 * stride, rank + 0.35 * stride, tip)
+        low, high, slots = rank - 0.35 * stride, rank + 0.35 * stride, sum(every[rank])
+        panel.column(low, high, slots, "f0")
+        chunks = f" ({' + '.join(map(str, every[rank]))})" if len(every[rank]) > 1 else ""
+        panel.strip(low, high, f"pipeline rank {rank}: {write_count(slots, 'slot')}{chunks}")
 
 
 def observed(report: Report, cap: int) -> Figure:
@@ -440,41 +416,47 @@ def observed(report: Report, cap: int) -> Figure:
     if comparison is None:
         return Figure(id="observed", text=NO_STATS, values={})
     several = len({b.cp_size for b in comparison.buckets}) > 1
-    pairs = [
-        (
-            f"{write_count(b.max_seqs, 'document')} of {write_count(b.max_seqlen, 'token')}"
-            + (f", {write_count(b.cp_size, 'rank')}" if several else ""),
-            b.predicted_share,
-            b.observed_share,
-        )
+    shares = {
+        f"{write_count(b.max_seqs, 'document')} of {write_count(b.max_seqlen, 'token')}"
+        + (f", {write_count(b.cp_size, 'rank')}" if several else ""): (b.predicted_share, b.observed_share)
         for b in comparison.buckets
-    ]
-    pairs.append(("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate))
+    }
+    predicted, seen = comparison.predicted_fallback_rate, comparison.observed_fallback_rate
+    shares["eager by shape"] = predicted, seen
     rows = [
-        Row(
-            name,
-            (Bar(predicted, "f0", f"{predicted:.2%} predicted"), Bar(seen, "f1", f"{seen:.2%} observed")),
-            f"{name}: {predicted:.2%} predicted, {seen:.2%} observed",
-        )
-        for name, predicted, seen in pairs
+        Row(name, (Bar(one, "f0", f"{one:.2%} predicted"), Bar(other, "f1", f"{other:.2%} observed")))
+        for name, (one, other) in shares.items()
     ]
+    notes = ["Nothing was replayed; what the shapes decide is shown."] if comparison.basis == "decided" else []
+    if comparison.other_fallbacks:
+        named = ", ".join(f"{reason} {n:,}" for reason, n in comparison.other_fallbacks.items())
+        notes.append(f"Eager for reasons that no plan predicts: {named}.")
+    for way, ms in (("A replayed", comparison.replay_ms), ("An eager", comparison.eager_ms)):
+        if ms is not None:
+            notes.append(f"{way} micro-batch took {ms:.2f} ms.")
+    verdict = "as predicted" if comparison.is_as_predicted else "not as predicted"
+    dispatched = write_count(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
+    wrong = f"{comparison.wrong_numbers}. " if comparison.wrong_numbers else ""
 
     def paint(canvas: Canvas) -> None:
-        x = Scale(0, max(max(p, o) for _, p, o in pairs) or 1, 0, canvas.width - 150)
+        x = Scale(0, max(map(max, shares.values())) or 1, 0, canvas.width - 150)
         canvas.rows("Share of dispatched micro-batches", x, rows, height=BAR - 4)
-        for line in textwrap.wrap(_observed_note(comparison), int(canvas.width / EM)):
+        for line in textwrap.wrap(" ".join(notes), int(canvas.width / EM)):
             canvas.text(0, canvas.bottom + 13, line, look="q")
             canvas.bottom += LINE
 
     return Figure(
         id="observed",
-        text=_observed_text(comparison),
-        alt=f"Predicted and observed shares: {'; '.join(f'{n} {p:.2%} and {o:.2%}' for n, p, o in pairs)}.",
+        text=(
+            f"{wrong}{percent(seen)} of {dispatched} fell back by their shape, {percent(predicted)} were predicted: "
+            f"{verdict}, no share is further off than {comparison.largest_difference * 100:.2f} points."
+        ),
+        alt=f"Predicted and observed shares: {'; '.join(map(str, rows))}.",
         paint=paint,
         values={
             "dispatched_microbatches": comparison.dispatched,
-            "predicted_fallback_share": comparison.predicted_fallback_rate,
-            "observed_fallback_share": comparison.observed_fallback_rate,
+            "predicted_fallback_share": predicted,
+            "observed_fallback_share": seen,
             "largest_difference_share": comparison.largest_difference,
             "holds": comparison.holds,
             "graphs": [
@@ -489,28 +471,3 @@ def observed(report: Report, cap: int) -> Figure:
             "eager_ms": comparison.eager_ms,
         },
     )
-
-
-def _observed_text(comparison: Comparison) -> str:
-    verdict = "as predicted" if comparison.is_as_predicted else "not as predicted"
-    dispatched = write_count(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
-    wrong = f"{comparison.wrong_numbers}. " if comparison.wrong_numbers else ""
-    return (
-        f"{wrong}{percent(comparison.observed_fallback_rate)} of {dispatched} fell back by their shape, "
-        f"{percent(comparison.predicted_fallback_rate)} were predicted: {verdict}, no share is further off than "
-        f"{comparison.largest_difference * 100:.2f} points."
-    )
-
-
-def _observed_note(comparison: Comparison) -> str:
-    """Sentences on other fallbacks and on measured times; empty where there are none."""
-    notes = []
-    if comparison.basis == "decided":
-        notes.append("Nothing was replayed; what the shapes decide is shown.")
-    if comparison.other_fallbacks:
-        named = ", ".join(f"{reason} {n:,}" for reason, n in comparison.other_fallbacks.items())
-        notes.append(f"Eager for reasons that no plan predicts: {named}.")
-    for way, ms in (("A replayed", comparison.replay_ms), ("An eager", comparison.eager_ms)):
-        if ms is not None:
-            notes.append(f"{way} micro-batch took {ms:.2f} ms.")
-    return " ".join(notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import reduce
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.profile.run_profile import PartOfRun, histogram_of, share_over
+from thdprof.analyze.profile.run_profile import PartOfRun, histogram_of, share_over, shares_over
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
 from thdprof.words import make_printable, percent, percentile_name, shorten, write_count
@@ -47,10 +48,6 @@ def count_bars(histogram: Histogram) -> tuple[NDArray[np.float64], NDArray[np.fl
     return edges, counts / histogram.total
 
 
-def _find_percentiles(histogram: Histogram) -> dict[str, int]:
-    return {name: histogram.percentile(p) for name, p in PERCENTILES.items()}
-
-
 def _list_percentiles(percentiles: dict[str, int]) -> str:
     return ", ".join(f"{percentile_name(name)} {value:,}" for name, value in percentiles.items())
 
@@ -58,13 +55,6 @@ def _list_percentiles(percentiles: dict[str, int]) -> str:
 def is_skewed(histogram: Histogram) -> bool:
     """Whether a logarithmic axis shows the histogram."""
     return histogram.percentile(100.0) > _SKEWED * max(1, histogram.percentile(50.0))
-
-
-def _thin_out(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """At most `_POINTS` of the values, evenly spaced."""
-    if len(values) <= _POINTS:
-        return values
-    return values[np.unique(np.linspace(0, len(values) - 1, _POINTS).astype(np.int64))]
 
 
 def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float64]:
@@ -89,7 +79,7 @@ def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float
 def shapes(report: Report, cap: int) -> Figure:
     """Histograms and cumulative curves of a micro-batch's documents and of the tokens of its longest document."""
     documents, tokens = report.profile.histogram(), report.profile.histogram(measure="max_seqlen")
-    n_seqs, longest = map(_find_percentiles, (documents, tokens))
+    n_seqs, longest = (h.percentiles().model_dump(exclude={"mean"}) for h in (documents, tokens))
     measures = (
         ("documents of a micro-batch", "document", documents, n_seqs),
         ("tokens of its longest document", "token", tokens, longest),
@@ -103,17 +93,16 @@ def shapes(report: Report, cap: int) -> Figure:
             left = index % columns * (width + 24)
             if columns == 1:
                 top = canvas.bottom + (24 if index else 0)
-            panels = _paint_distribution(canvas, left, top, width, label, unit, histogram)
+            panel = _paint_distribution(canvas, left, top, width, label, unit, histogram)
             if index == 0:
-                for panel in panels:
-                    panel.cap(cap, named=panel is panels[0])
+                panel.cap(cap)
             names = [f"{percentile_name(name)} {value:,}" for name, value in percentiles.items()]
             for row, words in enumerate((names[:3], names[3:])):
-                y = top + 352 + (3 + row) * LINE + 4
+                y = panel.y.start + (3 + row) * LINE + 4
                 canvas.text(left + _LEFT, y, "   ".join(words), look="q", extra=' xml:space="preserve"')
-            canvas.bottom = max(canvas.bottom, top + 352 + 4 * LINE + 8)
+            canvas.bottom = max(canvas.bottom, panel.y.start + 4 * LINE + 8)
 
-    alt = "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
+    alt = "Two histograms: documents of a micro-batch and tokens of its longest. "
     alt += "; ".join(f"{label}: {_list_percentiles(percentiles)}" for label, _, _, percentiles in measures)
     return Figure(
         id="shapes",
@@ -143,14 +132,13 @@ def _spread(documents: Histogram, p: dict[str, int]) -> str:
 
 def _paint_distribution(
     canvas: Canvas, left: float, top: float, width: float, label: str, unit: str, histogram: Histogram
-) -> tuple[Panel, Panel]:
+) -> Panel:
     edges, shares = count_bars(histogram)
     densities = shares / np.diff(edges)  # bars of unequal width compare by the share for each whole number
-    low, high = float(edges[0]), float(edges[-1])
-    x = Scale(low, high, left + _LEFT, left + width - 6, is_skewed(histogram))
+    x = Scale(float(edges[0]), float(edges[-1]), left + _LEFT, left + width - 6, is_skewed(histogram))
     most = float(densities.max()) * 1.05
-    panel = canvas.panel(f"Share of micro-batches, per {unit}", x, (0, most), 132, top=top, left=left)
-    panel.axes(x_ticks=False)
+    panel = canvas.panel(f"Share of micro-batches, per {unit}", x, (0, most), 160, top=top, left=left)
+    panel.axes(x_label=label)
     for at, (density, part) in enumerate(zip(densities, shares, strict=True)):
         if part == 0:
             continue
@@ -159,16 +147,7 @@ def _paint_distribution(
         numbers = write_count(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
         panel.column(begin, end, density, "f0", inset=0.6 if x(end) - x(begin) > 3 else 0)
         panel.strip(begin, end, f"{numbers}: {percent(float(part))} of micro-batches")
-    below = canvas.panel("Share with at most so many", x, (0, 1), 130, top=top + 196, gap=26, left=left)
-    below.axes(x_label=label)
-    values = _thin_out(np.flatnonzero(histogram.counts))
-    cumulative = np.cumsum(histogram.counts)[values] / histogram.total
-    below.stairs([low, *values], [0.0, *cumulative], 0)
-    pairs = list(zip(values.tolist(), cumulative.tolist(), strict=True))
-    below.strips(
-        values.tolist(), [f"{percent(share)} hold at most {write_count(value, unit)}" for value, share in pairs]
-    )
-    return panel, below
+    return panel
 
 
 def joint(report: Report, cap: int) -> Figure:
@@ -181,7 +160,10 @@ def joint(report: Report, cap: int) -> Figure:
     ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
     placed = np.maximum(max_seqlen, 1), np.maximum(n_seqs, 1)
     cells = np.histogram2d(*placed, bins=(ys, xs), weights=count)[0].astype(np.int64)
-    border, long_many, long_few = _split_at_p90(n_seqs, max_seqlen, count, documents)
+    border = documents.percentile(90.0)
+    few, many = rows[rows["n_seqs"] <= border], rows[rows["n_seqs"] > border]
+    long_few = histogram_of(few, "max_seqlen").percentile(50.0)
+    long_many = histogram_of(many, "max_seqlen").percentile(50.0) if len(many) else None
     buckets = [(b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets]
     top = float(max([xs[-1], *(s + 0.5 for s, _ in buckets), cap]))
     most = max(1, int(cells.max()))
@@ -192,7 +174,9 @@ def joint(report: Report, cap: int) -> Figure:
         panel = canvas.panel("Longest document of a micro-batch, tokens", x, limits, height)
         panel.axes(x_label="documents of a micro-batch", write_y=write_whole)
         _paint_cells(panel, xs, ys, cells)
-        _paint_borders(panel, buckets)
+        for number, (seqs, length) in enumerate(buckets):
+            corner = f"M{x.start:.1f} {panel.y(length + 0.5):.1f}H{x(seqs + 0.5):.1f}V{panel.y.start:.1f}"
+            canvas.marks.append(f'<path class="m a" stroke-dasharray="1 {1 + 2 * (number % 4)}" d="{corner}"/>')
         panel.cap(cap)
         key = [
             f"pale to solid: 1 to {write_count(most, 'micro-batch', 'micro-batches')} in a cell",
@@ -237,37 +221,6 @@ def _numbers(edges: NDArray[np.float64], index: int) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def _paint_borders(panel: Panel, buckets: Sequence[tuple[int, int]]) -> None:
-    """The documents and the tokens that each graph of the plan holds, as dotted lines."""
-    named: list[float] = []
-    for number, (seqs, length) in enumerate(buckets):
-        right, up = panel.x(seqs + 0.5), panel.y(length + 0.5)
-        dash = f"1 {1 + 2 * (number % 4)}"
-        path = f"M{panel.x.start:.1f} {up:.1f}H{right:.1f}V{panel.y.start:.1f}"
-        panel.canvas.marks.append(f'<path class="m a" stroke-dasharray="{dash}" d="{path}"/>')
-        if length < max(longest for other, longest in buckets if other == seqs):
-            continue  # a number of documents is named once, at its longest bucket
-        if any(abs(right - other) < LINE for other in named):
-            continue
-        named.append(right)
-        turned = f' transform="rotate(-90 {right - 5:.1f} {up + 6:.1f})"'
-        panel.canvas.text(right - 5, up + 6, f"graph {seqs:,}", anchor="end", extra=turned)
-
-
-def _split_at_p90(
-    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
-) -> tuple[int, int | None, int]:
-    """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
-    border = documents.percentile(90.0)
-    many = n_seqs > border
-    medians = [
-        Histogram(np.bincount(max_seqlen[group], weights=count[group]).astype(np.int64)).percentile(50.0)
-        for group in (~many, many)
-        if group.any()
-    ]
-    return border, medians[1] if len(medians) > 1 else None, medians[0]
-
-
 def compare_lengths(border: int, long_many: int | None, long_few: int, documents: Histogram) -> str:
     """A sentence that says whether micro-batches of many documents have longer or shorter documents than the others.
 
@@ -289,33 +242,40 @@ _UNITS = {"a micro-batch": "microbatch", "fullest of a rank's step": "rank_step_
 """What documents are counted of -> its kind in a profile."""
 
 
-def trace_steps(report: Report) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-    """Numbers of documents, shape [n], and the share of units with more, shape [n], by the units' name."""
-    return {name: _count_larger(report.profile.histogram(kind)) for name, kind in _UNITS.items()}
+def trace_steps(report: Report) -> dict[str, tuple[list[int], list[float]]]:
+    """At most `_POINTS` numbers of documents, and the share of units with more than each, by the units' name."""
+    curves = {}
+    for name, kind in _UNITS.items():
+        histogram = report.profile.histogram(kind)
+        present = np.flatnonzero(histogram.counts)
+        values = np.concatenate(([max(0, int(present[0]) - 1)], present))
+        if len(values) > _POINTS:
+            values = values[np.linspace(0, len(values) - 1, _POINTS).astype(np.int64)]
+        curves[name] = values.tolist(), shares_over(histogram, values)
+    return curves
 
 
 def steps(report: Report, cap: int) -> Figure:
     """Documents of a micro-batch beside those of the fullest micro-batch of a rank and of a step."""
     histograms, curves = [report.profile.histogram(kind) for kind in _UNITS.values()], trace_steps(report)
     at_cap = [share_over(h, cap) for h in histograms]
-    largest = max(int(values[-1]) for values, _ in curves.values())
+    largest = max(values[-1] for values, _ in curves.values())
     logarithmic, rate = largest > 40, report.profile.fallback_rate(cap)
 
     def describe(documents: int) -> str:
         shares = []
         for name, (values, over) in curves.items():
-            index = int(np.searchsorted(values, documents, side="right")) - 1
-            shares.append(f"{name} {percent(float(over[max(0, index)]))}")
+            shares.append(f"{name} {percent(over[max(0, bisect_right(values, documents) - 1)])}")
         return f"over {write_count(documents, 'document')} — {'; '.join(shares)}"
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend([(name, i) for i, name in enumerate(curves)], marked=False)
+        top = canvas.legend({name: i for i, name in enumerate(curves)}, marked=False)
         x = Scale(1 if logarithmic else 0, max(largest, cap, 2), _LEFT, canvas.width - 8, logarithmic)
         panel = canvas.panel("Share with more documents", x, (0, 1), 200, top=top)
         panel.axes(x_label="documents")
         for style, (values, over) in enumerate(curves.values()):
-            panel.stairs(values.tolist(), over.tolist(), style)
-        every = sorted({int(v) for values, _ in curves.values() for v in values if v >= x.low})
+            panel.stairs(values, over, style)
+        every = sorted({v for values, _ in curves.values() for v in values if v >= x.low})
         panel.strips(every, [describe(at) for at in every])
         panel.cap(cap)
         for (level, _), value in zip(rate, at_cap, strict=True):
@@ -354,14 +314,6 @@ def steps_over(report: Report, cap: int) -> str:
     )
 
 
-def _count_larger(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Values of the histogram, at most `_POINTS`, and the share of larger values than each."""
-    present = np.flatnonzero(histogram.counts)
-    values = _thin_out(np.concatenate(([max(0, int(present[0]) - 1)], present)))
-    over = histogram.total - np.cumsum(histogram.counts)
-    return values, over[values] / histogram.total
-
-
 def drift(report: Report, cap: int) -> Figure:
     """Percentiles of documents over the run: all parts together, each from its own first step to its last."""
     micro, largest = (cut_run(report, kind) for kind in ("segment_microbatch", "segment_step_max"))
@@ -381,15 +333,13 @@ def drift(report: Report, cap: int) -> Figure:
     ]
 
     def paint(canvas: Canvas) -> None:
-        names = [(f"{percentile_name(name)} of micro-batches", i) for i, name in enumerate(order)]
-        top = canvas.legend([*names, ("the cap", "cap")])
+        top = canvas.legend({f"{percentile_name(name)} of micro-batches": i for i, name in enumerate(order)})
         x, limits = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8), (1 if logarithmic else 0, most)
         upper = canvas.panel("Documents", x, limits, 192, top=top, gap=28, logarithmic=logarithmic)
         upper.axes(x_ticks=False, write_y=write_whole)
         at = list(range(1, number + 1))
         for style, name in enumerate(order):
             upper.line(at, percentiles[name], style)
-        upper.level(cap)
         upper.strips(at, tips)
         below = canvas.panel("Steps over the cap", x, (0, 1), 122, top=top + 236, gap=28)
         below.axes(x_label=label)
@@ -448,16 +398,17 @@ def drift_head(report: Report) -> str:
         return f"{'One of the runs that were joined' if several else 'The run'} is too short to tell a drift; "
     run = "the runs that were joined, each by itself," if several else "the run"
     first, last, share = _cut_ends(micro)
-    apart, by_chance = _distance(first, last)
-    if apart <= by_chance:
+    size = max(len(first.counts), len(last.counts))
+    early, late = (np.cumsum(np.pad(h.counts, (0, size - len(h.counts)))) / h.total for h in (first, last))
+    if np.abs(early - late).max() <= _ONCE_IN_1000 * np.sqrt(1 / first.total + 1 / last.total):
         return (
             f"Documents of a micro-batch do not drift: the first and the last {share} of {run} differ no more than by "
             "chance; "
         )
-    early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
+    p50, p99 = ([h.percentile(p) for h in (first, last)] for p in (50.0, 99.0))
     return (
-        f"Documents of a micro-batch drift: from the first {share} of {run} to the last P50 goes from {early[0]:,} to "
-        f"{late[0]:,} and P99 from {early[1]:,} to {late[1]:,}; "
+        f"Documents of a micro-batch drift: from the first {share} of {run} to the last P50 goes from {p50[0]:,} to "
+        f"{p50[1]:,} and P99 from {p99[0]:,} to {p99[1]:,}; "
     )
 
 
@@ -483,14 +434,6 @@ def drift_over(largest: Sequence[Histogram], cap: int, *, several: bool) -> str:
     )
 
 
-def _distance(one: Histogram, other: Histogram) -> tuple[float, float]:
-    """The largest difference of the cumulative shares, and the one that chance alone exceeds once in 1000 times."""
-    size = max(len(one.counts), len(other.counts))
-    shares = [np.cumsum(np.pad(h.counts, (0, size - len(h.counts)))) / h.total for h in (one, other)]
-    by_chance = _ONCE_IN_1000 * float(np.sqrt(1 / one.total + 1 / other.total))
-    return float(np.abs(shares[0] - shares[1]).max()), by_chance
-
-
 def list_parts(report: Report) -> list[PartOfRun]:
     """The parts of the data that are shown, the largest first; none where there is one part only."""
     every = report.profile.parts
@@ -511,7 +454,7 @@ def parts(report: Report, cap: int) -> Figure:
     row, largest = 44, max(2, *percentiles["max"], cap)
 
     def paint(canvas: Canvas) -> None:
-        top = canvas.legend([(percentile_name(name), i) for i, name in enumerate(_ENDS)])
+        top = canvas.legend({percentile_name(name): i for i, name in enumerate(_ENDS)})
         split = canvas.width * (0.6 if canvas.narrow else 0.66)
         x, wide = Scale(1, largest, 8, split - 16, True), Scale(0, 1, split, canvas.width - 52)
         panel, begin = canvas.panel("Documents", x, (0, 1), row * len(names), top=top, gap=44), top + 44

@@ -12,13 +12,14 @@ import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.remote import is_remote
+from thdprof.analyze.sources.remote import begins_with, is_remote
 from thdprof.errors import DataError
 
 
@@ -95,10 +96,11 @@ def list_integers(column: Any, where: str) -> tuple[NDArray[np.int64], NDArray[n
     return np.concatenate(values), np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
 
 
-def make_lists(values: Any, ends: NDArray[np.integer]) -> Any:
-    """An Arrow array of lists, which `ends`, 0 and then the end of every list, cut out of `values`."""
+def make_lists(values: Any, lengths: NDArray[np.integer]) -> Any:
+    """An Arrow array of lists of these `lengths`, which hold `values` one after the other."""
     import pyarrow as pa
 
+    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values))
 
 
@@ -150,28 +152,7 @@ _STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 def is_arrow(path: Path) -> bool:
     """Whether the file begins as an IPC file or an IPC stream does."""
-    with path.open("rb") as file:
-        head = file.read(len(_FILE_MAGIC))
-    return head == _FILE_MAGIC or head[:4] == _STREAM_MAGIC
-
-
-def _is_ipc_file(path: Path) -> bool:
-    with path.open("rb") as file:
-        return bool(file.read(len(_FILE_MAGIC)) == _FILE_MAGIC)
-
-
-def arrow_schema(path: Path) -> Any:
-    """The `pyarrow.Schema` of an Arrow file; None if the file is broken, or is a cache that `datasets` left behind.
-
-    Beside the files of a dataset that `save_to_disk` wrote, `datasets` caches others, which `state.json` does not name.
-    """
-    if not is_arrow(path) or not _belongs(path):
-        return None
-    try:
-        with _open_arrow(path) as reader:
-            return reader.schema if reader.schema.names else None  # names that are no UTF-8 raise here
-    except DataError:
-        return None
+    return begins_with(path, _FILE_MAGIC, _STREAM_MAGIC)
 
 
 class ArrowFile:
@@ -186,7 +167,6 @@ class ArrowFile:
         if not is_arrow(path):
             raise DataError(f"{path}: neither a parquet nor an Arrow file")
         self.path = path
-        self._copy = _SparseCopy(path) if is_remote(str(path)) and not _is_ipc_file(path) else None
         with _open_arrow(path) as reader:
             self.schema = reader.schema
 
@@ -225,6 +205,10 @@ class ArrowFile:
     def row_lengths(self, name: str) -> NDArray[np.int64]:
         """Lengths of the lists in column `name`, shape [rows]."""
         return row_lengths(self.read_column(name, values=False), f"{self.path}: column {name}")
+
+    @cached_property
+    def _copy(self) -> _SparseCopy | None:
+        return _SparseCopy(self.path) if is_remote(str(self.path)) and not begins_with(self.path, _FILE_MAGIC) else None
 
     def _source(self, fields: list[int], values: bool = True) -> Path:
         """The file, or a local one that holds these columns."""
@@ -316,11 +300,11 @@ def _batches(reader: Any) -> Iterator[Any]:
     return iter(reader) if streams else map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _belongs(path: Path) -> bool:
-    """Whether the dataset that `save_to_disk` wrote here, if any, counts `path` among its files."""
+def is_cache(path: Path) -> bool:
+    """Whether `datasets` cached the file beside a dataset that `save_to_disk` wrote, whose `state.json` lacks it."""
     try:
         state = json.loads((path.parent / "state.json").read_bytes())
         files = {entry["filename"] for entry in state["_data_files"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return True
-    return path.name in files
+        return False
+    return path.name not in files

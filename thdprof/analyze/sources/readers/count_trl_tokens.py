@@ -1,6 +1,6 @@
 """A program that counts the tokens of text as TRL's SFTTrainer makes them, or writes them, in worker processes.
 
-It runs in a process of its own, where PyTorch is hidden. Standard input is a JSON object with the fields of `Task`.
+It runs in a process of its own, where PyTorch is hidden. Standard input is a pickled dict with the fields of `Task`.
 Lines of standard output say how far the work is; the counts, or the tokens, are written to files.
 
 Rules: TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.py`; values as datasets 5.2 gives them.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources.base import Reading
 from thdprof.analyze.sources.readers import json_lines
 from thdprof.analyze.sources.readers.parquet import holds_columns, read_batches
 from thdprof.analyze.sources.readers.tokenize_program import Refused, load_tokenizer
@@ -31,8 +33,6 @@ from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError
 from thdprof.words import join_words
 
-TOKENS_FILE, TRAINED_FILE, LENGTHS_FILE = "input_ids.i4", "trained.u1", "lengths.npy"
-"""Tokens of all documents, int32; whether each is trained, uint8, where some are not; tokens of a document, int64."""
 NEVER = 2**31 - 1
 """Stands for a number of tokens of which none is trained."""
 _FEW_BYTES = 2**20
@@ -46,13 +46,8 @@ Example = dict[str, Any]
 _NO_ROW = object()
 
 
-class BrokenLineError(ValueError):
+class BrokenLineError(DataError, ValueError):
     """A line that is no JSON."""
-
-    def __init__(self, number: int, fault: ValueError) -> None:
-        """Line `number`, with the error of its parser."""
-        super().__init__(str(fault))
-        self.number = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class Part:
                     try:
                         value = json.loads(line)
                     except ValueError as error:
-                        raise BrokenLineError(number, error) from error
+                        raise BrokenLineError(f"{self.where} {number}: is not JSON: {error}") from error
                     yield number, value
             return
         yield from enumerate(decoded_rows(self.content), self.first)
@@ -96,26 +91,18 @@ class Task:
     """Text of the chat template; None: the tokenizer's own, or that of `template_tokenizer`."""
     template_tokenizer: str | None
     """Directory of the tokenizer whose chat template is taken."""
-    text_column: str
-    eos_token: str | None
-    completion_only_loss: bool | None
-    assistant_only_loss: bool
-    masks: bool
-    """Whether it matters from where on tokens are trained."""
-    first: str
-    """File whose first row decides how all rows are counted."""
-    workers: int | None
-    """Processes that count; None: one a core."""
+    reading: Reading
+    """The run. The first row of its first file decides how all rows are counted."""
     output: str
     """File of `counts`, int32, shape [1 or 2, documents]: tokens, and `UnpackedDocuments.trained_from`; and of `rows`,
-    int64, shape [files]. With `contents` a directory."""
+    int64, shape [files]. With `contents` of the tokens of each document, int64."""
     contents: bool = False
-    """Whether the tokens themselves are written, as `TOKENS_FILE`, `TRAINED_FILE` and `LENGTHS_FILE`."""
+    """Whether the tokens themselves are written beside it, as int32 in the files `TOKENS` and `LABELS`."""
 
 
 def main() -> None:
     """Count all documents of a task."""
-    task = Task(**json.load(sys.stdin))
+    task = Task(**pickle.load(sys.stdin.buffer))
     try:
         work = write_all if task.contents else count_all
         work(task, lambda *progress: print(json.dumps(progress), flush=True))
@@ -137,34 +124,32 @@ def count_all(task: Task, report: Callable[[float, int], None]) -> None:
 
 def write_all(task: Task, report: Callable[[float, int], None]) -> None:
     """Write the tokens of all files; `report` is called as by `count_all`."""
-    directory, lengths, documents = Path(task.output), [np.empty(0, dtype=np.int64)], 0
-    with (directory / TOKENS_FILE).open("wb") as tokens_file, (directory / TRAINED_FILE).open("wb") as trained_file:
-        for _, share, (tokens, trained, of_part) in _map_files(task, _Tokenizer):
+    directory, lengths, documents = Path(task.output).parent, [np.empty(0, dtype=np.int64)], 0
+    with (directory / json_lines.TOKENS).open("wb") as tokens_file, (directory / json_lines.LABELS).open("wb") as file:
+        for _, share, (tokens, labels, of_part) in _map_files(task, _Tokenizer):
             tokens_file.write(tokens)
-            trained_file.write(trained)
+            file.write(labels)
             lengths.append(of_part)
             documents += len(of_part)
             report(share, documents)
-    np.save(directory / LENGTHS_FILE, np.concatenate(lengths))
+    np.save(task.output, np.concatenate(lengths))
 
 
 def _map_files(task: Task, kind: type[_Counter]) -> Iterator[tuple[int, float, Any]]:
     """What a counter of `kind` makes of every part of the files, with the number of the part's file, and the share of
     bytes before the part's end."""
     tokenizer = load_tokenizer(task.tokenizer)
-    files = [locate(file) for file in task.files]
-    searched = list(dict.fromkeys([locate(task.first), *files]))  # blank files come before the first row, too
+    files, column = [locate(file) for file in task.files], task.reading.text_column
+    first_file = task.reading.first or files[0]
+    searched = list(dict.fromkeys([first_file, *files]))  # blank files come before the first row, too
     try:
-        first = next((row for part in _read_parts(searched, task.text_column) for _, row in part.rows()), _NO_ROW)
+        first = next((row for part in _read_parts(searched, column) for _, row in part.rows()), _NO_ROW)
         if first is _NO_ROW:
             raise DataError(f"{task.files[0]}: holds no rows; write it again with data")
         counter = kind(task, tokenizer, first)
     except (ValueError, IndexError, TypeError) as error:
-        raise DataError(f"{task.first}: the first row is no such text: {type(error).__name__}: {error}") from error
-    for file, share, result in map_parts(counter, _read_parts(files, task.text_column), workers=_num_workers(task)):
-        if isinstance(result, str):
-            raise DataError(result)
-        yield file, share, result
+        raise DataError(f"{first_file}: the first row is no such text: {type(error).__name__}: {error}") from error
+    return map_parts(counter, _read_parts(files, column), workers=_num_workers(task))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -228,18 +213,19 @@ class _Counter:
 
     def __init__(self, task: Task, tokenizer: Any, first: Any) -> None:
         """Decide what TRL decides by the first example."""
+        reading = task.reading
         if not isinstance(first, dict):
             raise DataError(f"{task.files[0]}: the first row is no object; TRL reads objects with messages or text")
         if "image" in first or "images" in first:
             raise DataError(f"{task.files[0]}: has images, which TRL neither packs nor counts beforehand")
-        if task.assistant_only_loss and not _is_conversational(first):
+        if reading.assistant_only_loss and not _is_conversational(first):
             raise DataError(f"{task.files[0]}: assistant_only_loss: TRL refuses rows without messages")
-        self._task, self._tokenizer = task, tokenizer
-        if task.eos_token is not None:
-            if task.eos_token not in tokenizer.get_vocab():
-                raise Refused("tokenizer", f"eos_token {task.eos_token!r} is not in its vocabulary")
-            tokenizer.eos_token = task.eos_token
-        self._take_template()
+        self._reading, self._tokenizer = reading, tokenizer
+        if reading.eos_token is not None:
+            if reading.eos_token not in tokenizer.get_vocab():
+                raise Refused("tokenizer", f"eos_token {reading.eos_token!r} is not in its vocabulary")
+            tokenizer.eos_token = reading.eos_token
+        self._take_template(task)
         self._converts = _is_from_value(first)
         if self._converts:
             first = _to_chatml(first)
@@ -248,20 +234,24 @@ class _Counter:
             raise Refused("tokenizer", "it has no token that ends a text, and TRL adds one")
         if not self._adds_eos and tokenizer.chat_template is None:
             raise Refused("template", "the tokenizer has no chat template: give one by --chat-template")
-        self._template = self._training_template() if task.assistant_only_loss else None
-        completions = task.completion_only_loss
+        self._template = self._training_template() if reading.assistant_only_loss else None
+        completions = reading.completion_only_loss
         self._masks_prompts = "prompt" in first and (completions is None or completions)
-        self._masks = task.masks and (self._masks_prompts or task.assistant_only_loss)
+        self._masks = not reading.packed and (self._masks_prompts or reading.assistant_only_loss)
         self._quick: bool | None = None
 
     def __call__(self, part: Part) -> tuple[int, float, Any]:
-        """The part's file and share, and what the counter makes of it, or the text of what TRL stops on there."""
+        """The part's file and share, and what the counter makes of it.
+
+        Raises:
+            DataError: TRL stops on a row.
+        """
         try:
             return part.file, part.share, self._make(self._prepare(value) for _, value in part.rows())
-        except BrokenLineError as error:
-            return part.file, part.share, f"{part.where} {error.number}: is not JSON: {error}"
+        except DataError:
+            raise
         except Exception as error:  # a template may raise any
-            return part.file, part.share, self._explain(part, error)
+            raise DataError(self._explain(part, error)) from error
 
     def _explain(self, part: Part, error: Exception) -> str:
         """Which row of a part TRL stops on, and why: the first that also raises alone."""
@@ -272,7 +262,7 @@ class _Counter:
             except Exception as found:
                 where, error = row, found
                 if isinstance(value, dict):
-                    columns = ("messages", "prompt", "completion", self._task.text_column)
+                    columns = ("messages", "prompt", "completion", self._reading.text_column)
                     empty = [f"`{name}`" for name in columns if name in value and not value[name]]
                 break
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -290,9 +280,9 @@ class _Counter:
             counts.append((len(trained), int(trained.argmax()) + 1 if trained.any() else NEVER))
         return np.array(counts, dtype=np.int32).reshape(-1, 2).T
 
-    def _take_template(self) -> None:
+    def _take_template(self, task: Task) -> None:
         """Give the tokenizer another chat template, as TRL's chat_template_path does."""
-        task, tokenizer = self._task, self._tokenizer
+        tokenizer = self._tokenizer
         if task.chat_template is not None:
             tokenizer.chat_template = task.chat_template
         elif task.template_tokenizer is not None:
@@ -319,7 +309,7 @@ class _Counter:
         if self._converts:
             example = _to_chatml(example)
         if self._adds_eos:
-            end, column = self._tokenizer.eos_token, self._task.text_column
+            end, column = self._tokenizer.eos_token, self._reading.text_column
             if column in example and not example[column].endswith(end):
                 example[column] += end
             elif "completion" in example and not example["completion"].endswith(end):
@@ -334,7 +324,7 @@ class _Counter:
     def _content(self, example: Example) -> Any:
         if "prompt" in example:
             return example["prompt"] + example["completion"]
-        return example["messages"] if _is_conversational(example) else example[self._task.text_column]
+        return example["messages"] if _is_conversational(example) else example[self._reading.text_column]
 
     def _text(self, example: Example) -> tuple[str, bool]:
         """The text that the tokenizer is given, and whether special tokens are added to it."""
@@ -374,7 +364,7 @@ class _Counter:
 
     def _tokenize(self, example: Example) -> tuple[list[int], NDArray[np.bool_]]:
         """The tokens of the example, and whether each is trained."""
-        masked = self._task.assistant_only_loss
+        masked = self._reading.assistant_only_loss
         whole = self._ids(self._content(example), example, **({"return_assistant_tokens_mask": True} if masked else {}))
         ids = whole["input_ids"]
         trained = np.ones(len(ids), dtype=bool)
@@ -394,14 +384,14 @@ class _Tokenizer(_Counter):
     """Makes the tokens of a part of the data, and says which of them are trained."""
 
     def _make(self, examples: Iterator[Example]) -> tuple[bytes, bytes, NDArray[np.int64]]:
-        """Tokens of all examples, int32; whether each is trained, uint8, or nothing where all are; and their counts."""
+        """Tokens of all examples, int32; their labels, or nothing where all are trained; and their counts."""
         made = list(map(self._tokenize, examples))
         tokens = np.array(list(chain.from_iterable(ids for ids, _ in made)), dtype=np.int32)
         lengths = np.array([len(ids) for ids, _ in made], dtype=np.int64)
-        if not (self._masks_prompts or self._task.assistant_only_loss):
+        if not (self._masks_prompts or self._reading.assistant_only_loss):
             return tokens.tobytes(), b"", lengths
         trained = np.concatenate([np.empty(0, dtype=np.bool_), *(each for _, each in made)])
-        return tokens.tobytes(), trained.astype(np.uint8).tobytes(), lengths
+        return tokens.tobytes(), np.where(trained, tokens, np.int32(json_lines.IGNORED)).tobytes(), lengths
 
 
 def _is_conversational(example: Example) -> bool:
@@ -433,8 +423,8 @@ _counter: _Counter | None = None
 
 
 def _num_workers(task: Task) -> int:
-    if task.workers is not None:
-        return task.workers
+    if task.reading.workers is not None:
+        return task.reading.workers
     if sum(locate(file).stat().st_size for file in task.files) < _FEW_BYTES:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Rows
+from thdprof.analyze.sources.base import Rows, check_lengths
 from thdprof.errors import DataError
 
 KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens", "n_tokens", "token_count", "seq_len",
@@ -24,14 +24,16 @@ KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens", "n
 """Names of a key or column with lengths, tried in this order."""
 TOKENS = "input_ids"
 """Name of a key or column with the tokens of a document, whose number is its length, where there is none of `KEYS`."""
+LABELS = "labels"
+"""Name of the column beside it with the tokens that are trained."""
+IGNORED = -100
+"""Label of a token that is not trained."""
 PACKED = ("seq_start_id", "cu_seqlens", "packing_params")
 """Names that tell that the tokens beside them are of several documents."""
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, OSError)
 """What broken gzip and zstd raise; an OSError of the system has a number."""
-Lengths = NDArray[np.int32] | Rows
-"""What one file holds: lengths of single documents, or of rows."""
 
 _CHUNK_BYTES = 2**23
 _PART_BYTES = 2**20
@@ -168,7 +170,7 @@ def _some_lines(file: BinaryIO, enough_bytes: int, most_bytes: int) -> list[byte
     return lines
 
 
-def read_lines(path: Path, keys: Keys = USUAL_KEYS) -> Lengths:
+def read_lines(path: Path, keys: Keys = USUAL_KEYS) -> NDArray[np.int32] | Rows:
     """The lengths of a file of JSON lines, a chunk of whole lines at a time.
 
     Raises:
@@ -192,7 +194,7 @@ def read_lines(path: Path, keys: Keys = USUAL_KEYS) -> Lengths:
             numbers = np.repeat(numbers, sizes[-1])
             values = list(chain.from_iterable(values))
             _require(values, int, numbers, path, keys)
-        lengths.append(_in_range(values, numbers, path))
+        lengths.append(_check_range(values, numbers, path))
     if not lengths:
         raise DataError(f"{path}: holds no lengths; write it again with data")
     joined = np.concatenate(lengths)
@@ -208,15 +210,21 @@ def read_values(path: Path, *, expected: str) -> Iterator[tuple[int, Any]]:
         DataError: a line is not JSON, or the file's gzip is truncated, corrupt or refused.
     """
     for _, first, lines in read_parts(path, _CHUNK_BYTES):
-        for number, text in enumerate(lines, first):
-            if not text.strip():
-                continue
-            try:
-                yield number, json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{path}: line {number}: {_quote(text)} is not JSON; every line is {expected}"
-                ) from error
+        yield from _load_lines(lines, first, path, expected)
+
+
+def _load_lines(lines: list[bytes], first: int, path: Path, expected: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines, first):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
+                fault = f"is not JSON; every line is {expected}"
+            else:  # Python's limit on the digits of a number
+                fault = "has a number that is not between 0 and 2**31 - 1"
+            raise DataError(f"{path}: line {number}: {_quote(line)} {fault}") from error
 
 
 def read_parts(path: Path, size: int = _PART_BYTES) -> Iterator[tuple[float, int, list[bytes]]]:
@@ -240,28 +248,15 @@ def _expected(keys: Keys) -> str:
 
 def _parse(lines: list[bytes], first: int, path: Path, keys: Keys) -> tuple[list[Any], NDArray[np.int64]]:
     """The value of every line that is not blank, and its number; the first of `lines` is line `first`."""
-    numbers = np.arange(first, first + len(lines), dtype=np.int64)
     if _REGULAR.fullmatch(b"".join(lines)):
         try:
             values = json.loads(b"[" + b",".join(lines) + b"]")
         except (ValueError, RecursionError):
             values = []
         if len(values) == len(lines):
-            return values, numbers
-    values, kept = [], []
-    for number, line in zip(numbers, lines, strict=True):
-        if not line.strip():
-            continue
-        try:
-            values.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
-                fault = f"{_quote(line)} is not JSON; every line is {_expected(keys)}"
-            else:  # Python's limit on the digits of a number
-                fault = f"{_quote(line)} has a number that is not between 0 and 2**31 - 1"
-            raise DataError(f"{path}: line {number}: {fault}") from error
-        kept.append(number)
-    return values, np.array(kept, dtype=np.int64)
+            return values, np.arange(first, first + len(lines), dtype=np.int64)
+    pairs = list(_load_lines(lines, first, path, _expected(keys)))
+    return [value for _, value in pairs], np.array([number for number, _ in pairs], dtype=np.int64)
 
 
 def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path, keys: Keys) -> list[Any]:
@@ -304,16 +299,12 @@ def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Pa
     raise DataError(f"{where}: {_quote(value)} {fault}; every line is {_expected(keys)}")
 
 
-def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:
+def _check_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:
     try:
         lengths = np.array(values, dtype=np.int64)
-        wrong = np.flatnonzero((lengths < 0) | (lengths > np.iinfo(np.int32).max))
     except OverflowError:
-        wrong = np.array([i for i, value in enumerate(values) if not 0 <= value < 2**31])
-    if wrong.size:
-        at = wrong[0]
-        raise DataError(f"{path}: line {numbers[at]}: length {_quote(values[at])} is not between 0 and 2**31 - 1")
-    return lengths.astype(np.int32)
+        lengths = np.array(values, dtype=object)
+    return check_lengths(lengths, lambda at: f"{path}: line {numbers[at]}")
 
 
 def _quote(value: Any) -> str:

@@ -21,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources.readers import arrow
-from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_errors, arrow_schema, is_arrow, open_source
+from thdprof.analyze.sources.readers.arrow import ArrowFile, arrow_errors, is_arrow, open_source
 from thdprof.analyze.sources.readers.json_lines import first_object
+from thdprof.analyze.sources.remote import begins_with
 from thdprof.errors import DataError
 
 _DEEPEST = 12
+_SHIFTS = range(0, 64, 7)
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 Struct = dict[int, Any]
 """A field's id -> its number, bool, list or struct; None stands for texts and floating-point numbers."""
@@ -35,89 +37,67 @@ class _CorruptThrift(Exception):
     """The bytes are no struct of thrift's compact protocol; the text says why."""
 
 
-def _read_struct(data: memoryview | bytes, position: int, depth: int = 0) -> tuple[Struct, int]:
-    """Read the struct that begins at `position` of `data`; returns it and the position after it."""
-    if depth > _DEEPEST:
-        raise _CorruptThrift("is nested too deeply")
-    fields: Struct = {}
-    identifier = 0
-    try:
-        while head := data[position]:
-            position += 1
-            kind = head & 0x0F
-            if head >> 4:
-                identifier += head >> 4
-            else:
-                identifier, position = _zigzag(data, position)
-            if kind in (_TRUE, _FALSE):
-                fields[identifier] = kind == _TRUE
-            else:
-                fields[identifier], position = _read_value(data, position, kind, depth)
-    except IndexError as error:
-        raise _CorruptThrift("runs past its end") from error
-    return fields, position + 1
+class _ThriftReader:
+    """Reads values of thrift's compact protocol from `data`, one behind the other from `position` on."""
 
+    def __init__(self, data: memoryview | bytes, position: int = 0) -> None:
+        self.data, self.position = data, position
 
-def _read_varint(data: memoryview | bytes, position: int) -> tuple[int, int]:
-    """Read an unsigned LEB128 number of at most 64 bits; returns it and the position after it."""
-    value = shift = 0
-    while shift < 64:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise _CorruptThrift("has a number of more than 64 bits")
+    def read_struct(self, depth: int = 0) -> Struct:
+        if depth > _DEEPEST:
+            raise _CorruptThrift("is nested too deeply")
+        fields: Struct = {}
+        identifier = 0
+        try:
+            while head := self._read_byte():
+                kind = head & 0x0F
+                identifier = identifier + (head >> 4) if head >> 4 else self._read_value(_I16, depth)
+                fields[identifier] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._read_value(kind, depth)
+        except IndexError as error:
+            raise _CorruptThrift("runs past its end") from error
+        return fields
 
+    def _read_byte(self) -> int:
+        self.position += 1
+        return self.data[self.position - 1]
 
-def _read_value(data: memoryview | bytes, position: int, kind: int, depth: int) -> tuple[Any, int]:
-    if _I16 <= kind <= _I64:
-        return _zigzag(data, position)
-    if kind == _BINARY:
-        size, position = _read_varint(data, position)
-        return None, position + size
-    if kind == _STRUCT:
-        return _read_struct(data, position, depth + 1)
-    if kind in (_LIST, _SET):
-        return _read_list(data, position, depth)
-    if kind in (_BYTE, _TRUE, _FALSE):  # elements of a list
-        return data[position], position + 1
-    if kind == _DOUBLE:
-        return None, position + 8
-    raise _CorruptThrift(f"has a field of unknown kind {kind}")
+    def read_varint(self) -> int:
+        """An unsigned LEB128 number of at most 64 bits."""
+        value = 0
+        at = self.position
+        for shift in _SHIFTS:
+            byte = self.data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                self.position = at
+                return value
+        raise _CorruptThrift("has a number of more than 64 bits")
 
-
-def _read_list(data: memoryview | bytes, position: int, depth: int) -> tuple[list[Any], int]:
-    head = data[position]
-    position += 1
-    size, kind = head >> 4, head & 0x0F
-    if size == 15:
-        size, position = _read_varint(data, position)
-    if size > len(data) - position:
-        raise _CorruptThrift("has a list longer than itself")
-    values = []
-    for _ in range(size):
-        value, position = _read_value(data, position, kind, depth)
-        values.append(value)
-    return values, position
-
-
-def _zigzag(data: memoryview | bytes, position: int) -> tuple[int, int]:
-    value, position = _read_varint(data, position)
-    return (value >> 1) ^ -(value & 1), position
+    def _read_value(self, kind: int, depth: int) -> Any:
+        if _I16 <= kind <= _I64:
+            value = self.read_varint()
+            return (value >> 1) ^ -(value & 1)
+        if kind == _STRUCT:
+            return self.read_struct(depth + 1)
+        if kind in (_LIST, _SET):
+            head = self._read_byte()
+            size = head >> 4 if head >> 4 < 15 else self.read_varint()
+            if size > len(self.data) - self.position:
+                raise _CorruptThrift("has a list longer than itself")
+            return [self._read_value(head & 0x0F, depth) for _ in range(size)]
+        if kind in (_BYTE, _TRUE, _FALSE):  # elements of a list
+            return self._read_byte()
+        if kind not in (_BINARY, _DOUBLE):
+            raise _CorruptThrift(f"has a field of unknown kind {kind}")
+        size = 8 if kind == _DOUBLE else self.read_varint()
+        self.position += size
+        return None
 
 
 _DATA_PAGE, _INDEX_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = range(4)
 _RLE = 3
-_CODECS = {
-    "SNAPPY": "snappy",
-    "GZIP": "gzip",
-    "BROTLI": "brotli",
-    "ZSTD": "zstd",
-    "LZ4_RAW": "lz4_raw",
-    "UNCOMPRESSED": None,
-}
+_CODECS = ("SNAPPY", "GZIP", "BROTLI", "ZSTD", "LZ4_RAW")
 _INFLATION = 64
 """Uncompressed bytes that a page may claim for each compressed byte, beyond `_FREE_BYTES`."""
 _FREE_BYTES = 2**29
@@ -143,6 +123,8 @@ class Page:
     """The page's content, compressed as its chunk says."""
     uncompressed_bytes: int
     """Size of `body` after decompression, as the header claims."""
+    num_values: int
+    """Number of values of a data page, of levels where the column holds lists; 0 for pages of other kinds."""
 
 
 def pages(chunk: memoryview) -> Iterator[Page]:
@@ -154,9 +136,11 @@ def pages(chunk: memoryview) -> Iterator[Page]:
     position, allowance = 0, _FREE_BYTES + _INFLATION * len(chunk)
     while position < len(chunk):
         try:
-            header, position = _read_struct(chunk, position)
+            reader = _ThriftReader(chunk, position)
+            header = reader.read_struct()
         except _CorruptThrift as error:
             raise CorruptPage(f"a page header {error}") from error
+        position = reader.position
         kind, inflated, size = header.get(1), header.get(2), header.get(3)
         if not (isinstance(kind, int) and isinstance(inflated, int) and isinstance(size, int)):
             raise CorruptPage("a page header lacks its type or sizes")
@@ -164,18 +148,12 @@ def pages(chunk: memoryview) -> Iterator[Page]:
         if not 0 <= size <= len(chunk) - position or inflated < 0 or allowance < 0:
             raise CorruptPage(f"a page claims {size} bytes, {inflated} uncompressed")
         own = header.get({_DATA_PAGE: 5, _DATA_PAGE_V2: 8}.get(kind, 0), {})
-        yield Page(kind, own if isinstance(own, dict) else {}, chunk[position : position + size], inflated)
+        own = own if isinstance(own, dict) else {}
+        count = own.get(1) if kind in (_DATA_PAGE, _DATA_PAGE_V2) else 0
+        if not isinstance(count, int) or count < 0:
+            raise CorruptPage("a data page has no number of values")
+        yield Page(kind, own, chunk[position : position + size], inflated, count)
         position += size
-
-
-def _num_values(page: Page) -> int:
-    """Number of values of a data page, of levels where the column holds lists; 0 for pages of other kinds."""
-    if page.kind not in (_DATA_PAGE, _DATA_PAGE_V2):
-        return 0
-    count = page.header.get(1)
-    if not isinstance(count, int) or count < 0:
-        raise CorruptPage("a data page has no number of values")
-    return count
 
 
 def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: int) -> NDArray[np.int64]:
@@ -189,7 +167,7 @@ def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: in
     """
     starts, total = [], 0
     for page in pages(chunk):
-        count = _num_values(page)
+        count = page.num_values
         if count:
             repetition, definition = _levels(page, codec)
             try:
@@ -231,13 +209,12 @@ def _levels(page: Page, codec: str) -> tuple[bytes, bytes]:
 def _decompress(page: Page, codec: str) -> memoryview:
     import pyarrow as pa
 
+    if codec == "UNCOMPRESSED":
+        return page.body
     if codec not in _CODECS:
         raise _UnsupportedPage(f"compression {codec}")
-    name = _CODECS[codec]
-    if name is None:
-        return page.body
     try:
-        return memoryview(pa.Codec(name).decompress(page.body, decompressed_size=page.uncompressed_bytes))
+        return memoryview(pa.Codec(codec.lower()).decompress(page.body, decompressed_size=page.uncompressed_bytes))
     except (pa.ArrowException, OSError, MemoryError) as error:
         raise CorruptPage(f"a page does not decompress ({codec})") from error
 
@@ -292,7 +269,8 @@ def _split_runs(
                 header += (second - 1) << 7
                 position += 2
             else:
-                header, position = _read_varint(encoded, position)
+                reader = _ThriftReader(encoded, position)
+                header, position = reader.read_varint(), reader.position
         else:
             position += 1
         if header < 2:
@@ -352,11 +330,13 @@ class ParquetFile:
     def row_groups(self) -> list[Struct]:
         """The row groups that the footer describes, as structs with the field ids of parquet.thrift.
 
+        They are read here, because pyarrow ends the process where its metadata of a broken chunk are looked at.
+
         Raises:
             DataError: the footer contradicts itself or cannot be read.
         """
         try:
-            footer, _ = _read_struct(self.footer, 0)
+            footer = _ThriftReader(self.footer).read_struct()
             groups: list[Struct] = footer.get(4, [])
             if footer[3] != sum(group[3] for group in groups):
                 raise DataError(f"{self.path}: corrupt: {footer[3]} rows, but its row groups hold others")
@@ -430,7 +410,7 @@ class ParquetFile:
         name, total = self.arrow.schema.column(leaf).path, 0
         for chunk in self.chunks(leaf):
             try:
-                held = sum(_num_values(page) for page in pages(chunk.content))
+                held = sum(page.num_values for page in pages(chunk.content))
             except CorruptPage as error:
                 raise DataError(f"{self.path}: corrupt: column {name}: {error}") from error
             total += held
@@ -489,19 +469,7 @@ class ParquetFile:
 
 def is_parquet(path: Path) -> bool:
     """Whether the file begins as parquet files do."""
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
-def parquet_schema(path: Path) -> Any:
-    """The `pyarrow.Schema` of a parquet file; None if the file is no parquet file, or broken."""
-    if not is_parquet(path):
-        return None
-    try:
-        with open_parquet(path) as file:
-            return file.schema if file.schema.names else None  # names that are no UTF-8 raise here
-    except DataError:
-        return None
+    return begins_with(path, MAGIC)
 
 
 @contextmanager
@@ -549,8 +517,14 @@ def holds_columns(path: Path) -> bool:
 
 
 def schema_of(path: Path) -> Any:
-    """The `pyarrow.Schema` of a parquet or Arrow file; None if it is neither, or broken."""
-    return parquet_schema(path) if is_parquet(path) else arrow_schema(path)
+    """The `pyarrow.Schema` of a parquet or Arrow file; None if it is neither, broken, or a cache of `datasets`."""
+    if not holds_columns(path) or (is_arrow(path) and arrow.is_cache(path)):
+        return None
+    try:
+        with open_columns(path) as file:
+            return file.schema if file.schema.names else None  # names that are no UTF-8 raise here
+    except DataError:
+        return None
 
 
 @contextmanager

@@ -40,16 +40,13 @@ class PickleRefused(Exception):
 
 
 class StandIn:
-    """An object that a pickle is given instead of one of NumPy's. A pickle can set its state in `set_state` only."""
+    """An object that a pickle is given instead of one of NumPy's. A pickle can set its state in `__setstate__` only."""
 
     __slots__ = ()
     kind = "NumPy function"
     """Word for it in messages."""
 
     def __setstate__(self, state: Any) -> None:
-        self.set_state(state)
-
-    def set_state(self, state: Any) -> None:
         """Take the state that a BUILD opcode hands over."""
         raise PickleRefused(f"the pickle sets the state of a {self.kind}")
 
@@ -83,7 +80,7 @@ class Dtype(StandIn):
             raise TypeError
         self.text, self.order = text[:2], "="
 
-    def set_state(self, state: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         """NumPy's state of a dtype: version, byte order, and for plain numbers nothing more."""
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
             raise PickleRefused("the pickle sets an impossible state of a dtype")
@@ -113,7 +110,7 @@ class Array(StandIn):
         self.dtype = Dtype("O")
         self.content: bytes | bytearray | list[Any] = []
 
-    def set_state(self, state: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         """NumPy's state of an array: version, shape, dtype, whether in Fortran's order, content.
 
         Raises:
@@ -139,14 +136,15 @@ class Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, size: int) -> None:
         super().__init__(file)
         self._encodable = size
-        array_type, reconstruct = StandIn(), Function("_reconstruct", lambda kind, shape, code: Array())
+        reconstruct = Function("_reconstruct", lambda kind, shape, code: Array())
         scalar, frombuffer = Function("scalar", _scalar), Function("_frombuffer", _frombuffer)
+        no_bytes = Function("bytes", lambda: b"")
         self.allowed = {
-            ("numpy", "ndarray"): array_type,
+            ("numpy", "ndarray"): StandIn(),
             ("numpy", "dtype"): Function("dtype", Dtype),
             ("_codecs", "encode"): Function("encode", self._encode),
-            ("__builtin__", "bytes"): Function("bytes", _empty_bytes),
-            ("builtins", "bytes"): Function("bytes", _empty_bytes),
+            ("__builtin__", "bytes"): no_bytes,
+            ("builtins", "bytes"): no_bytes,
         }
         for core in ("numpy.core", "numpy._core"):  # before and since NumPy 2
             self.allowed[core + ".multiarray", "_reconstruct"] = reconstruct
@@ -175,10 +173,6 @@ class Unpickler(pickle.Unpickler):
         return text.encode("latin1")
 
 
-def _empty_bytes() -> bytes:
-    return b""
-
-
 def _scalar(dtype: Dtype, content: bytes) -> int | float | bool:
     if not isinstance(dtype, Dtype) or not isinstance(content, bytes) or dtype.text[0] == "O":
         raise TypeError
@@ -190,7 +184,7 @@ def _scalar(dtype: Dtype, content: bytes) -> int | float | bool:
 
 def _frombuffer(content: bytes, dtype: Dtype, shape: tuple[int, ...], order: str) -> Array:
     built = Array()
-    built.set_state((1, shape, dtype, False, content))
+    built.__setstate__((1, shape, dtype, False, content))
     return built
 
 

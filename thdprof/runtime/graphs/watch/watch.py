@@ -58,7 +58,9 @@ class Watch:
         """Whether an eager pass failed on this rank, so that nothing more is verified."""
         self._surroundings, self._stats, self._is_in_pieces = options.surroundings, stats, bool(options.cuts)
         self._prefix = f"{options.name}: " if options.name else ""
-        self.number, self._due = -1, False
+        self.number = -1
+        self.is_due = False
+        """Whether it is the turn of the micro-batch that runs now, and `verifies` was not called yet."""
         self._quarantined: set[Bucket] = set()
         self._has_warned_of_memory = False
         self._agreed_in: dict[tuple[Bucket, str], int] = {}  # last micro-batch in which a tensor agreed
@@ -72,24 +74,19 @@ class Watch:
     def next_microbatch(self) -> None:
         """Count a micro-batch that begins now."""
         self.number += 1
-        self._due = not self.has_ended and is_sampled(self.number, self.every)
+        self.is_due = not self.has_ended and is_sampled(self.number, self.every)
 
     def refuses(self, bucket: Bucket) -> bool:
         """Whether micro-batches of `bucket` must run eagerly."""
         return bucket in self._quarantined
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is the turn of the micro-batch that runs now, and `verifies` was not called yet."""
-        return self._due
-
     def verifies(self, *, replays: bool, missing_bytes: int = 0) -> bool:
         """Whether to verify the micro-batch that is about to run: it is its turn, and all ranks replay it, with
         gradients, and lack no memory for the eager run.
         """
-        if not self._due:
+        if not self.is_due:
             return False
-        self._due = False
+        self.is_due = False
         if missing_bytes and not self._has_warned_of_memory:
             self._has_warned_of_memory = True
             logger.warning(

@@ -12,9 +12,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from thdprof.dispatch import FallbackReason
@@ -22,17 +23,11 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import decoder_surroundings, recompute, rotary
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
+from thdprof.runtime.megatron.decoder.packed_seq_params import ContextGroups
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes, replaced
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 from thdprof.runtime.padding import PackedSequence
-from thdprof.training import TailPolicy
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from thdprof.runtime.megatron.decoder.packed_seq_params import ContextGroups
-
+from thdprof.runtime.replacing import attributes, replaced
 
 KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})
 """Arguments of a decoder's forward that graphs take: their tensors are copied into static ones."""
@@ -263,20 +258,13 @@ class Decoder(nn.Module):
         """A context in which the layers compute positions for micro-batches that `cp_size` ranks share."""
         return nullcontext() if self._groups is None else self._groups.around(cp_size)
 
-    def attach(
-        self,
-        run: DispatchedModule,
-        *,
-        cp_size: int,
-        shards: int,
-        tail: TailPolicy,
-        groups: ContextGroups | None = None,
-    ) -> None:
+    def attach(self, run: DispatchedModule, *, cp_size: int, groups: ContextGroups | None = None) -> None:
         """Send the decoder's packed micro-batches through `run`, which calls this module.
 
-        `cp_size` context-parallel ranks share the rows, and `shards` further ranks the tokens. `groups` are given where
-        micro-batches have context-parallel sizes of their own.
+        `cp_size` context-parallel ranks share the rows. `groups` are given where micro-batches have context-parallel
+        sizes of their own.
         """
+        shards, tail = run.options.token_shards, run.options.tail_policy
         self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
         self._layers_tables = keep_tables(self.block, run.longest())

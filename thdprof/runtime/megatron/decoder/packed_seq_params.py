@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import nn
 
+from thdprof.dispatch import Bucket
+from thdprof.plan import Plan
 from thdprof.runtime.megatron.refusals import SettingsError, group_sizes, is_dynamic
 from thdprof.runtime.padding import PackedSequence, document_of_tokens, fill_padded, moved, pack
 from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from thdprof.dispatch import Bucket
-    from thdprof.plan import Plan
     from thdprof.runtime.dispatched_module import Call
 
 _HOST = "_thdprof_host"
@@ -65,8 +65,6 @@ def packed_seq_params(
         ValueError: the boundaries are not valid, or not on the host.
         SettingsError: there is no process group of `local_cp_size` ranks.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     if max_seqlen is not None and int(max_seqlen) != max_seqlen:
         raise ValueError(f"max_seqlen {max_seqlen}: must be a whole number")
     memory = None if cu_seqlens_padded is None else pack(cu_seqlens_padded, max_seqlen=max_seqlen)
@@ -186,8 +184,6 @@ def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
     and wait. `total_tokens` is never set: PackedSeqParams would compute seq_idx from the boundaries, padded ones too,
     and wait.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     if packed.max_seqlen == like.max_seqlen_q and (
         _same(packed.cu_seqlens, like.cu_seqlens_q)
         and _same(packed.cu_seqlens_padded, like.cu_seqlens_q_padded)
@@ -356,8 +352,6 @@ def context_group(size: int) -> Any:
     Raises:
         SettingsError: megatron-core made no such group, or one of other ranks.
     """
-    from megatron.core import parallel_state
-
     if size == 1:
         return None
     domain = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import decoder_surroundings, refusals
-from thdprof.runtime.megatron.replacing import attributes
 from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.replacing import attributes
 
 
 def find_whole_model(chunk: nn.Module) -> Any:
@@ -44,9 +48,6 @@ def unwrap_model(chunk: nn.Module) -> Any:
 
 def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> refusals.Facts:
     """What the checks of settings must know of the `models` in this rank's `chunks` besides their configuration."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-
     decoders: list[Any] = [model.decoder for model in models]
     name = type(chunks[0]).__name__
     is_wrapped = isinstance(chunks[0], DistributedDataParallel)
@@ -73,9 +74,7 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> refusals.Fac
 
 def has_graph_safe_rng() -> bool:
     """Whether every state of Megatron's RNG tracker can be registered with a graph."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
+    tracker = tensor_parallel.random.get_cuda_rng_tracker()
     return bool(getattr(tracker, "use_cudagraphable_rng", type(tracker).__name__ == "TECudaRNGStatesTracker"))
 
 
@@ -143,8 +142,6 @@ def remaking_fused_operations(block: nn.Module, *, but: Sequence[nn.Module] = ()
 
 def is_mamba(layer: nn.Module) -> bool:
     """Whether `layer` is a MambaLayer, which reads the document of every token (`seq_idx`)."""
-    from megatron.core.ssm.mamba_layer import MambaLayer
-
     return isinstance(layer, MambaLayer)
 
 
@@ -175,8 +172,6 @@ def has_gated_delta_net(layer: nn.Module) -> bool:
 
 def find_foreign_layers(layers: Sequence[nn.Module]) -> Iterator[str]:
     """Names of the classes of layers, or of parts of layers, that thdprof has not checked in a graph."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
     for layer in layers:
         if not isinstance(layer, TransformerLayer) and not is_mamba(layer):
             yield type(layer).__name__
@@ -186,8 +181,6 @@ def find_foreign_layers(layers: Sequence[nn.Module]) -> Iterator[str]:
 
 def find_capturable(layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """Those of `layers` that can be graphs of their own."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
     known = (layer for layer in layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
     return tuple(layer for layer in known if not (has_gated_delta_net(layer) or find_fused_parts(layer)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -120,8 +119,7 @@ class SizedGraphs(DispatchedModule):
         shape = [*hidden.shape]
         shape[self._options.token_dim] = tokens
         zeros = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
-        args, kwargs = call.substitute((zeros, *rest), call.packed)
-        return replace(call, args=tuple(args), kwargs=kwargs, tensors=(zeros, *rest))
+        return call.with_tensors((zeros, *rest))
 
 
 class SizedChunkGraphs(SizedGraphs, ChunkGraphs):

@@ -20,7 +20,7 @@ from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, marked_as_capturing
 from thdprof.runtime.megatron.grouped_experts import count_replayed, find_counting_routers
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes
+from thdprof.runtime.replacing import attributes
 
 AFTER_PREPROCESS = "before_ep_alltoall"
 """Where a dispatcher may first copy token counts to the host, if everything before it is captured."""
@@ -107,11 +107,6 @@ _DIFFERENTIABLE = ("hidden_states", "probs", "shared_expert_output")
 """What a graph leaves in megatron-core's store for the rest of a layer, but for the routing map."""
 
 
-def are_recomputed(layer: Any) -> bool:
-    """Whether the experts of a TransformerLayer run again in its backward."""
-    return bool(getattr(layer.mlp, "moe_layer_recompute", False)) or recompute.is_full(layer.config)
-
-
 class RecomputedExperts:
     """The experts of one layer, which keep their inputs alone from a forward to its backward.
 
@@ -183,7 +178,8 @@ class UpToRouter:
         self._modules = [CudaGraphModule[name] for name in modules]
         self._sizes = DispatcherSizes(layer.mlp.token_dispatcher) if "moe_preprocess" in modules else None
         self._samples: dict[int, int] = {}
-        self._recomputed = RecomputedExperts(layer, self._going_on) if are_recomputed(layer) else None
+        run_again = getattr(layer.mlp, "moe_layer_recompute", False) or recompute.is_full(layer.config)
+        self._recomputed = RecomputedExperts(layer, self._going_on) if run_again else None
         biased = getattr(layer.mlp.router, "enable_expert_bias", False)
         self._counts = ExpertCounts(layer.mlp.router) if biased else None
 

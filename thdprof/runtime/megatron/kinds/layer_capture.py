@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
@@ -32,10 +33,10 @@ from thdprof.runtime.megatron.kinds.expert_layers import Split
 from thdprof.runtime.megatron.layer_offload import LayerMoves, Moves
 from thdprof.runtime.megatron.quantized import is_quantized
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes, same_attributes
 from thdprof.runtime.options import Surroundings
 from thdprof.runtime.padding import PackedSequence
 from thdprof.runtime.random_states import RegisteredStates, with_default
+from thdprof.runtime.replacing import attributes, same_attributes
 
 
 class LayerPass(nn.Module):
@@ -462,10 +463,8 @@ class LayerCapture:
 
     def _blocks_rng(self) -> AbstractContextManager[Any]:
         """The context of random states in which the decoder's own forward runs its layers."""
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
         if self._in_block and self._decoder.draws_apart():
-            forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+            forked: AbstractContextManager[Any] = tensor_parallel.random.get_cuda_rng_tracker().fork()
             return forked
         return nullcontext()
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.transformer import cuda_graphs
 
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
@@ -61,8 +62,6 @@ class LocalGraphs(DispatchedModule):
         Raises:
             SettingsError: the layers have no graph managers, or Megatron has recorded graphs already.
         """
-        from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
-
         super().__init__(decoder, buckets, **options)
         self._renew_tables = decoder.renew_tables
         _, *inside = decoder.block.modules()  # the block's own manager is for inference
@@ -76,7 +75,7 @@ class LocalGraphs(DispatchedModule):
             layer.__dict__.pop(ASKED, None)  # an installation that was closed has left it there
         if not self._layers:
             raise SettingsError("no layer has a graph manager: build the model with cuda_graph_impl 'local'")
-        if _CudagraphGlobalRecord.cudagraph_created or any(m.cudagraph_runners for m in self._managers):
+        if self._created() or any(m.cudagraph_runners for m in self._managers):
             raise SettingsError("Megatron has recorded graphs already: install before the first training step")
 
     def _open(self, call: Call) -> None:
@@ -135,14 +134,12 @@ class LocalGraphs(DispatchedModule):
         return [self._in_flight()]
 
     def _created(self) -> bool:
-        from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
-
-        return bool(_CudagraphGlobalRecord.cudagraph_created)
+        return bool(cuda_graphs._CudagraphGlobalRecord.cudagraph_created)
 
     def _in_flight(self) -> bool:
-        from megatron.core.transformer.cuda_graphs import _GraphStatus
-
-        return any(r.status is not _GraphStatus.FWD_READY for m in self._managers for r in m.cudagraph_runners)
+        return any(
+            r.status is not cuda_graphs._GraphStatus.FWD_READY for m in self._managers for r in m.cudagraph_runners
+        )
 
     def _announce(self) -> None:
         """Count the graphs once Megatron has made them, and warn of buckets that have none."""
@@ -166,24 +163,20 @@ class LocalGraphs(DispatchedModule):
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in Megatron's pool of graph memory, in which the graphs' static inputs lie too."""
-        from megatron.core.transformer.cuda_graphs import CudaGraphManager
-
-        pool = CudaGraphManager.global_mempool
+        pool = cuda_graphs.CudaGraphManager.global_mempool
         if pool is None:
             return 0
         return pool_bytes(torch.device("cuda", torch.cuda.current_device()), pool)
 
     def recapture(self) -> None:
         """Drop all graphs; Megatron records anew in the next step. Needed after parameters moved in memory."""
-        from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
-
         self._free()
         # Megatron's managers do the following in their constructor
-        CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+        cuda_graphs.CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
-        _CudagraphGlobalRecord._enable_saved_tensors_observer()
+        cuda_graphs._CudagraphGlobalRecord._enable_saved_tensors_observer()
 
     def close(self) -> None:
         """Free all graphs; the decoder runs eagerly from here on. Call it before destroying process groups."""
@@ -193,8 +186,6 @@ class LocalGraphs(DispatchedModule):
             layer.__dict__[ASKED] = _no
 
     def _free(self) -> None:
-        from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
         super().recapture()
         for manager in self._managers:
             for runner in manager.cudagraph_runners:
@@ -202,7 +193,7 @@ class LocalGraphs(DispatchedModule):
                     if graph is not None:
                         graph.reset()  # a half-done step, such as an error's traceback, may still refer to the runner
             manager.cudagraph_runners.clear()  # Megatron itself clears only runners without graphs
-        delete_cuda_graphs()
+        cuda_graphs.delete_cuda_graphs()
         self._recorded, self._announced, self._states = [], False, None
 
 

@@ -26,7 +26,7 @@ from thdprof.runtime.megatron.kinds.expert_layers import UpToRouter
 from thdprof.runtime.megatron.kinds.layer_capture import LayerLease, LayerSlot
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import attributes
+from thdprof.runtime.replacing import attributes
 
 
 def take_packed_input(layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:

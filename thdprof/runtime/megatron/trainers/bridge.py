@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from thdprof.plan import Plan, load_plan
 
 try:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -22,7 +24,6 @@ from thdprof.runtime import startup
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers import bridge_runs
 from thdprof.runtime.megatron.trainers.observer import write_scalars
 from thdprof.runtime.megatron.trainers.training_loops import (
@@ -31,9 +32,7 @@ from thdprof.runtime.megatron.trainers.training_loops import (
     find_host_timeout,
     packed_schedule_plans,
 )
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
+from thdprof.runtime.replacing import replaced
 
 
 class ThdprofCallback(Callback):  # type: ignore[misc]
@@ -71,8 +70,6 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         Raises:
             DataError: the file is no plan.
         """
-        from thdprof.plan import load_plan
-
         path = Path(plan) if isinstance(plan, str | Path) else None
         loaded = load_plan(plan) if isinstance(plan, str | Path) else plan
         self._follow = partial(FollowedRun, replay=replay, stats=None if stats is None else Path(stats), say=_say)

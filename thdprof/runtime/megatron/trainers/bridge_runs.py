@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,13 @@ from numpy.typing import NDArray
 
 from thdprof.compare.fit import Misfit, misfits
 from thdprof.megatron_limits.run import ends_at_router, find_experts
+from thdprof.plan import Plan
 from thdprof.runtime.megatron.decoder.packed_seq_params import keep_on_host
 from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import attach_host_values, host_boundaries
+from thdprof.runtime.replacing import replaced
 from thdprof.runtime.startup import Inputs, NoPlanError, digest_files, files_of
 from thdprof.training import shared_capture_ranks
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
-
 
 FIELDS: Mapping[str, str] = {
     "seq_length": "dataset.seq_length (offline_packing_specs.packed_sequence_size)",

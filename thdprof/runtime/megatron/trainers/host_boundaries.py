@@ -12,19 +12,22 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
 import numpy as np
 import torch
+from megatron.core import utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import RerunDataIterator
 from numpy.typing import NDArray
 from torch import distributed
 
 from thdprof.runtime.megatron.decoder.packed_seq_params import attach_host
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.padding import moved
+from thdprof.runtime.replacing import replaced
 
 
 class HostKnown(torch.Tensor):
@@ -198,19 +201,13 @@ def host_boundaries(peer_timeout: Callable[[], timedelta | None] = lambda: timed
             None where no gloo group may be made: then Megatron's own functions send them from GPU to GPU. Asked when
             the first micro-batch comes.
     """
-    from megatron.core import utils
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
     of_rank = _of_tensor_parallel_rank(utils.get_batch_on_this_tp_rank, TensorParallelPeers(peer_timeout))
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (RerunDataIterator, "__next__", _next(RerunDataIterator.__next__)),
-            (utils, "get_batch_on_this_tp_rank", of_rank),
-            (utils, "flatten_batch_for_packed_sequences", _flattened(utils.flatten_batch_for_packed_sequences)),
-            (PackedSeqParams, "__post_init__", _post_init(PackedSeqParams)),
-        ):
-            stack.enter_context(replaced(owner, name, value))
+    with (
+        replaced(RerunDataIterator, "__next__", _next(RerunDataIterator.__next__)),
+        replaced(utils, "get_batch_on_this_tp_rank", of_rank),
+        replaced(utils, "flatten_batch_for_packed_sequences", _flattened(utils.flatten_batch_for_packed_sequences)),
+        replaced(PackedSeqParams, "__post_init__", _post_init(PackedSeqParams)),
+    ):
         yield
 
 

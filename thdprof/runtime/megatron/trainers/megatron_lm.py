@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.core import parallel_state
+
+from thdprof.plan import Plan
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import write_scalars
 from thdprof.runtime.megatron.trainers.training_loops import (
@@ -18,9 +20,7 @@ from thdprof.runtime.megatron.trainers.training_loops import (
     find_host_timeout,
     packed_schedule_plans,
 )
-
-if TYPE_CHECKING:
-    from thdprof.plan import Plan
+from thdprof.runtime.replacing import replaced
 
 
 def left_to_the_plan(args: Any) -> AbstractContextManager[None]:
@@ -52,7 +52,6 @@ def datasets_on_all_stages(say: Callable[[str], None]) -> Iterator[None]:
 
     The tensor-parallel ranks of a stage that read no data go on reading none.
     """
-    from megatron.core import parallel_state
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
     own_init = BlendedMegatronDatasetBuilder.__init__

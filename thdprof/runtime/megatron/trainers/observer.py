@@ -10,8 +10,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.core import parallel_state
+
 from thdprof.compare.drift import bucket_name
 from thdprof.dispatch import BY_SHAPE, FallbackReason
+from thdprof.plan import Plan
 from thdprof.runtime.drift_watch import COMPARED_EVERY, DriftWatch
 from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import stamp_here
@@ -19,7 +22,6 @@ from thdprof.runtime.rank_totals import Place, RankTotals, rank_and_size
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
-    from thdprof.plan import Plan
     from thdprof.runtime.megatron.install import Installation
 
 
@@ -264,8 +266,6 @@ def compared(totals: Stats, plan: Plan) -> str:
 
 def _find_place(*, dynamic: bool) -> Place:
     """Where this rank stands among Megatron's, under dynamic context parallelism or not."""
-    from megatron.core import parallel_state
-
     if not parallel_state.is_initialized():
         return Place()
     ranks = [parallel_state.get_tensor_model_parallel_rank()]

@@ -8,23 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
+from megatron.core.utils import get_model_config
 
 from thdprof.megatron_limits.run import find_kind
+from thdprof.plan import Plan
 from thdprof.runtime.megatron.decoder.packed_seq_params import is_of_a_bucket
 from thdprof.runtime.megatron.install import Installation, check_model, install
 from thdprof.runtime.megatron.refusals import SettingsError
-from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.observer import Observer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from thdprof.plan import Plan
-
+from thdprof.runtime.replacing import replaced
 
 _LOOP = "train"
 """Name of the function that holds the training loop, in Megatron-LM as in Megatron-Bridge."""
@@ -80,15 +79,11 @@ class FollowedRun:
 
     def install(self, model: Any, **how: Any) -> None:
         """Install the plan's graphs on the model, which has loaded its checkpoint; `how` goes to `install`."""
-        from megatron.core.utils import get_model_config
-
         config = get_model_config(model[0])
         self._installation = install(model, self.plan, config, replay=self.replay, say=self.say, **how)
 
     def find_refusals(self, model: Any) -> list[str]:
         """Every setting of the model as it was built that the plan's graphs cannot serve; nothing is changed."""
-        from megatron.core.utils import get_model_config
-
         try:
             check_model(model, self.plan, get_model_config(model[0]), replay=self.replay)
         except SettingsError as error:
@@ -164,8 +159,6 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
     Args:
         on_restore: called when the machine has taken random states back to those of the step's beginning.
     """
-    from megatron.core.rerun_state_machine import RerunStateMachine
-
     own = {name: getattr(RerunStateMachine, name) for name in ("validate_result", "_restore_state")}
     waiting: WeakKeyDictionary[Any, list[_Check]] = WeakKeyDictionary()
 
@@ -183,7 +176,10 @@ def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterat
         checks = waiting.pop(machine, [])
         read = functools.cache(lambda: _read([check.value for check in checks]))  # when the first one is needed
         for number, check in enumerate(checks):
-            rejects = functools.partial(_rejects_on_host, check.rejection_func, read, number)
+
+            def rejects(_: Any, check: _Check = check, number: int = number) -> bool:
+                return bool(check.rejection_func(read()[number]))
+
             own["validate_result"](machine, check.value, rejects, *check.args, **check.more)
         _keep_scaled(machine, checks)
 
@@ -225,8 +221,6 @@ def _can_wait(machine: Any, result: Any) -> bool:
     """Whether a check may be made at the end of the passes: of one number, in a step, by a machine that injects nothing
     (injection draws random numbers of Python in the order of the checks).
     """
-    from megatron.core.rerun_state_machine import RerunState
-
     running = (RerunState.INITIAL_RUN, RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
     return (
         isinstance(result, torch.Tensor)
@@ -241,13 +235,6 @@ def _is_of_values(rejection_func: Any, machine: Any) -> bool:
     if rejection_func is torch.isnan or rejection_func is torch.isinf:
         return True
     return isinstance(rejection_func, functools.partial) and rejection_func.func == machine.is_unexpectedly_large
-
-
-def _rejects_on_host(
-    rejection_func: Callable[[Any], Any], read: Callable[[], list[torch.Tensor]], number: int, result: Any
-) -> bool:
-    del result
-    return bool(rejection_func(read()[number]))
 
 
 def _keep_scaled(machine: Any, checks: list[_Check]) -> None:
@@ -275,7 +262,6 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
     documents of a row attend to each other then, and there is nothing that a graph could be replayed for.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     made: list[Any] = []
     reported: list[str] = []
@@ -304,11 +290,9 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
                 say(GIVEN)
         return own_build(*call.args, **call.kwargs)
 
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (PackedSeqParams, "__post_init__", post_init),
-            (GPTModel, "forward", forward),
-            (GPTModel, "build_schedule_plan", build_schedule_plan),
-        ):
-            stack.enter_context(replaced(owner, name, value))
+    with (
+        replaced(PackedSeqParams, "__post_init__", post_init),
+        replaced(GPTModel, "forward", forward),
+        replaced(GPTModel, "build_schedule_plan", build_schedule_plan),
+    ):
         yield

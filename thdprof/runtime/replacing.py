@@ -1,9 +1,10 @@
-"""Attributes of other packages' objects that are replaced for as long as a block runs."""
+"""Attributes of objects, most of them of other packages, that are replaced for as long as a block runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -20,24 +21,28 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, own)
 
 
-class Shared:
-    """A change of the process that several owners may make, and end in any order: the last one takes it back."""
+def shared[**Args](change: Callable[Args, AbstractContextManager[Any]]) -> Callable[Args, AbstractContextManager[None]]:
+    """Decorates a change of the process, so that several blocks may make it and end in any order.
 
-    def __init__(self, change: Callable[..., AbstractContextManager[Any]]) -> None:
-        self._change, self._stack, self._owners = change, ExitStack(), 0
+    The arguments of the first one count, and the last one takes the change back.
+    """
+    stack, owners = ExitStack(), 0
 
+    @wraps(change)
     @contextmanager
-    def owned(self, *args: Any) -> Iterator[None]:
-        """One more owner inside the block. The first one's `args` go to the change."""
-        if self._owners == 0:
-            self._stack.enter_context(self._change(*args))
-        self._owners += 1
+    def owned(*args: Args.args, **kwargs: Args.kwargs) -> Iterator[None]:
+        nonlocal owners
+        if owners == 0:
+            stack.enter_context(change(*args, **kwargs))
+        owners += 1
         try:
             yield
         finally:
-            self._owners -= 1
-            if self._owners == 0:
-                self._stack.close()
+            owners -= 1
+            if owners == 0:
+                stack.close()
+
+    return owned
 
 
 @contextmanager

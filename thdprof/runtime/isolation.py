@@ -16,15 +16,148 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.dispatch import Bucket, Dispatcher, advice
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import unchanged
-from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck, Region
+from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, pad_cu_seqlens, shape_of, to_device
-from thdprof.training import TailPolicy
+from thdprof.words import write_count
+
+Mode = Literal["eager", "padded", "replayed"]
+"""How a micro-batch ran: eagerly; eagerly with its boundaries padded to a bucket; or through captured graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Neighbouring tokens of a micro-batch that belong to one document, or to none."""
+
+    kind: Literal["document", "padding", "tail"]
+    """Whether these are a document's tokens, the padding after a document, or the tail after the last one."""
+    number: int
+    """The document, counted from 0; of padding, the document that it follows; of a tail, the number of documents."""
+    begin: int
+    """The first token, counted from the micro-batch's first."""
+    end: int
+    """One more than the last token."""
+
+    def __str__(self) -> str:
+        names = {"document": f"document {self.number}", "padding": f"the padding after document {self.number}"}
+        return names.get(self.kind, "the tail after the last document")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """One document that moved although only others were perturbed."""
+
+    mode: Mode
+    """The mode in which it moved."""
+    what: Literal["output", "gradient"]
+    """Whether an output moved, or an input's gradient."""
+    name: str
+    """The tensor that moved, such as `outputs[0]` or `tensors[0].grad`."""
+    sources: tuple[Region, ...]
+    """What was perturbed: a document, padding, the tail; several where none of them alone moves the document."""
+    document: int
+    """The document that moved, counted from 0."""
+    token: int
+    """The first token that moved, counted from the micro-batch's first."""
+    token_in_document: int
+    """The same token, counted from its document's first."""
+    tokens_moved: int
+    """Number of tokens of that document that moved."""
+    moved: float
+    """Largest absolute difference at the first token that moved; infinite where the value is no number any more."""
+    limit: float
+    """Largest absolute difference that would have counted as none; 0 where values must be equal."""
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.sources[:4])) + (", ..." if len(self.sources) > 4 else "")
+        together = " together" if len(self.sources) > 1 else ""
+        allowed = f", more than {self.limit:.3g}" if self.limit else ""
+        return (
+            f"{self.mode}: {names}{together} moved {self.name} of document {self.document} at its token "
+            f"{self.token_in_document} (token {self.token} of the micro-batch) by {self.moved:.3g}{allowed}; "
+            f"{self.tokens_moved} of the document's tokens moved"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeCheck:
+    """What was compared in one mode."""
+
+    mode: Mode
+    """How the micro-batch ran."""
+    bucket: Bucket | None
+    """The bucket to which boundaries were padded; None for `eager`."""
+    outputs: int
+    """Number of output tensors that were compared: those that run over tokens."""
+    gradients: int
+    """Number of input gradients that were compared; 0 where no input takes a gradient."""
+    deterministic: bool
+    """Whether unperturbed passes repeated each other value for value, so that no value of another document may move."""
+    spread: float
+    """Largest absolute difference between unperturbed passes, over all compared tensors; 0 if deterministic."""
+    passes: int
+    """Number of forward passes, with their backward passes where gradients are compared."""
+    unseen: tuple[int, ...]
+    """Documents whose own outputs or gradients did not move when perturbed: nothing is proved of them."""
+
+    def __str__(self) -> str:
+        to = "" if self.bucket is None else f", {self.bucket.max_seqs} documents"
+        how = "value for value" if self.deterministic else f"within their own spread, {self.spread:.3g}"
+        grads = write_count(self.gradients, "gradient") if self.gradients else "no gradient"
+        return f"{self.mode}{to}: {write_count(self.outputs, 'output')} and {grads}, {how}, {self.passes} passes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """Whether the documents of a micro-batch stay apart in a module; true where they do in every wanted mode."""
+
+    documents: int
+    """Number of documents with tokens."""
+    checks: tuple[ModeCheck, ...]
+    """The modes that ran, in their order; none after the one with the leak."""
+    leak: Leak | None
+    """The first leak; None where there is none."""
+    skipped: Mapping[Mode, str]
+    """The modes that did not run, and why."""
+    missing: tuple[Mode, ...]
+    """The modes of `skipped` that the caller named."""
+    notes: tuple[str, ...]
+    """Parts of the module that mix documents on purpose, each with what to change for a proof."""
+
+    @property
+    def unseen(self) -> tuple[int, ...]:
+        """Documents of which nothing is proved, because their own values did not move in some mode."""
+        return tuple(sorted({number for check in self.checks for number in check.unseen}))
+
+    def __bool__(self) -> bool:
+        return bool(self.checks) and self.leak is None and not self.missing and not self.unseen
+
+    def __str__(self) -> str:
+        """The verdict in one line, then a line for each mode and note."""
+        lines = [self._verdict()]
+        lines += [f"  {check}" for check in self.checks]
+        lines += [f"  {mode}: did not run: {reason}" for mode, reason in self.skipped.items()]
+        if self.leak is not None:
+            lines += [f"  the module mixes documents on purpose: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.leak is not None:
+            return f"documents do not stay apart: {self.leak}"
+        if self.missing or not self.checks:
+            return f"not proved: {' and '.join(self.missing) or 'every mode'} did not run"
+        if self.unseen:
+            return (
+                f"not proved: document {self.unseen[0]} itself did not move when it was perturbed "
+                f"({len(self.unseen)} of {self.documents} documents)"
+            )
+        return f"{self.documents} documents stay apart"
+
 
 SPARE_SEQS = 4
-"""Documents without tokens by which boundaries are padded where neither the caller nor a plan names a bucket."""
+"""Documents without tokens by which boundaries are padded where no plan names a bucket."""
 SPREADS_ALLOWED = 4.0
 """Of a module that does not repeat itself, what moves by at most so many of its own spreads counts as unmoved: the
 spread is known from few passes."""
@@ -80,11 +213,7 @@ class Settings:
     """How a subject is verified: the arguments of `verify_isolation` of the same names."""
 
     modes: Sequence[Mode] | None = None
-    bucket: Bucket | None = None
-    tail_policy: TailPolicy | None = None
     token_dim: int | None = None
-    output_token_dim: int | None = None
-    shared: Sequence[int] = ()
     gradients: bool = True
     tolerance: float = 0.0
     seed: int = 0
@@ -96,11 +225,7 @@ def verify_isolation(
     *tensors: torch.Tensor,
     call: CallModule | None = None,
     modes: Sequence[Mode] | None = None,
-    bucket: Bucket | None = None,
-    tail_policy: TailPolicy | None = None,
     token_dim: int | None = None,
-    output_token_dim: int | None = None,
-    shared: Sequence[int] = (),
     gradients: bool = True,
     generators: Sequence[torch.Generator] = (),
     tolerance: float = 0.0,
@@ -114,10 +239,10 @@ def verify_isolation(
     that belong to no document are perturbed, but not watched. All pairs of N documents are covered, by N passes, or by
     2 * log2(N) where that is less. More passes are made only to name a leak.
 
-    The micro-batch runs eagerly; eagerly with its boundaries padded to a bucket (the end repeated, after the tail
-    policy); and, for a graphed module on a GPU, replayed. Give tensors that take gradients as in training: only those
-    have a gradient in a replay. A module that has captured nothing yet captures its graphs for the proof, and drops
-    them at the end.
+    The micro-batch runs eagerly; eagerly with its boundaries padded to the bucket that the graphed module chooses, else
+    by 4 documents without tokens; and, for a graphed module on a GPU, replayed. Give tensors that take gradients as in
+    training: only those have a gradient in a replay. A module that has captured nothing yet captures its graphs for the
+    proof, and drops them at the end.
 
     Everything runs in the module's present mode, under the present autocast. Afterwards random states (Python's,
     NumPy's, torch's), buffers, parameters' gradients and counters are as before. Forward hooks run; hooks of parameters
@@ -134,15 +259,12 @@ def verify_isolation(
             `Installation.verify_isolation`.
         packed: the documents, from `thdprof.runtime.pack`; at least two, or one and padding.
         tensors: the module's tensor arguments, before `packed`. Integers, such as tokens, are replaced by others among
-            them; their gradients are taken where a submodule embeds them.
+            them; their gradients are taken where a submodule embeds them. A tensor that belongs to no document although
+            it has a dimension of that size, such as a rotary table, is an argument for `call` to add.
         call: runs the module on tensors and a PackedSequence, and returns its output; None: `module(*tensors, packed)`.
         modes: the modes that must run, of "eager", "padded" and "replayed", for a true result; None: all that can.
-        bucket: the bucket to pad to; None: the one that the graphed module chooses, else one with 4 documents more.
-        tail_policy: how tokens after the last boundary are treated; None: as the graphed module does, else "none".
-        token_dim: dimension of the first tensor that runs over tokens; None: that of the graphed module, else 0.
-        output_token_dim: dimension of outputs that runs over tokens, if it has their size; else the first that has.
-            None: `token_dim`.
-        shared: positions of `tensors` that belong to no document although they have a dimension of that size.
+        token_dim: dimension of the first tensor that runs over tokens; None: that of the graphed module, else 0. Other
+            tensors and outputs run over tokens in the same dimension if it has their size, else in the first that has.
         gradients: whether to compare input gradients, too.
         generators: CUDA generators, besides the default one, that the module draws from; a graphed module knows its
             own.
@@ -156,18 +278,17 @@ def verify_isolation(
     Raises:
         TypeError: an argument is of another type; or the module returns no tensor.
         ValueError: there is nothing to compare: fewer than two documents, no output over tokens, no tensor that can be
-            perturbed, values that are infinite or no numbers; or the micro-batch is spread over ranks, or does not fit
-            `bucket`.
+            perturbed, values that are infinite or no numbers; or the micro-batch is spread over ranks.
     """
-    settings = Settings(modes, bucket, tail_policy, token_dim, output_token_dim, shared, gradients, tolerance, seed)
+    settings = Settings(modes, token_dim, gradients, tolerance, seed)
     return verify(Subject.from_module(module, call, generators), packed, tensors, settings)
 
 
 def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Tensor], settings: Settings) -> Isolation:
     """`verify_isolation` of any subject; raises what that raises."""
     _check(subject, packed, tensors, settings)
-    batch = MicroBatch.describe(subject, packed, tensors, settings)
-    runs, skipped = plan_runs(subject, batch, settings)
+    batch = MicroBatch(subject, packed, tensors, settings)
+    runs, skipped = batch.plan_runs()
     checks: list[ModeCheck] = []
     leak: Leak | None = None
     with ExitStack() as stack:
@@ -179,7 +300,7 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
             stack.enter_context(one.rehearsal())
         for way in runs:
             try:
-                check, leak = Search(subject.module, batch, way, settings, put_back).check()
+                check, leak = Search(batch, way, put_back).check()
             except NotReplayed as error:
                 skipped[way.mode] = str(error)
                 continue
@@ -207,7 +328,7 @@ def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Sett
         raise TypeError(f"the tensors are {names}: give the module's tensor arguments, and other arguments by call=")
     if tensors[0].dim() == 0:
         raise ValueError("the first tensor has no dimension: one of its dimensions must run over tokens")
-    if packed.cp_size > 1 or any(one.token_shards > 1 for one in subject.dispatched):
+    if packed.cp_size > 1 or any(one.options.token_shards > 1 for one in subject.dispatched):
         raise ValueError(
             f"the micro-batch is shared out among ranks (cp_size {packed.cp_size}): verify the model on one rank, "
             "without context or sequence parallelism"
@@ -215,9 +336,6 @@ def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Sett
     unknown = [mode for mode in settings.modes or () if mode not in get_args(Mode)]
     if unknown or (settings.modes is not None and not settings.modes):
         raise ValueError(f"modes {list(settings.modes or ())}: give some of {', '.join(get_args(Mode))}, or None")
-    wrong = [position for position in settings.shared if not 0 <= position < len(tensors)]
-    if wrong:
-        raise ValueError(f"shared {list(settings.shared)}: there are {len(tensors)} tensors, counted from 0")
     if settings.tolerance < 0:
         raise ValueError(f"tolerance {settings.tolerance}: must not be negative")
 
@@ -251,65 +369,6 @@ def rounds(regions: Sequence[Region]) -> tuple[tuple[Region, ...], ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One packed micro-batch as a subject runs it."""
-
-    packed: PackedSequence
-    """The caller's metadata."""
-    policy: TailPolicy
-    shape: Shape
-    first: torch.Tensor
-    output_dim: int
-    """The preferred dimension of outputs that runs over tokens."""
-    regions: Sequence[Region]
-    documents: Sequence[Region]
-    """The regions that are documents."""
-    inputs: Sequence[Input]
-
-    @classmethod
-    def describe(
-        cls, subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Tensor], settings: Settings
-    ) -> MicroBatch:
-        """The micro-batch of the arguments of `verify`; ValueError where there is nothing to compare."""
-        first = subject.dispatched[0] if subject.dispatched else None
-        dim = settings.token_dim if settings.token_dim is not None else (first.token_dim if first else 0)
-        if not -tensors[0].dim() <= dim < tensors[0].dim():
-            raise ValueError(f"token_dim {dim}: the first tensor has shape {tuple(tensors[0].shape)}")
-        policy = settings.tail_policy or (first.tail_policy if first else "none")
-        n_tokens = tensors[0].shape[dim]
-        boundaries = boundaries_of(packed, n_tokens, policy)
-        regions = regions_of(boundaries, n_tokens)
-        documents = tuple(region for region in regions if region.kind == "document")
-        if not documents or len(regions) < 2:
-            raise ValueError(
-                f"the micro-batch has {len(documents)} documents with tokens, and no padding: give at least two "
-                "documents"
-            )
-        inputs = perturb_inputs(tensors, n_tokens, token_dim=dim, shared=settings.shared, seed=settings.seed)
-        shape = shape_of(packed, boundaries, n_tokens)
-        output_dim = dim if settings.output_token_dim is None else settings.output_token_dim
-        return cls(packed, policy, shape, tensors[0], output_dim, regions, documents, inputs)
-
-    def padded(self, bucket: Bucket) -> PackedSequence:
-        """The metadata with boundaries on the host, padded to `bucket` by repeated end entries."""
-        n_tokens = self.shape.n_tokens
-        boundaries = boundaries_of(self.packed, n_tokens, self.policy)
-        valid, memory = (
-            None if host is None else pad_cu_seqlens(np.asarray(host), max_seqs=bucket.max_seqs, n_tokens=n_tokens)
-            for host in (boundaries.valid, boundaries.padded)
-        )
-        assert valid is not None
-        return replace(
-            self.packed,
-            cu_seqlens=torch.from_numpy(valid),
-            max_seqlen=bucket.max_seqlen,
-            host=valid,
-            cu_seqlens_padded=None if memory is None else torch.from_numpy(memory),
-            host_padded=memory,
-        )
-
-
 class ModeRun(NamedTuple):
     """How one mode runs a micro-batch."""
 
@@ -319,82 +378,112 @@ class ModeRun(NamedTuple):
     run: Run
 
 
-def plan_runs(subject: Subject, batch: MicroBatch, settings: Settings) -> tuple[list[ModeRun], dict[Mode, str]]:
-    """How `subject` runs `batch` in the wanted modes, and why it cannot in others; ValueError where it does not fit the
-    bucket. Without that it pads to the subject's plan's choice, or without a plan by `SPARE_SEQS` documents.
-    """
-    runs, skipped = list[ModeRun](), dict[Mode, str]()
-    target = _choose_bucket(subject, batch, settings.bucket)
-    for mode in settings.modes or get_args(Mode):
-        if mode == "eager":
-            runs.append(ModeRun(mode, None, _run_eagerly(subject, batch, batch.packed)))
-        elif not isinstance(target, Bucket):
-            skipped[mode] = target
-        elif mode == "padded":
-            runs.append(ModeRun(mode, target, _run_eagerly(subject, batch, batch.padded(target))))
-        elif reason := _find_obstacle(subject, batch):
-            skipped[mode] = reason
-        else:
-            runs.append(ModeRun(mode, target, _run_replayed(subject, batch)))
-    return runs, skipped
+class MicroBatch:
+    """One packed micro-batch, and how a subject runs it in each mode."""
 
+    def __init__(
+        self, subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Tensor], settings: Settings
+    ) -> None:
+        """The micro-batch of the arguments of `verify`; ValueError where there is nothing to compare."""
+        self.subject, self.settings, self._packed = subject, settings, packed
+        options = subject.dispatched[0].options if subject.dispatched else GraphOptions()
+        self.dim = options.token_dim if settings.token_dim is None else settings.token_dim
+        if not -tensors[0].dim() <= self.dim < tensors[0].dim():
+            raise ValueError(f"token_dim {self.dim}: the first tensor has shape {tuple(tensors[0].shape)}")
+        self._first, self.n_tokens = tensors[0], tensors[0].shape[self.dim]
+        self._policy = options.tail_policy
+        self._boundaries = boundaries_of(packed, self.n_tokens, self._policy)
+        self.regions = regions_of(self._boundaries, self.n_tokens)
+        self.documents = tuple(region for region in self.regions if region.kind == "document")
+        if not self.documents or len(self.regions) < 2:
+            raise ValueError(
+                f"the micro-batch has {len(self.documents)} documents with tokens, and no padding: give at least two "
+                "documents"
+            )
+        self.inputs = perturb_inputs(tensors, self.n_tokens, token_dim=self.dim, seed=settings.seed)
+        self._shape = shape_of(packed, self._boundaries, self.n_tokens)
 
-def _choose_bucket(subject: Subject, batch: MicroBatch, bucket: Bucket | None) -> Bucket | str:
-    """The bucket to pad to, or why there is none."""
-    shape = batch.shape
-    if bucket is not None:
-        choice = Dispatcher([bucket]).decide(shape)
-        if isinstance(choice, FallbackReason):
-            raise ValueError(f"the micro-batch does not fit {bucket}: {advice(choice, shape, [bucket])}")
-        return choice
-    if not subject.dispatched:
-        return Bucket(shape.n_seqs + SPARE_SEQS, shape.max_seqlen, shape.n_tokens)
-    buckets = subject.dispatched[0].buckets
-    choice = Dispatcher(buckets).decide(shape)
-    return choice if isinstance(choice, Bucket) else advice(choice, shape, buckets)
+    def plan_runs(self) -> tuple[list[ModeRun], dict[Mode, str]]:
+        """How the subject runs in the wanted modes, and why it cannot in others."""
+        runs, skipped = list[ModeRun](), dict[Mode, str]()
+        dispatched, shape = self.subject.dispatched, self._shape
+        target: Bucket | str = Bucket(shape.n_seqs + SPARE_SEQS, shape.max_seqlen, shape.n_tokens)
+        if dispatched:
+            choice = Dispatcher(dispatched[0].buckets).decide(shape)
+            target = choice if isinstance(choice, Bucket) else advice(choice, shape, dispatched[0].buckets)
+        for mode in self.settings.modes or get_args(Mode):
+            if mode == "eager":
+                runs.append(ModeRun(mode, None, self._run_eagerly(self._packed)))
+            elif not isinstance(target, Bucket):
+                skipped[mode] = target
+            elif mode == "padded":
+                runs.append(ModeRun(mode, target, self._run_eagerly(self._padded(target))))
+            elif reason := self._find_obstacle():
+                skipped[mode] = reason
+            else:
+                runs.append(ModeRun(mode, target, self._run_replayed))
+        return runs, skipped
 
+    def _find_obstacle(self) -> str:
+        """Why the micro-batch cannot be replayed; "" if it can."""
+        if not self.subject.dispatched:
+            return "the module has no graphs: give a graphed module, or call verify_isolation of an Installation"
+        if not self._first.is_cuda:
+            return "the inputs are not on a GPU"
+        return next((one.why_no_rehearsal for one in self.subject.dispatched if one.why_no_rehearsal), "")
 
-def _find_obstacle(subject: Subject, batch: MicroBatch) -> str:
-    """Why the micro-batch cannot be replayed; "" if it can."""
-    if not subject.dispatched:
-        return "the module has no graphs: give a graphed module, or call verify_isolation of an Installation"
-    if not batch.first.is_cuda:
-        return "the inputs are not on a GPU"
-    return next((one.why_no_rehearsal for one in subject.dispatched if one.why_no_rehearsal), "")
+    def _padded(self, bucket: Bucket) -> PackedSequence:
+        """The metadata with boundaries on the host, padded to `bucket` by repeated end entries."""
+        valid, memory = (
+            None if host is None else pad_cu_seqlens(np.asarray(host), max_seqs=bucket.max_seqs, n_tokens=self.n_tokens)
+            for host in (self._boundaries.valid, self._boundaries.padded)
+        )
+        assert valid is not None
+        return replace(
+            self._packed,
+            cu_seqlens=torch.from_numpy(valid),
+            max_seqlen=bucket.max_seqlen,
+            host=valid,
+            cu_seqlens_padded=None if memory is None else torch.from_numpy(memory),
+            host_padded=memory,
+        )
 
+    def _run_eagerly(self, packed: PackedSequence) -> Run:
+        """Runs the module eagerly with the boundaries of `packed`."""
+        subject, moved = self.subject, packed
+        if not subject.dispatched:
+            boundaries = boundaries_of(packed, self.n_tokens, self._policy)
+            moved = to_device(packed, boundaries, self.n_tokens, self._first.device)
 
-def _run_eagerly(subject: Subject, batch: MicroBatch, packed: PackedSequence) -> Run:
-    """Runs the module eagerly with the boundaries of `packed`."""
-    moved, n_tokens = packed, batch.shape.n_tokens
-    if not subject.dispatched:
-        moved = to_device(packed, boundaries_of(packed, n_tokens, batch.policy), n_tokens, batch.first.device)
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
+            with ExitStack() as stack:
+                for one in subject.dispatched:
+                    stack.enter_context(one.only(None))
+                return subject.call(tensors, moved)
 
-    def run(tensors: Sequence[torch.Tensor]) -> Any:
-        with ExitStack() as stack:
-            for one in subject.dispatched:
-                stack.enter_context(one.only(None))
-            return subject.call(tensors, moved)
+        return run
 
-    return run
-
-
-def _run_replayed(subject: Subject, batch: MicroBatch) -> Run:
-    """Runs the module as training does, and makes sure that it was replayed."""
-
-    def run(tensors: Sequence[torch.Tensor]) -> Any:
-        before = [one.stats().replays.total() for one in subject.dispatched]
-        outputs = subject.call(tensors, batch.packed)
-        for one, replays in zip(subject.dispatched, before, strict=True):
+    def _run_replayed(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Runs the module as training does, and makes sure that it was replayed."""
+        dispatched = self.subject.dispatched
+        before = [one.stats().replays.total() for one in dispatched]
+        outputs = self.subject.call(tensors, self._packed)
+        for one, replays in zip(dispatched, before, strict=True):
             if one.stats().replays.total() == replays:
                 reasons = list(one.stats().fallbacks)
                 raise NotReplayed(
-                    advice(reasons[-1], batch.shape, one.buckets)
+                    advice(reasons[-1], self._shape, one.buckets)
                     if reasons
                     else "the module did not run its graphed part"
                 )
         return outputs
 
-    return run
+    def mask(self, regions: Sequence[Region], like: torch.Tensor) -> torch.Tensor:
+        """Whether each token is in one of `regions`: bool, shape [n_tokens], on the device of `like`."""
+        mask = torch.zeros(self.n_tokens, dtype=torch.bool)
+        for region in regions:
+            mask[region.begin : region.end] = True
+        return mask.to(like.device)
 
 
 def mixes_on_purpose(module: nn.Module) -> tuple[str, ...]:
@@ -481,7 +570,7 @@ class Input(NamedTuple):
     values: torch.Tensor
     """The caller's values."""
     others: torch.Tensor | None
-    """Other values; None where all documents share the tensor, or it holds one integer only."""
+    """Other values; None where the tensor does not run over tokens, or holds one integer only."""
     dim: int
     """The dimension that runs over tokens; 0 where `others` is None."""
 
@@ -492,24 +581,21 @@ class Input(NamedTuple):
         return torch.where(broadcast_mask(mask, self.values, self.dim), self.others, self.values.detach())
 
 
-def perturb_inputs(
-    tensors: Sequence[torch.Tensor], n_tokens: int, *, token_dim: int, shared: Sequence[int], seed: int
-) -> tuple[Input, ...]:
+def perturb_inputs(tensors: Sequence[torch.Tensor], n_tokens: int, *, token_dim: int, seed: int) -> tuple[Input, ...]:
     """The tensor arguments with their other values, which `seed` draws; ValueError where none can be perturbed.
 
     Dimension `token_dim` of the first runs over tokens; of the others it is preferred where several dimensions could.
-    Those at the positions in `shared` belong to no document.
     """
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for position, tensor in enumerate(tensors):
+    for tensor in tensors:
         dim = token_dim_of(tensor, n_tokens, token_dim)
-        others = None if dim is None or position in shared else other_values(tensor, generator)
+        others = None if dim is None else other_values(tensor, generator)
         found.append(Input(tensor, others, 0 if dim is None or others is None else dim))
     if all(one.others is None for one in found):
         raise ValueError(
-            f"none of the {len(tensors)} tensors can be perturbed: they are shared, do not run over the {n_tokens} "
-            "tokens, or hold one integer only; give tensors as in training"
+            f"none of the {len(tensors)} tensors can be perturbed: they do not run over the {n_tokens} tokens, or hold "
+            "one integer only; give tensors as in training"
         )
     return tuple(found)
 
@@ -562,26 +648,19 @@ def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
 class Search:
     """Looks for the first leak in one mode: unperturbed passes, what moves beyond them, and what moved it."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        batch: MicroBatch,
-        way: ModeRun,
-        settings: Settings,
-        put_back: Callable[[], None],
-    ) -> None:
+    def __init__(self, batch: MicroBatch, way: ModeRun, put_back: Callable[[], None]) -> None:
         """Run the first unperturbed pass; ValueError where a value is infinite or no number, so that no movement shows.
 
-        Gradients of integer inputs are found in the embeddings of `module`. `put_back` is called before every pass.
+        `put_back` is called before every pass.
         """
-        self._module, self._batch, self._way, self._settings, self._put_back = module, batch, way, settings, put_back
+        self._batch, self._way, self._settings, self._put_back = batch, way, batch.settings, put_back
         self._count = 0
         self._output_grads: dict[int, Input] = {}
         self._tensors = self._run_perturbed(())
         self._spreads = [0.0 for _ in self._tensors]
         self._allowed = []
         for tensor in self._tensors:
-            mask = self._mask(batch.documents, tensor.values)
+            mask = self._batch.mask(batch.documents, tensor.values)
             sizes = moved_by_token(tensor, tensor._replace(values=torch.zeros_like(tensor.values)))
             if not bool(torch.isfinite(sizes[mask]).all()):
                 token = int(torch.nonzero(mask & ~torch.isfinite(sizes))[0])
@@ -589,7 +668,7 @@ class Search:
                     f"{tensor.name} is infinite or not a number at token {token}, before anything was perturbed: what "
                     "moves could not be seen; give inputs and weights as in training"
                 )
-            self._allowed.append(settings.tolerance * float(sizes[mask].max()))
+            self._allowed.append(self._settings.tolerance * float(sizes[mask].max()))
 
     def check(self) -> tuple[ModeCheck, Leak | None]:
         """What was compared in the mode, and the first leak in it."""
@@ -627,12 +706,6 @@ class Search:
         """Whether all unperturbed passes so far were equal over the documents' tokens."""
         return not any(self._spreads)
 
-    def _mask(self, regions: Sequence[Region], like: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(self._batch.shape.n_tokens, dtype=torch.bool)
-        for region in regions:
-            mask[region.begin : region.end] = True
-        return mask.to(like.device)
-
     def _run(self, together: Sequence[Region]) -> list[torch.Tensor]:
         """Largest difference at each token, for each tensor, of a pass in which `together` is perturbed."""
         now = self._run_perturbed(together)
@@ -642,7 +715,7 @@ class Search:
         """Widen the spreads by further unperturbed passes."""
         for _ in range(times):
             for position, moved in enumerate(self._run(())):
-                spread = float(moved[self._mask(self._batch.documents, moved)].max())
+                spread = float(moved[self._batch.mask(self._batch.documents, moved)].max())
                 self._spreads[position] = max(self._spreads[position], spread)
 
     def _limit(self, position: int) -> float:
@@ -660,7 +733,7 @@ class Search:
     ) -> Leak | None:
         """The first movement of a document in `watch`: outputs before gradients, then by token; None without one."""
         for position, (tensor, moved) in enumerate(zip(self._tensors, by_tensor, strict=True)):
-            beyond = self._mask(watch, moved) & (moved > self._limit(position))
+            beyond = self._batch.mask(watch, moved) & (moved > self._limit(position))
             if not bool(beyond.any()):
                 continue
             token = int(torch.nonzero(beyond)[0])
@@ -706,7 +779,7 @@ class Search:
         replays, tensors = self._way.mode == "replayed", list[torch.Tensor]()
         with torch.inference_mode(mode=False), torch.set_grad_enabled(self._settings.gradients or replays):
             for one in self._batch.inputs:
-                tensor = one.with_others(self._mask(regions, one.values))
+                tensor = one.with_others(self._batch.mask(regions, one.values))
                 can = one.others is not None and (tensor.is_floating_point() or tensor.is_complex())
                 tensors.append(tensor.requires_grad_(one.values.requires_grad if replays else can))
             sources, integers = [], {}
@@ -717,7 +790,7 @@ class Search:
                     integers[tensor.data_ptr()] = f"tensors[{position}] embedded, .grad", tensor, one.dim
             # in training, inputs are made by other modules: a module may then change them in place
             given = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-            with find_embeddings(self._module, integers) as embeddings:
+            with find_embeddings(self._batch.subject.module, integers) as embeddings:
                 leaves = [leaf for leaf in tree_flatten(self._way.run(given))[0] if isinstance(leaf, torch.Tensor)]
             outputs = self._over_tokens(leaves)
             watched = [Watched("output", f"outputs[{i}]", leaves[i].detach(), dim) for i, dim in outputs.items()]
@@ -729,7 +802,7 @@ class Search:
         """Position of every output that runs over tokens, and its dimension that does."""
         if not leaves:
             raise TypeError("the module returned no tensor: give call=, a function that returns its outputs as tensors")
-        n_tokens, preferred = self._batch.shape.n_tokens, self._batch.output_dim
+        n_tokens, preferred = self._batch.n_tokens, self._batch.dim
         dims = {position: token_dim_of(leaf, n_tokens, preferred) for position, leaf in enumerate(leaves)}
         found = {position: dim for position, dim in dims.items() if dim is not None}
         if not found:
@@ -751,7 +824,7 @@ class Search:
         if not differentiable or not sources:
             return []
         grads = [
-            self._output_grad(position, leaves[position], dim).with_others(self._mask(regions, leaves[position]))
+            self._output_grad(position, leaves[position], dim).with_others(self._batch.mask(regions, leaves[position]))
             for position, dim in differentiable.items()
         ]
         heads, inputs = [leaves[position] for position in differentiable], [tensor for _, tensor, _ in sources]
@@ -762,7 +835,7 @@ class Search:
         """The gradient of an output, the same in all passes, and its other values: both zero outside documents."""
         if position not in self._output_grads:
             generator = torch.Generator().manual_seed(self._settings.seed + 1 + position)
-            real = broadcast_mask(self._mask(self._batch.documents, output), output, dim)
+            real = broadcast_mask(self._batch.mask(self._batch.documents, output), output, dim)
             drawn = [torch.randn(output.shape, generator=generator, dtype=torch.float32) for _ in range(2)]
             given, others = (d.to(output.device, output.dtype) * real for d in drawn)
             self._output_grads[position] = Input(given, others, dim)
