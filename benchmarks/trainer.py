@@ -7,8 +7,8 @@ speed   a model's shape (--shape) on one GPU, one run after the other: eager, Me
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers
 experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts small), dropless, on one GPU and by
-        --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, and with one GPU
-        whole layers and whole chunks; --profile adds up the kernels of a step
+        --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, whole chunks,
+        and with one GPU whole layers; --profile adds up the kernels of a step
 exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
         --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
         over, and --out is written after each case
@@ -195,10 +195,11 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     }
     of_parts = {name: {"impl": "transformer_engine", "modules": modules} for name, modules in parts.items()}
     whole = {"whole layers": {"impl": "transformer_engine"}, "whole chunks": {"impl": "chunk"}}
+    shared = {"whole chunks": {"impl": "chunk", "more": ["--expert-loads", args.expert_loads]}}
     pages = []
     for gpus in args.gpus:
         flags = experts_flags(directory / "documents", args, gpus)
-        kinds = of_parts if gpus > 1 else of_parts | {name: {**how, "modules": []} for name, how in whole.items()}
+        kinds = of_parts | {name: {**how, "modules": []} for name, how in (whole if gpus == 1 else shared).items()}
         runs = planned_runs(kinds, args, flags, directory, gpus)
         lines = timed_lines(runs, args, flags, directory, "eager", gpus)
         if args.profile:
@@ -313,6 +314,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
     option("--shape", choices=lm.SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
     option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
+    option("--expert-loads", default="1.3", help="experts: analyze's, for whole chunks with EP 2 [1.3]")
     option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
     option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
     option("--connections", type=int, default=1, help="speed, overlap, experts: CUDA_DEVICE_MAX_CONNECTIONS [1]")

@@ -121,6 +121,10 @@ DeepSeek-V3, PP 2 by a layout, multi-token prediction | @microbatches=2 DEEPSEEK
 LoRA, FP8 current, no cache of transposes, dropout | @dropout LORA CURRENT --switch-on disable_parameter_transpose_cache
 dropless, one GPU | BALANCED
 dropless, EP 2 | BALANCED EP
+dropless, EP 2, whole chunks | @loads=1.5 BALANCED EP
+dropless, EP 2, whole chunks, group-limited routing, expert bias, seq_aux_loss, dropout |
+    @loads=1.5 @dropout ROUTED_BY_GROUPS EP
+dropless, EP 2, whole chunks, rows without room | @loads=uniform BALANCED EP
 dropless, EP 2, dropout, shared experts overlapped | @dropout BALANCED EP SHARED --moe-shared-expert-overlap
 dropless, group-limited routing, expert bias, seq_aux_loss | ROUTED_BY_GROUPS
 dropless, EP 2, group-limited routing, expert bias, seq_aux_loss, z-loss, dropout, shared experts overlapped |
@@ -251,6 +255,7 @@ EP or DP in the name. The settings that most recipes of Megatron-Bridge for H100
 @dropout  @fused  @sft  @biases   switch these on; @fused adds weight gradients to main_grad inside matrix products
 @learned   documents whose tokens follow from one another, and a rate by which losses fall
 @impl=  @preprocessed  @layers_per_graph=   the plan's graphs; up to the router with dropless experts, else chunks
+@loads=   analyze's --expert-loads, by which chunks of dropless experts are captured whole
 @microbatches=   samples of a step, of all ranks; else two of each data-parallel rank, four through a pipeline
 """
 
@@ -281,10 +286,12 @@ class Row:
     def graphs(self) -> dict[str, Any]:
         """What its plan captures, as arguments of `plan_of`."""
         is_dropless = "--num-experts" in self.flags and "--moe-pad-expert-input-to-capacity" not in self.flags
+        loads = self.options.get("loads")
         return {
-            "impl": self.options.get("impl", "transformer_engine" if is_dropless else "chunk"),
+            "impl": self.options.get("impl", "transformer_engine" if is_dropless and loads is None else "chunk"),
             "modules": ["attn", "moe_router", "moe_preprocess"] if "preprocessed" in self.options else None,
             "layers_per_graph": int(self.options.get("layers_per_graph", 0)) or "all",
+            "more": [] if loads is None else ["--expert-loads", loads],
         }
 
     @property

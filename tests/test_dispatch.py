@@ -180,6 +180,8 @@ ADVICE = {
     "was logged with its cause",
     FallbackReason.quarantined: "runs eagerly (quarantined): a replay of its bucket gave other numbers than the eager "
     "run; the mismatch was logged",
+    FallbackReason.expert_overflow: "runs eagerly (expert_overflow): a rank's experts get more rows of its tokens than "
+    "graphs have room for: give more with graphs.expert_room, which costs memory",
     FallbackReason.no_cuda: "runs eagerly (no_cuda): no CUDA device, or the inputs are not on it",
 }
 

@@ -48,6 +48,7 @@ class FallbackReason(StrEnum):
     disabled_by_user = "disabled_by_user"
     capture_failed = "capture_failed"
     quarantined = "quarantined"
+    expert_overflow = "expert_overflow"
     no_cuda = "no_cuda"
 
 
@@ -222,6 +223,8 @@ _ADVICE = {
     FallbackReason.disabled_by_user: "graphs are switched off, or the plan has no bucket",
     FallbackReason.capture_failed: "its graph could not be captured; the first failure was logged with its cause",
     FallbackReason.quarantined: "a replay of its bucket gave other numbers than the eager run; the mismatch was logged",
+    FallbackReason.expert_overflow: "a rank's experts get more rows of its tokens than graphs have room for: give more "
+    "with graphs.expert_room, which costs memory",
     FallbackReason.no_cuda: "no CUDA device, or the inputs are not on it",
 }
 

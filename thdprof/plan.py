@@ -205,6 +205,10 @@ class GraphsPart(Part):
     """Layers of one graph, with impl chunk; null: all layers of a model chunk. After each graph of a backward the
     data-parallel reduction of its gradients can start, and each graph of a forward waits for its own parameters alone.
     """
+    expert_room: Annotated[float, Field(gt=0)] | None = None
+    """Rows of dropless experts for which graphs have room on each expert-parallel rank, as a multiple of the even share
+    (tokens of a rank x top-k), with impl chunk; a micro-batch with more on any rank of the group runs eagerly. Null:
+    with several expert-parallel ranks graphs end at the router."""
     verify: Annotated[str, Field(pattern=r"^1/[1-9][0-9]*$")] | None = None
     """Share of the micro-batches that are replayed and also run eagerly to compare the numbers, such as 1/4096; null:
     none. Graphs that Megatron replays (impl local) are not verified."""

@@ -518,6 +518,7 @@ def test_refused_settings_are_those_of_install():
         "`chunk`, `transformer_engine`",
         "`transformer_engine`, with FP8 or FP4",
         "whole layers of dropless experts",
+        "whole layers of dropless experts that ranks share (`graphs.expert_room`)",
     }
     assert {graphs for _, graphs in rows} == {*kinds, "dynamic context parallelism"}
     names = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", cases, re.M)

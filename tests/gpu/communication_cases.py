@@ -6,10 +6,11 @@ prints a line. The weights follow the gradients, so that a wrong one shows in al
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from support.own_loop import VOCABULARY, config_of, seed, wrapped
 from support.own_loop_cases import Case, MicroBatches, descended, deterministic_kernels, run_cases
 from support.own_loop_steps import verdict
 
+from thdprof.dispatch import FallbackReason
+from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import refusals
 
 MICRO_BATCHES = MicroBatches(tokens=1024, each=4, documents=(3, 8, 12, 16, 20))
@@ -28,6 +31,8 @@ class Communication(Case):
     """One kind of communication."""
 
     user_buffers: bool = False
+    overflows: bool = False
+    """Whether the room for experts is too little for some micro-batches, which a run beside it forces to be eager."""
 
 
 TWO = {"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4, "num_layers": 3}
@@ -67,11 +72,25 @@ WITHIN_CAPACITY = {
 """With a static number of tokens of all experts of a rank, of which HybridEP tells nothing to the host."""
 
 
+AMPLE = 2.0
+"""Room for all rows of two ranks."""
+WHOLE = {"impl": "chunk", "modules": [], "expert_room": AMPLE}
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_z_loss_coeff": 1e-3,
+    "hidden_dropout": 0.1,
+}
+
+
 def _of_experts(config: dict[str, Any], *more: str, plan: dict[str, Any] | None = None) -> Communication:
     """Experts over two ranks, in graphs up to their routers and of these parts more, or as `plan` says."""
     graphs = {**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], *more]} if plan is None else plan
     experts = "padded" if config.get("moe_pad_expert_input_to_capacity") else "dropless"
-    return Communication(sizes={"expert_model_parallel_size": 2}, config=config, experts=experts, graphs=graphs)
+    overflows = graphs.get("expert_room", AMPLE) < AMPLE
+    sizes = {"expert_model_parallel_size": 2}
+    return Communication(sizes=sizes, config=config, experts=experts, graphs=graphs, overflows=overflows)
 
 
 CASES = {
@@ -118,6 +137,20 @@ CASES = {
         },
     ),
     "experts": _of_experts(EXPERTS),
+    "whole_experts": _of_experts(EXPERTS, plan=WHOLE),
+    "whole_experts_biased": _of_experts({**EXPERTS, **BIASED}, plan=WHOLE),
+    "whole_experts_layer_by_layer": _of_experts(EXPERTS, plan={**WHOLE, "layers_per_graph": 1}),
+    "whole_experts_recomputed": _of_experts(
+        {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}, plan=WHOLE
+    ),
+    "whole_experts_watched": _of_experts(EXPERTS, plan={**WHOLE, "verify": "1/2"}),
+    "whole_experts_without_room": _of_experts(
+        {**EXPERTS, "moe_router_force_load_balancing": True, "hidden_dropout": 0.1}, plan={**WHOLE, "expert_room": 1.02}
+    ),
+    "whole_experts_without_room_layer_by_layer": _of_experts(
+        {**EXPERTS, "moe_router_force_load_balancing": True, "hidden_dropout": 0.1},
+        plan={**WHOLE, "expert_room": 1.02, "layers_per_graph": 1},
+    ),
     "experts_overlapped": _of_experts(OVERLAPPED),
     "experts_overlapped_delayed": _of_experts(DELAYED),
     "experts_overlapped_fp8": _of_experts({**OVERLAPPED, **FP8}),
@@ -153,8 +186,42 @@ def main(names: list[str]) -> None:
 def result_of(case: Communication) -> str:
     """How a case's two runs differ."""
     with deterministic_kernels(True):
+        if case.overflows:
+            return result_without_room(case)
         eager, replayed = trained(case, replay=False), trained(case, replay=True)
     return verdict(eager, replayed, steps=case.steps, documents=MICRO_BATCHES.numbers_of(case))
+
+
+def result_without_room(case: Communication) -> str:
+    """How a run in which rows have no room differs from one that has room, and runs the same micro-batches eagerly."""
+    overflowed: list[int] = []
+    with noting_overflows(overflowed, forced=()):
+        ours = trained(case, replay=True)
+    ample = replace(case, graphs={**case.graphs, "expert_room": AMPLE})
+    with noting_overflows([], forced=frozenset(overflowed)):
+        forced = trained(ample, replay=True)
+    told = verdict(forced, ours, steps=case.steps, documents=MICRO_BATCHES.numbers_of(case))
+    return told if overflowed else f"not equal: no micro-batch lacked room; {told}"
+
+
+@contextmanager
+def noting_overflows(overflowed: list[int], forced: Container[int]) -> Iterator[None]:
+    """Note the calls of dispatched modules that had no room, by number, and run those that are `forced` eagerly."""
+    own, numbers = DispatchedModule.forward, itertools.count()
+
+    def forward(self: DispatchedModule, *args: Any, **kwargs: Any) -> Any:
+        number, before = next(numbers), self.stats().fallbacks[FallbackReason.expert_overflow]
+        with self.falling_back(FallbackReason.not_training if number in forced else None):
+            found = own(self, *args, **kwargs)
+        if self.stats().fallbacks[FallbackReason.expert_overflow] > before:
+            overflowed.append(number)
+        return found
+
+    DispatchedModule.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DispatchedModule.forward = own  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_c
 from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captured, recommend
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
 from thdprof.analyze.caveats import caveats, find_gpu_memory, note_order
+from thdprof.analyze.expert_room import ExpertRoom, choose_room
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import Replay, replay, summarize_dataset
@@ -83,6 +84,8 @@ class Analysis(Predictions):
     """The buckets to capture, and the fallbacks and the step time under each single cap."""
     router_reason: str | None
     """Why graphs hold layers up to their router, and dropless experts run eagerly; None: graphs hold whole layers."""
+    expert_room: ExpertRoom | None
+    """Room for the rows of dropless experts that ranks share; None where graphs hold no such experts."""
     offload: OffloadPrediction | None
     """Activations that wait on the host and the memory that moving them frees, which the recommendation counted on;
     None where all activations stay on the device, or nothing is captured."""
@@ -334,12 +337,14 @@ class Study:
         settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
         self.progress("recommending", _REPLAYED_SHARE, documents)
         reason = request.find_router_reason(settings.experts, self.impl, self.offload)
+        room = self._choose_room(settings, table)
         run = make_run(
             settings,
             table,
             model=request.model,
             layer_graphs=self.impl == "transformer_engine",
             ends_at_router=reason is not None,
+            expert_room=None if room is None else room.factor,
         )
         costs, modelled, gpu_note, unknown = self._find_costs(run)
         gpu = request.gpu if modelled is None else modelled.gpu.name
@@ -372,6 +377,7 @@ class Study:
             slots=[list(rank) for rank in run.slots],
             recommendation=chosen if predicted.times.origin != "none" else chosen.without_times(),
             router_reason=reason,
+            expert_room=room if chosen.buckets else None,
             offload=moved,
             longest=find_longest_captured(profiles, run.longest_possible),
             graph_tokens=run.n_tokens,
@@ -383,6 +389,19 @@ class Study:
             packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
             notes=notes,
             warnings=(*replayed.notes, *notes, *schedule.warnings, *warnings),
+        )
+
+    def _choose_room(self, settings: TrainingSettings, table: MicrobatchTable) -> ExpertRoom | None:
+        """Room for the rows of dropless experts that ranks share; None where no graph holds such experts."""
+        loads, model = self.request.expert_loads, self.request.model
+        if loads is None or model is None or self.impl == "none" or model.expert_model_parallel_size == 1:
+            return None
+        return choose_room(
+            loads,
+            model,
+            n_tokens=int(table.n_tokens.max()),
+            microbatches=settings.global_batch_size // settings.micro_batch_size,
+            max_step_rate=self.request.limits.max_fallback_rate,
         )
 
     def _find_costs(self, run: AnalyzedRun) -> tuple[CostTable, ModelledTimes | None, list[str], str]:

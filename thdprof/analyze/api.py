@@ -50,6 +50,7 @@ class AnalysisOptions(TrainingOptions, total=False):
     model: Model | str | Path | None
     gpu: str | None
     gpu_hour_price: float | None
+    expert_loads: str | None
     data_parallel_gbps: float | None
     impl: Impl | None
 
@@ -71,6 +72,7 @@ def analyze_dataset(
     model: Model | str | Path | None = None,
     gpu: str | None = None,
     gpu_hour_price: float | None = None,
+    expert_loads: str | None = None,
     data_parallel_gbps: float | None = None,
     impl: Impl | None = None,
     **settings: Unpack[TrainingOptions],
@@ -101,6 +103,8 @@ def analyze_dataset(
         model: the model that the run trains, or a file that describes it (`read_model`); None: not known.
         gpu: name of the GPU that times are of, such as "h100"; None: this machine's, else an H100.
         gpu_hour_price: price of a GPU-hour, in any currency, so that hours saved are money too; None: not given.
+        expert_loads: loads by which graphs get room for the rows of dropless experts that ranks share: "uniform", the
+            fullest rank's multiple of the even share, or a file of a run's statistics; None: graphs end at the router.
         data_parallel_gbps: bandwidth of one GPU in reduce-scatters of its data-parallel group, in GB/s (busbw of
             nccl-tests), by which communication beside graphs of a few layers is predicted; None: by the GPU's data
             sheet.
@@ -127,6 +131,7 @@ def analyze_dataset(
         "model": model,
         "gpu": gpu,
         "gpu_hour_price": gpu_hour_price,
+        "expert_loads": expert_loads,
         "data_parallel_gbps": data_parallel_gbps,
     }
     given = {**{name: value for name, value in own.items() if value is not None}, **settings}

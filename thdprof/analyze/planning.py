@@ -131,6 +131,7 @@ def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:
         verify=_verify(analysis, captures.impl) if buckets else None,
         offload=moved,
         layers_per_graph=captures.layers_per_graph if buckets else None,
+        expert_room=None if analysis.expert_room is None else analysis.expert_room.factor,
     )
 
 

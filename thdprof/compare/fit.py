@@ -128,7 +128,8 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
             not compared.
         data_paths: the run's datasets; None where they are not known.
     """
-    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
+    # who decides together follows from the plan, too, where its graphs exchange tokens
+    if "moe_preprocess" in plan.graphs.modules or plan.graphs.expert_room is not None:
         settings = {name: value for name, value in settings.items() if name != "shared_capture_ranks"}
     kinds = _KINDS.get(plan.dataset.format)
     known = {

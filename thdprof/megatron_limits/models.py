@@ -176,6 +176,12 @@ def _whole_dropless(run: Run) -> bool:
     return _captured_with_experts(run) and is_dropless and run.impl != "local"
 
 
+def _shares_experts(run: Run) -> bool:
+    """Whether graphs hold whole layers of dropless experts that several ranks share, in a plan's room for them."""
+    is_shared = (run.field("expert_model_parallel_size") or 1) > 1
+    return _whole_dropless(run) and is_shared and run.expert_room is not None
+
+
 def _expert_sizes(run: Run) -> list[int]:
     """The sizes of an expert's weights, as far as they are known."""
     sizes = run.field("hidden_size"), run.field("moe_ffn_hidden_size") or run.field("ffn_hidden_size")
@@ -191,13 +197,45 @@ _grouped = partial(
         "attn and moe_router)"
     ),
 )
+_gathered = partial(
+    must_be_off,
+    applies=_shares_experts,
+    graphs="whole layers of dropless experts that ranks share (`graphs.expert_room`)",
+    remedy="set it to 1, or analyse with graphs that end at the router",
+)
+_ALONE = "ranks outside of the expert-parallel group would not notice where its rows have no room"
 _ONE_RANK = "numbers of rows that ranks exchange are read on the host"
 _IN_BF16 = "experts inside a graph run by torch's grouped products, in bf16 alone"
 _NO_ROOM = "experts inside a graph take top-k rows of every token, no more and no fewer"
 _OF_ENGINE = "experts inside a graph run by torch's grouped products, and not by Transformer Engine's layers"
 
 GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
-    _grouped("expert_model_parallel_size", 1, _ONE_RANK),
+    _grouped(
+        "expert_model_parallel_size",
+        1,
+        _ONE_RANK,
+        is_on=lambda run: (run.field("expert_model_parallel_size") or 1) > 1 and run.expert_room is None,
+    ),
+    Limit(
+        name="whole layers of dropless experts that ranks share, in graphs of single layers",
+        holds=lambda run: _shares_experts(run) and run.impl not in ("chunk", "module"),
+        reason="where rows have no room, a whole model chunk runs eagerly",
+        fields=Words("graphs.expert_room is {expert_room} and graphs.impl {impl}", "set graphs.impl to chunk"),
+    ),
+    _gathered("tensor_model_parallel_size", 1, _ALONE),
+    _gathered(
+        "context_parallel_size",
+        1,
+        _ALONE,
+        is_on=lambda run: (run.context_parallel_size or run.field("context_parallel_size") or 1) > 1,
+    ),
+    _gathered(
+        "moe_router_load_balancing_type",
+        "aux_loss",
+        _ALONE,
+        is_on=lambda run: "global_aux_loss" in _list_values(run, "moe_router_load_balancing_type"),
+        remedy="balance by aux_loss, seq_aux_loss, an expert bias, or not at all",
+    ),
     _grouped(
         "expert_tensor_parallel_size",
         1,

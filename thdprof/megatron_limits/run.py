@@ -135,6 +135,8 @@ class Run:
     """Whether megatron-core itself moves activations (fine_grained_activation_offloading), and not thdprof."""
     layers_per_graph: int | None = None
     """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
+    expert_room: float | None = None
+    """Rows for which graphs have room on each expert-parallel rank: `graphs.expert_room` of the plan."""
     unmeasured: bool = False
     """Whether the user takes what has graphs but was never measured, for want of a GPU that has it (MXFP8 and FP4), or
     was not equal to eager training in the end.
@@ -196,6 +198,7 @@ class Run:
             "planned_experts": training.experts,
             "offload_modules": None if graphs.offload is None else tuple(graphs.offload.modules),
             "layers_per_graph": graphs.layers_per_graph,
+            "expert_room": graphs.expert_room,
         }
         if not (more.pop("replay", True) and graphs.impl != "none"):
             known |= dict.fromkeys(("modules", "offload_modules", "layers_per_graph"))

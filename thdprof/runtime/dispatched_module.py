@@ -397,7 +397,7 @@ class DispatchedModule(nn.Module):
     @contextmanager
     def _timed(self, call: Call, bucket: Bucket | None, *, enabled: bool = True) -> Iterator[list[Any]]:
         """Time the first passes, and then one in `sample_every`, of `call` through `bucket` or eagerly (None); the
-        block appends its outputs to the yielded list.
+        block appends its outputs to the yielded list. A pass without outputs is not timed.
         """
         outputs: list[Any] = []
         timer, every = None, self._options.sample_every
@@ -412,6 +412,8 @@ class DispatchedModule(nn.Module):
             return
         timer.record("forward_begins")
         yield outputs
+        if not outputs:
+            self._timers.pop()
         timer.record("forward_ends")
         when_gradient_arrives(outputs, partial(timer.record, "backward_begins"))
 

@@ -42,6 +42,10 @@ class Surroundings:
     """Called after every replayed forward."""
     after_backward: Callable[[], None] = lambda: None
     """Called after every replayed backward, after the last piece's where it is in several; before `on_backward`."""
+    read_expert_load: Callable[[], tuple[float, bool]] | None = None
+    """Returns the most rows that the experts of a rank got in the forward that was replayed last, as a multiple of the
+    even share, and whether all ranks' rows had room, which waits for the GPU; None: there always is. Where they had
+    none, the micro-batch runs eagerly, and all that the replay changed is put back."""
     backward_state: Callable[[], Sequence[torch.Tensor]] = tuple
     """Returns the tensors of `extra_state` that a backward reads, and other micro-batches may change before it."""
     repeating: Callable[[], Callable[[], AbstractContextManager[None]]] = lambda: nullcontext

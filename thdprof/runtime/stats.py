@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from math import isfinite
+from math import ceil, isfinite
 from operator import or_
 from pathlib import Path
 from statistics import fmean, median
@@ -123,6 +123,9 @@ class Stats:
     """Number of those that gave other numbers, by bucket."""
     suspicions: Counter[Bucket] = field(default_factory=Counter)
     """Number of verified micro-batches that first differed and were not confirmed; not in `mismatches`."""
+    expert_loads: Counter[float] = field(default_factory=Counter)
+    """Number of micro-batches by the most rows that the experts of a rank got in any layer, as a multiple of the even
+    share, rounded up to hundredths; counted where graphs have room for experts that ranks share."""
     passes: deque[TimedPass] = field(default_factory=lambda: deque(maxlen=2000))
     """A sample of the micro-batches, which was timed."""
     steps: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=1000))
@@ -144,6 +147,7 @@ class Stats:
             for name in ("replays", "verified", "mismatches", "suspicions"):
                 getattr(total, name).update(getattr(rank, name))
             fallbacks.update(rank.fallback_sizes)
+            total.expert_loads.update(rank.expert_loads)
             total.captures += rank.captures
             total.capture_s = max(total.capture_s, rank.capture_s)
             total.prediction = total.prediction or rank.prediction
@@ -174,7 +178,12 @@ class Stats:
             verified=reduce(or_, (stage.verified for stage in stages)),
             mismatches=sum((stage.mismatches for stage in stages), Counter()),
             suspicions=sum((stage.suspicions for stage in stages), Counter()),
+            expert_loads=sum((stage.expert_loads for stage in stages), Counter()),
         )
+
+    def note_expert_load(self, load: float) -> None:
+        """Count a micro-batch in `expert_loads`."""
+        self.expert_loads[ceil(round(load * 100, 6)) / 100] += 1
 
     def end_step(self, now: float | None = None) -> None:
         """Take it down that a step of training has ended: `steps` then holds its time and what it ran.
@@ -267,6 +276,7 @@ class Stats:
             "verified": _replays(self.verified),
             "mismatches": _replays(self.mismatches),
             "suspicions": _replays(self.suspicions),
+            **({"expert_loads": sorted(self.expert_loads.items())} if self.expert_loads else {}),
             "replay_ms": self.replay_ms,
             "eager_ms": self.eager_ms,
             "passes": _mean_passes(self.passes),

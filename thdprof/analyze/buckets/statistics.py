@@ -101,6 +101,8 @@ class AnalyzedRun:
     """Whether graphs hold single layers, which keep what the model recomputes."""
     ends_at_router: bool = False
     """Whether graphs hold layers with experts up to their router, so that dropless experts run eagerly behind them."""
+    expert_room: float | None = None
+    """Rows of shared experts for which graphs have room on each rank, as a multiple of the even share."""
 
     @property
     def num_slots(self) -> float:
@@ -115,6 +117,7 @@ def make_run(
     model: Model | None,
     layer_graphs: bool,
     ends_at_router: bool,
+    expert_room: float | None = None,
 ) -> AnalyzedRun:
     """The run of `settings` and `model` whose micro-batches are `table`.
 
@@ -143,6 +146,7 @@ def make_run(
         model=model,
         layer_graphs=layer_graphs,
         ends_at_router=ends_at_router,
+        expert_room=expert_room,
     )
 
 

@@ -228,6 +228,13 @@ def reasons(analysis: Analysis) -> list[str]:
         )
     if chosen.buckets and analysis.router_reason:
         sentences.append(_explain_router(analysis.router_reason))
+    if (room := analysis.expert_room) is not None:
+        sentences.append(
+            f"graphs have room for {room.factor:.2f} times the even share of rows on each expert-parallel rank: by "
+            f"--expert-loads {room.basis}, {percent(room.microbatch)} of micro-batches have more, and run eagerly "
+            f"(expert_overflow), in {percent(room.step)} of steps; whole experts that ranks share were compared on "
+            "processors only"
+        )
     if chosen.buckets:
         sentences.append(
             "unseen data: with 95% confidence fewer than "
@@ -282,6 +289,7 @@ def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
             **{name: getattr(chosen, name) if timed else None for name in _TIMED},
             "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap, timed=timed),
         },
+        **({} if analysis.expert_room is None else {"expert_room": analysis.expert_room}),
         **({} if analysis.offload is None else {"offload": analysis.offload}),
         "memory": analysis.memory,
         "capture": analysis.capture,

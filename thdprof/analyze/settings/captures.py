@@ -76,7 +76,11 @@ def resolve_captures(
 
 
 def shared_captures(
-    given: Mapping[str, Any], model: Mapping[str, Any], *, global_aux_loss: bool = False
+    given: Mapping[str, Any],
+    model: Mapping[str, Any],
+    *,
+    global_aux_loss: bool = False,
+    whole_experts: bool = False,
 ) -> dict[str, int]:
     """The setting `shared_capture_ranks` of a run, where several ranks share collectives inside graphs.
 
@@ -84,18 +88,20 @@ def shared_captures(
         given: the training settings.
         model: fields of the run's `Model`; parallel sizes that it lacks are 1.
         global_aux_loss: whether routers add up their loads over all data-parallel ranks.
+        whole_experts: whether graphs hold dropless experts that ranks share.
     """
     data, context = given.get("data_parallel_size"), given.get("context_parallel_size")
-    is_padded = given.get("experts") == "padded"
-    communicates = is_padded or (given.get("experts") == "dropless" and global_aux_loss)
+    is_dropless = given.get("experts") == "dropless"
+    are_inside = given.get("experts") == "padded" or (is_dropless and whole_experts)
+    communicates = are_inside or (is_dropless and global_aux_loss)
     if not communicates or not isinstance(data, int) or data < 1:
         return {}
     ranks = shared_capture_ranks(
         data_parallel_size=data,
         tensor_model_parallel_size=model.get("tensor_model_parallel_size", 1),
         context_parallel_size=context if isinstance(context, int) and context > 0 else 1,
-        expert_model_parallel_size=model.get("expert_model_parallel_size", 1) if is_padded else 1,
-        expert_tensor_parallel_size=model.get("expert_tensor_parallel_size") if is_padded else None,
+        expert_model_parallel_size=model.get("expert_model_parallel_size", 1) if are_inside else 1,
+        expert_tensor_parallel_size=model.get("expert_tensor_parallel_size") if are_inside else None,
         global_aux_loss=global_aux_loss,
     )
     return {"shared_capture_ranks": ranks} if ranks > 1 else {}

@@ -96,6 +96,16 @@ class AnalysisOptions:
         ),
     ] = None
     """Layers of one graph of a model chunk: a number, or all; None: as predicted."""
+    expert_loads: Annotated[
+        str | None,
+        _CAPTURE(
+            "Loads by which whole experts that ranks share get room: uniform, 1.3, or a file of --stats.",
+            assumed="none: graphs end at the router",
+            as_text=True,
+            swept=False,
+        ),
+    ] = None
+    """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
     data_parallel_gbps: Annotated[
         float | None,
         _COSTS(

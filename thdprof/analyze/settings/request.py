@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thdprof.analyze.expert_room import ExpertLoads, read_expert_loads
 from thdprof.analyze.settings.captures import LayersPerGraph, read_layers_per_graph, shared_captures
 from thdprof.analyze.settings.launch_flags import training_commands, training_words
 from thdprof.analyze.settings.limits import AnalysisOptions, Limits, analysis_options, share_of
@@ -84,6 +85,8 @@ class Request(AnalysisOptions):
     """Fields of the Trainer's arguments; None without --training-args."""
     layers_per_graph: LayersPerGraph = None  # type: ignore[assignment]
     """Layers of one graph of a model chunk; None: as predicted."""
+    expert_loads: ExpertLoads | None = None  # type: ignore[assignment]
+    """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
     notes: list[str] = field(default_factory=list)
     usual_impl: GraphKind = "module"
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
@@ -99,7 +102,18 @@ class Request(AnalysisOptions):
         )
 
     def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
-        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts."""
+        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
+
+        Raises:
+            UsageError: loads of experts were given, and graphs cannot hold them whole.
+        """
+        reason = self._find_router_reason(experts, impl, choice)
+        if self.expert_loads is not None and (reason is not None or experts != "dropless" or self.model is None):
+            why = reason or "it is for models that are known and have dropless experts"
+            raise UsageError(f"--expert-loads {self.expert_loads.basis}: {why}; leave it out")
+        return reason
+
+    def _find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None) -> str | None:
         of_trainer = self.trainer_arguments is not None or self.given.get("loader") == "trainer"
         if experts != "dropless" or impl in ("none", "local") or of_trainer:
             return None
@@ -116,7 +130,11 @@ class Request(AnalysisOptions):
             fields["expert_tensor_parallel_size"] = fields.get("tensor_model_parallel_size")
         fields["groups_products"] = groups_products(self.gpu)
         kind, moved = impl or self.usual_impl, None if choice is None else tuple(choice.modules)
-        return explain_router(kind, fields, offload_modules=moved, core_offload=moved_by_core(kind, experts))
+        known: dict[str, Any] = {"offload_modules": moved, "core_offload": moved_by_core(kind, experts)}
+        if self.expert_loads is not None:
+            known["expert_room"] = self.expert_loads.expected
+            known["context_parallel_size"] = self.given.get("context_parallel_size")
+        return explain_router(kind, fields, **known)
 
     def find_refusals(self, plan: Plan) -> tuple[list[str], str | None]:
         """A line for every setting with which training by `plan` would be refused; and why others are not known, or
@@ -236,7 +254,8 @@ def read_request(
     if "shared_capture_ranks" not in stronger and resolved.model is not None:
         over_all = run is not None and run.global_aux_loss
         given.pop("shared_capture_ranks", None)
-        given.update(shared_captures(given, asdict(resolved.model), global_aux_loss=over_all))
+        whole = "expert_loads" in command
+        given.update(shared_captures(given, asdict(resolved.model), global_aux_loss=over_all, whole_experts=whole))
     return Request(
         **command,
         locations=found,
@@ -278,6 +297,8 @@ def read_option(name: str, value: Any) -> Any:
         return share_of(option.label, value)
     if name == "layers_per_graph":
         return read_layers_per_graph(value)
+    if name == "expert_loads":
+        return read_expert_loads(str(value))
     if option.choices:
         option.check(value)
     elif name != "model" or not isinstance(value, Model):

@@ -380,6 +380,10 @@ class _Layers:
     def __init__(self, run: AnalyzedRun) -> None:
         assert run.model is not None
         self._run, self._model, self._settings, self._n_tokens = run, run.model, run.settings, run.n_tokens
+        self._gathered = 0
+        if run.expert_room is not None:  # a layer's gathered hidden states, and sums for all of them
+            self._gathered = 2 * run.model.expert_model_parallel_size * hidden_bytes(run.model, run.n_tokens)
+            self._model = replace(run.model, moe_expert_capacity_factor=run.expert_room)  # of as many rows
 
     def pass_bytes(self, chunks: Sequence[Sequence[Kind]], depths: int, *, recompute: bool = True) -> int:
         """Memory of one eager micro-batch: what its layers save, and gradients in its backward."""
@@ -397,7 +401,7 @@ class _Layers:
             return _Replayed(in_pool=in_pool + self._grouped_gradient())
         if not self._run.ends_at_router:
             recompute = not self._run.layer_graphs
-            of_chunks = self.pass_bytes(chunks, 0, recompute=recompute) + self._grouped_gradient()
+            of_chunks = self.pass_bytes(chunks, 0, recompute=recompute) + self._grouped_gradient() + self._gathered
             return _Replayed(in_pool=of_chunks + depths * self.pass_bytes([], 1, recompute=recompute))
         parts = [split_around_router(model, kind) for chunk in chunks for kind in chunk]
         predicted = split_around_router(model, None)

@@ -29,7 +29,7 @@ from thdprof.runtime.graphs.failed_captures import (
     refuse_half_a_pass,
     refuse_lost_state,
 )
-from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since
+from thdprof.runtime.graphs.module_state import GradientBuffers, Placement, changes_since, remember_state
 from thdprof.runtime.graphs.slots import FreeSlots, Lease, Metadata, ReplayOrder, Slot, SlotMemory, sample_boundaries
 from thdprof.runtime.graphs.watch.twin import Subject, missing_bytes
 from thdprof.runtime.offload import EagerOffload, Mover, PassOffload
@@ -208,6 +208,10 @@ class Bank:
 
     def _check_states(self) -> None:
         self._states.check(self._find_generators())
+
+    def remember_state(self) -> Callable[[], None]:
+        """A function that puts back what a replayed forward is about to change besides its outputs."""
+        return remember_state(self._module, self._generators, self._options.surroundings.extra_state)
 
     def subject(self) -> Subject:
         """The module as its graphs were captured, for an eager run that a replay must agree with."""

@@ -222,7 +222,9 @@ class GraphedModule(DispatchedModule):
         lease = self._bank.lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
-        self._surroundings.before_forward()
+        around = self._surroundings
+        put_back = None if around.read_expert_load is None else self._bank.remember_state()
+        around.before_forward()
         watched = self._watched(lease, call)
         with self._timed(call, bucket, enabled=watched is None) as outputs:
             if self._options.cuts:
@@ -230,9 +232,19 @@ class GraphedModule(DispatchedModule):
             else:
                 parameters = lease.find_accumulated()
                 outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
+            if around.read_expert_load is not None:
+                load, has_room = around.read_expert_load()
+                self._stats.note_expert_load(load)
+                if not has_room:
+                    outputs.clear()
+        if not outputs and put_back is not None:
+            lease.witness = None
+            lease.release()
+            put_back()
+            return FallbackReason.expert_overflow
         if watched is not None:
             watched.forward_ended(outputs)
-        self._surroundings.after_forward()
+        around.after_forward()
         if not torch.is_grad_enabled():
             lease.release()  # there is no backward
         return tree_unflatten(outputs, lease.captured.spec)

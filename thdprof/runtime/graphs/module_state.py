@@ -55,15 +55,27 @@ def unchanged_state(
 ) -> Iterator[None]:
     """Restore generators' states, buffers and the `extra` tensors after the block, so that warm-up passes change no
     number of the run; tensors that `extra` returns only after the block are set to zero."""
-    states = [generator.get_state() for generator in generators]
-    kept = KeptTensors(module, extra)
+    put_back = remember_state(module, generators, extra)
     try:
         yield
     finally:
         torch.cuda.synchronize()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        put_back()
+
+
+def remember_state(
+    module: nn.Module, generators: Sequence[torch.Generator], extra: Callable[[], Sequence[torch.Tensor]]
+) -> Callable[[], None]:
+    """A function that gives generators, buffers and the `extra` tensors the states and values that they have now."""
+    states = [partial(generator.set_state, generator.get_state()) for generator in generators]
+    kept = KeptTensors(module, extra)
+
+    def put_back() -> None:
+        for put in states:
+            put()
         kept.put_back(replaced=False)  # graphs read the memory of buffers that took the place of others
+
+    return put_back
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
 from thdprof.runtime.megatron import grouped_experts, recompute, rotary
+from thdprof.runtime.megatron.gathered_experts import Room
 from thdprof.runtime.megatron.quantized import find_quantization
 from thdprof.runtime.options import Surroundings
 from thdprof.runtime.replacing import replaced, shared
@@ -48,11 +50,13 @@ def surround_decoder(
     communicates: bool = False,
     agreed: Callable[[bool], bool] | None = None,
     layers: bool = False,
+    room: Room | None = None,
 ) -> Surroundings:
     """The surroundings of the decoder `block`: the experts' metrics, and the event that gradient reduction waits for.
 
     `agreed` returns whether its argument is true on all ranks with which the decoder's passes communicate; None: they
-    cannot ask each other. `layers` says that graphs hold single layers, and not the whole decoder.
+    cannot ask each other. `layers` says that graphs hold single layers, and not the whole decoder. `room` is
+    that of its experts, where several ranks share them.
     """
     ready, config = torch.cuda.Event(), getattr(block, "config", None)
     quantized = find_quantization(block, config, layers=layers)
@@ -66,7 +70,8 @@ def surround_decoder(
 
     @contextmanager
     def while_capturing() -> Iterator[None]:
-        with marked_as_capturing(), recompute.repeating_random_numbers(repeats), rotary.on_the_device():
+        in_room = nullcontext() if room is None else room.binding()
+        with marked_as_capturing(), recompute.repeating_random_numbers(repeats), rotary.on_the_device(), in_room:
             yield
 
     around = Surroundings(
@@ -83,6 +88,8 @@ def surround_decoder(
         repeats=repeats,
         runs_hook=lambda hook: find_home(hook) == _DDP,
     )
+    if room is not None:
+        around = replace(around, before_forward=room.forget, read_expert_load=room.read_load)
     return around if quantized is None else quantized.surround(around)
 
 

@@ -91,6 +91,10 @@ class Rows:
         """Entries by expert in the order of the weights, or the other way round."""
         return by_expert[::-1] if self.reverse else by_expert
 
+    def sum_up(self, hidden: torch.Tensor) -> torch.Tensor:
+        """For each token the sum of its rows of `hidden`, always in the same order."""
+        return hidden.index_select(0, self.token_rows.reshape(-1)).view(*self.token_rows.shape, -1).sum(dim=1)
+
 
 class _Between(torch.autograd.Function):
     """Hidden states of the rows, of those of the tokens (`to_rows`), or the other way round. A backward goes back."""
@@ -98,21 +102,22 @@ class _Between(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, rows: Rows, to_rows: bool) -> torch.Tensor:
         ctx.rows, ctx.to_rows = rows, to_rows
-        return _spread_tokens(hidden, rows) if to_rows else _sum_rows(hidden, rows)
+        return _spread_tokens(hidden, rows) if to_rows else rows.sum_up(hidden)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _sum_rows(grad, ctx.rows) if ctx.to_rows else _spread_tokens(grad, ctx.rows), None, None
+        return ctx.rows.sum_up(grad) if ctx.to_rows else _spread_tokens(grad, ctx.rows), None, None
+
+
+def move_hidden(hidden: torch.Tensor, rows: Rows | None, *, to_rows: bool) -> torch.Tensor:
+    """Hidden states of the rows, of those of the tokens (`to_rows`), or the other way round."""
+    moved: torch.Tensor = _Between.apply(hidden, rows, to_rows)
+    return moved
 
 
 def _spread_tokens(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
     return hidden.index_select(0, rows.tokens)
-
-
-def _sum_rows(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The sum of the rows of each token, always in the same order."""
-    return hidden.index_select(0, rows.token_rows.reshape(-1)).view(*rows.token_rows.shape, -1).sum(dim=1)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -186,9 +191,9 @@ class LocalDispatcher:
 
     shared_experts = None
 
-    def __init__(self, experts: Any, top_k: int) -> None:
-        """Dispatches to `experts`, a TEGroupedMLP; every token has `top_k` of them."""
-        self._first, self._top_k = experts.linear_fc1, top_k
+    def __init__(self, layer: Any) -> None:
+        """Dispatches to the experts of `layer`, an MoELayer with a TEGroupedMLP."""
+        self._first, self._top_k = layer.experts.linear_fc1, layer.config.moe_router_topk
         self._rows: Rows | None = None
         self._shape = torch.Size()
 
@@ -196,12 +201,16 @@ class LocalDispatcher:
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and probabilities of the rows, from those of the tokens."""
-        weights = _weights(self._first)
-        reverse = weights[-1].data_ptr() < weights[0].data_ptr()
+        reverse = self._is_reversed()
         self._shape, self._rows = hidden.shape, Rows(routing_map, self._top_k, reverse=reverse)
         by_expert = probs.T.flip(0) if reverse else probs.T
-        spread: torch.Tensor = _Between.apply(hidden.reshape(-1, hidden.shape[-1]), self._rows, True)
+        spread = move_hidden(hidden.reshape(-1, hidden.shape[-1]), self._rows, to_rows=True)
         return spread, by_expert.reshape(-1).index_select(0, self._rows.places)
+
+    def _is_reversed(self) -> bool:
+        """Whether the weights lie in memory with the last expert's first."""
+        weights = _weights(self._first)
+        return weights[-1].data_ptr() < weights[0].data_ptr()
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Its arguments."""
@@ -226,8 +235,7 @@ class LocalDispatcher:
     def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of the tokens, of the shape that they had, from those of the rows."""
         rows, self._rows = self._rows, None  # whose memory may be a graph's
-        combined: torch.Tensor = _Between.apply(hidden, rows, False)
-        return combined.view(self._shape)
+        return move_hidden(hidden, rows, to_rows=False).view(self._shape)
 
 
 class ReplayedCounts:
@@ -316,8 +324,11 @@ def _why_not_grouped(experts: Any) -> str:
 
 
 @contextmanager
-def grouped(layers: Sequence[Any]) -> Iterator[None]:
+def grouped(
+    layers: Sequence[Any], make_dispatcher: Callable[[Any], LocalDispatcher] = LocalDispatcher
+) -> Iterator[None]:
     """Run the experts of `layers`, from `find_expert_layers`, as grouped products inside the block, in all passes.
+    `make_dispatcher` returns the token dispatcher of a layer.
 
     Weights that have memory of their own are moved into one, a layer at a time, and stay there.
     """
@@ -329,9 +340,8 @@ def grouped(layers: Sequence[Any]) -> Iterator[None]:
                 apart += not lay_side_by_side(_weights(linear))
                 stack.enter_context(attributes(linear, forward=partial(_multiply, linear)))
                 stack.callback(_forget_accumulation, linear)
-            dispatcher = LocalDispatcher(experts, layer.config.moe_router_topk)
             # overlapped shared experts would run inside the dispatcher; they run before the router
-            stack.enter_context(attributes(layer, token_dispatcher=dispatcher, shared_expert_overlap=False))
+            stack.enter_context(attributes(layer, token_dispatcher=make_dispatcher(layer), shared_expert_overlap=False))
             if getattr(router, "enable_expert_bias", False):
                 stack.enter_context(attributes(router, _apply_expert_bias=ReplayedCounts(router)))
         if apart:

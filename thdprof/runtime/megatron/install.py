@@ -40,6 +40,7 @@ from thdprof.runtime.megatron.decoder.decoder import (
     passes_a_microbatch,
     prediction_layers,
 )
+from thdprof.runtime.megatron.gathered_experts import GatheringDispatcher, Room
 from thdprof.runtime.megatron.kinds import chunk, layer_graphs, local
 from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
 from thdprof.runtime.megatron.opening import MetadataForm, Openings
@@ -100,6 +101,7 @@ def install(
     check_model(chunks, plan, config, replay=replay)
     verify_every = verified_every(plan, config, say) if replay else 0
     experts = grouped_experts.find_expert_layers(models) if captures_experts(plan, config) else []
+    room = _make_room(plan, config, models[0]) if experts else None
     _warn(plan, config, getattr(chunks[0], "ddp_config", None), replay=replay)
     installation = _prepare(
         chunks,
@@ -111,11 +113,13 @@ def install(
         verify_every=verify_every,
         say=say,
         timeout=host_timeout,
+        room=room,
     )
     installation.replays = replay
     try:  # changes begin only here, after all that can fail; the first failure takes them back
         installation._attach(models, plan, config)
-        installation.until_closed(grouped_experts.grouped(experts))
+        make_dispatcher = grouped_experts.LocalDispatcher if room is None else partial(GatheringDispatcher, room=room)
+        installation.until_closed(grouped_experts.grouped(experts, make_dispatcher))
         if experts and _global_rank() == 0:
             say(f"dropless experts of {len(experts)} layers run as grouped products, in every pass of the run")
         if replay and capture_now and plan.captured:
@@ -150,6 +154,14 @@ def captures_experts(plan: Plan, config: Any) -> bool:
     return are_dropless and bool(plan.captured) and not plan.graphs.modules
 
 
+def _make_room(plan: Plan, config: Any, model: nn.Module) -> Room | None:
+    """Room for the rows of experts that several ranks share; None where every rank has all experts."""
+    num_ranks = getattr(config, "expert_model_parallel_size", None) or 1
+    if num_ranks == 1 or plan.graphs.expert_room is None:
+        return None
+    return Room(plan.graphs.expert_room, num_ranks, next(model.parameters()).device)
+
+
 def _warn(plan: Plan, config: Any, ddp_config: Any, *, replay: bool) -> None:
     """Warn of settings that have another effect under the plan than the user may expect."""
     graphs = plan.graphs
@@ -181,6 +193,7 @@ def _prepare(
     verify_every: int,
     say: Callable[[str], None],
     timeout: timedelta | None,
+    room: Room | None,
 ) -> Installation:
     """The decoders of this rank and what will run each of them; nothing is changed yet."""
     dynamic, rank = is_dynamic(plan), parallel_state.get_pipeline_model_parallel_rank()
@@ -202,7 +215,9 @@ def _prepare(
         }
         slots = plan.graphs.slots[rank][number] if replay else 0
         name = f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}"
-        run_of = partial(runner_of, plan=plan, config=config, replay=replay, verify_every=verify_every, wrapper=wrapper)
+        run_of = partial(
+            runner_of, plan=plan, config=config, replay=replay, verify_every=verify_every, wrapper=wrapper, room=room
+        )
         decoders.append(decoder_of(wrapper, model))
         recorded = {**common, "on_decision": decisions.recorder(number)}
         runs.append(run_of(decoders[-1], slots=slots, name=name, common=recorded))
@@ -229,12 +244,14 @@ def runner_of(
     verify_every: int = 0,
     name: str = "",
     wrapper: Any = None,
+    room: Room | None = None,
 ) -> DispatchedModule:
     """What runs a decoder, or a layer of multi-token prediction, as the plan's `graphs.impl` says; PaddedEager without
     `replay` or layers.
 
     `common` are arguments of every kind of DispatchedModule, and `wrapper` reduces the model chunk's gradients
-    (megatron-core's DistributedDataParallel). Graphs that Megatron replays (local) are not verified.
+    (megatron-core's DistributedDataParallel). `room` is that of experts which several ranks share. Graphs that Megatron
+    replays (local) are not verified.
     """
     graphs = plan.graphs
     if not (replay and decoder.layers):
@@ -248,6 +265,7 @@ def runner_of(
         communicates=refusals.communicates(config, data_parallel_size=plan.training.data_parallel_size),
         agreed=common.get("agreed"),
         layers=of_layers,
+        room=room if room is not None and grouped_experts.find_expert_layers([decoder.block]) else None,
     )
     common |= {
         "surroundings": replace(around, reducing=partial(decoder_surroundings.is_reducing, wrapper)),

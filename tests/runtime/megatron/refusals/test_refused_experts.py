@@ -175,6 +175,31 @@ def test_hybrid_ep_is_refused_where_it_would_make_the_buffers_of_a_graph_anew(pl
     assert complaints(up_to_router(plan), {**by_hybrid_ep, "cuda_graph_impl": "none"}) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "graphs", "field"),
+    [
+        ({}, {}, None),
+        ({}, {"expert_room": None}, "expert_model_parallel_size is 2"),
+        ({}, {"impl": "transformer_engine"}, "graphs.expert_room is 1.5 and graphs.impl transformer_engine"),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, "tensor_model_parallel_size is 2"),
+        ({"context_parallel_size": 2}, {}, "context_parallel_size is 2"),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, {}, "moe_router_load_balancing_type is"),
+        ({"fp8": "hybrid"}, {}, "fp8 is"),
+    ],
+)
+def test_ranks_share_whole_experts_where_the_plan_has_room_for_rows(plan, changes, graphs, field):
+    made = up_to_router(plan, **{"impl": "chunk", "modules": [], "expert_room": 1.5, "capture": "startup", **graphs})
+    even = made.microbatches.model_copy(update={"n_tokens_constant": True})
+    made = made.model_copy(update={"microbatches": even, "training": replace(made.training, experts="dropless")})
+    impl = "none" if made.graphs.impl == "chunk" else made.graphs.impl
+    shared = {**DROPLESS, "add_bias_linear": False, "expert_model_parallel_size": 2, "cuda_graph_impl": impl}
+    lines = complaints(made, {**shared, **changes})
+    if field is None:
+        assert lines == []
+    else:
+        assert [line for line in lines if field in line]
+
+
 SHARED = [
     {"expert_model_parallel_size": 2},
     {"expert_tensor_parallel_size": 2},

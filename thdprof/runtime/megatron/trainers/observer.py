@@ -132,7 +132,8 @@ class Observer:
             stages, pool_bytes = self._totals.end()
         if self._stats is None or self._rank != 0:
             return
-        totals = replace(Stats.of_stages(stages), passes=own.passes, steps=own.steps)  # times of this rank
+        # times and loads of this rank
+        totals = replace(Stats.of_stages(stages), passes=own.passes, steps=own.steps, expert_loads=own.expert_loads)
         extra: dict[str, Any] = {
             "run": self._run(),
             "iteration": self._iteration,
