@@ -142,15 +142,18 @@ def _execute_in_thread(client: NotebookClient, env: dict[str, str]) -> None:
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
     loop = runner.get_loop()
     task = loop.create_task(client.async_execute(env=env))
+    ended = threading.Event()  # after an interrupted `join`, Python 3.12 takes a thread that runs for one that ended
 
     def drive() -> None:
-        with runner, contextlib.suppress(BaseException):  # which the main thread raises
-            loop.run_until_complete(task)
+        try:
+            with runner, contextlib.suppress(BaseException):  # which the main thread raises
+                loop.run_until_complete(task)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=drive, name="thdprof-notebook", daemon=True)
-    thread.start()
+    threading.Thread(target=drive, name="thdprof-notebook", daemon=True).start()
     try:
-        thread.join()
+        ended.wait()
     except BaseException:
         for name in ("asyncio", "traitlets", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
@@ -159,7 +162,7 @@ def _execute_in_thread(client: NotebookClient, env: dict[str, str]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             loop.call_soon_threadsafe(task.cancel)
         for _ in range(2):  # the kernel may start between
-            thread.join(_END_SECONDS)
+            ended.wait(_END_SECONDS)
             _kill_kernel(client)
         atexit.unregister(client._cleanup_kernel)  # the kernel is gone, so nbclient must not end it at exit
         raise
