@@ -205,7 +205,7 @@ class GraphsPart(Part):
     """Layers of one graph, with impl chunk; null: all layers of a model chunk. After each graph of a backward the
     data-parallel reduction of its gradients can start, and each graph of a forward waits for its own parameters alone.
     """
-    expert_room: Annotated[float, Field(gt=0)] | None = None
+    expert_room: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Rows of dropless experts for which graphs have room on each expert-parallel rank, as a multiple of the even share
     (tokens of a rank x top-k), with impl chunk; a micro-batch with more on any rank of the group runs eagerly. Null:
     with several expert-parallel ranks graphs end at the router."""

@@ -12,6 +12,7 @@ import pytest
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.expert_room import choose_room, read_expert_loads
 from thdprof.analyze.report.analysis import to_dict
+from thdprof.dispatch import FallbackReason
 from thdprof.errors import DataError, UsageError
 from thdprof.runtime.stats import Stats
 from thdprof.training import Model
@@ -56,16 +57,13 @@ def test_more_room_takes_more_memory():
     assert sizes[0] < sizes[-1]
 
 
-def test_one_rank_needs_no_room():
-    analysis, plan = analyzed(replace(MODEL, expert_model_parallel_size=1), expert_loads="uniform")
-    assert (analysis.expert_room, plan.graphs.expert_room, plan.graphs.impl) == (None, None, "chunk")
-
-
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
         ({}, {"expert_loads": "0.5"}, "--expert-loads 0.5: must be uniform"),
         ({}, {"expert_loads": "1.5", "impl": "transformer_engine"}, "graphs.impl transformer_engine"),
+        ({"expert_model_parallel_size": 1}, {"expert_loads": "uniform"}, "which several ranks share; leave it out"),
+        ({}, {"expert_loads": "uniform", "impl": "module"}, "it is for chunks of Megatron's models"),
         ({"fp8_recipe": "tensorwise"}, {"expert_loads": "uniform"}, "fp8 is 'tensorwise'"),
         (
             {"num_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 1},
@@ -107,6 +105,12 @@ def test_observed_loads_choose_the_room(tmp_path):
         assert (room.factor, room.microbatch) == (factor, pytest.approx(rate))
     several = choose_room(loads, MODEL, n_tokens=1024, microbatches=8, max_step_rate=0.5)
     assert several.step == pytest.approx(1 - 0.9**4)
+    stats.fallbacks[FallbackReason.expert_overflow] = 10  # their loads are not known
+    stats.append_jsonl(file)
+    loads = read_expert_loads(str(file))
+    most = choose_room(loads, MODEL, n_tokens=1024, microbatches=2, max_step_rate=0.05)
+    assert (most.factor, most.microbatch) == (2.0, 0.0)
+    file.write_text(file.read_text().splitlines()[0])
     Stats().append_jsonl(tmp_path / "other.jsonl")
     with pytest.raises(DataError, match="counted no loads of experts"):
         read_expert_loads(str(tmp_path / "other.jsonl"))

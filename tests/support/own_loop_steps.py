@@ -132,20 +132,21 @@ def fitted(plan: Plan, graphs: dict[str, Any], *, tokens: int, stages: int = 1, 
     return parse_plan(values, where="plan")
 
 
-def counted(stats: Stats, documents: Sequence[int]) -> str:
+def counted(stats: Stats, documents: Sequence[int], *, may_overflow: bool = False) -> str:
     """How many micro-batches were replayed and ran eagerly, by their reasons, and whether as their documents predict.
 
     Args:
         stats: the counters of a run.
         documents: number of documents of each of this rank's micro-batches.
+        may_overflow: whether some of them may lack room for rows of experts.
     """
     predicted = decisions_of(documents)
     found = Counter({bucket.max_seqs: number for bucket, number in stats.replays.items()})
     eager = {reason.name: number for reason, number in stats.fallbacks.items() if number}
     fitting = Counter({cap: predicted[cap] for cap in CAPS})
-    lacking = eager.get("expert_overflow", 0)  # room for rows, which documents do not tell
+    others = dict(eager)
+    lacking = others.pop("expert_overflow", 0) if may_overflow else 0  # room for rows, which documents do not tell
     alike = found <= fitting and found.total() + lacking == fitting.total()
-    others = {name: number for name, number in eager.items() if name != "expert_overflow"}
     alike = alike and others == ({"too_many_seqs": predicted[None]} if predicted[None] else {})
     told = " and ".join(str(found[cap]) for cap in sorted(found))
     told += f" replayed, {', '.join(f'{number} {name}' for name, number in eager.items()) or 'none'} eager"
@@ -201,6 +202,7 @@ def verdict(
     documents: Sequence[int],
     alone: dict[str, Any] | None = None,
     more: Sequence[str] = (),
+    may_overflow: bool = False,
 ) -> str:
     """Whether runs are equal, and how it was seen: that they were replayed, too, and that losses moved.
 
@@ -211,6 +213,7 @@ def verdict(
         documents: number of documents of each of this rank's micro-batches.
         alone: what the run without thdprof told, if there is one.
         more: names of lists that are compared besides losses, gradients and norms; empty ones are not.
+        may_overflow: whether some micro-batches may lack room for rows of experts.
     """
     names = ("losses", "gradients", "norms")
     beside_padded = differing(eager, replayed, [*names, *(name for name in more if eager[name])])
@@ -222,7 +225,7 @@ def verdict(
         told.append(f"padded beside alone {', '.join(beside_alone)}")
         word = "equal" if none_differ(beside_alone) else "equal to padded alone"
     moved, text = learnt(eager["losses"], steps)
-    told += [text, counted(replayed["stats"], documents)]
+    told += [text, counted(replayed["stats"], documents, may_overflow=may_overflow)]
     runs = {"alone": alone} if alone is not None else {}
     told.append(step_times(**runs, padded=eager, replayed=replayed))
     return f"{word if equal and moved else 'not equal'}: {'; '.join(told)}"

@@ -21,6 +21,7 @@ from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, show_nothing
+from thdprof.errors import UsageError
 from thdprof.plan import DatasetPart, Percentiles
 from thdprof.training import Model, TrainingSettings
 from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
@@ -394,8 +395,13 @@ class Study:
     def _choose_room(self, settings: TrainingSettings, table: MicrobatchTable) -> ExpertRoom | None:
         """Room for the rows of dropless experts that ranks share; None where no graph holds such experts."""
         loads, model = self.request.expert_loads, self.request.model
-        if loads is None or model is None or self.impl == "none" or model.expert_model_parallel_size == 1:
+        if loads is None or model is None or self.impl == "none":
             return None
+        if loads.observed is not None and (settings.pipeline_parallel_size > 1 or model.mtp_num_layers):
+            raise UsageError(
+                f"--expert-loads {loads.basis}: statistics hold the loads of one model chunk, and micro-batches pass "
+                "several, or layers of multi-token prediction: give a number"
+            )
         return choose_room(
             loads,
             model,

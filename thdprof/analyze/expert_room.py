@@ -75,7 +75,9 @@ def _read_observed(path: Path) -> Mapping[float, int]:
         try:
             found = json.loads(line).get("expert_loads")
             loads = {float(load): int(count) for load, count in found or ()}
-        except (AttributeError, TypeError, ValueError) as error:
+            if loads and (lacking := int(json.loads(line)["fallbacks"].get("expert_overflow", 0))):
+                loads[math.inf] = lacking  # behind the first layer without room, loads are those of no micro-batch
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{_OPTION} {path}: no statistics of a run (thdprof.run --stats): {error}") from error
         if loads:
             return loads
@@ -122,4 +124,4 @@ def _lack_room(loads: ExpertLoads, factor: float, model: Model, n_tokens: int) -
     spread = math.sqrt(ranks * n_tokens * variance) / (n_tokens * top_k)
     means = [loads.expected, *[max(0.0, (ranks - loads.expected) / (ranks - 1))] * (ranks - 1)]
     beyond = sum(1 - NormalDist(mean, spread).cdf(factor) if spread else float(mean > factor) for mean in means)
-    return -math.expm1(model.moe_layers * math.log1p(-min(beyond, 1 - 1e-12)))
+    return -math.expm1((model.moe_layers + model.mtp_num_layers) * math.log1p(-min(beyond, 1 - 1e-12)))

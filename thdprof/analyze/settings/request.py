@@ -108,14 +108,23 @@ class Request(AnalysisOptions):
             UsageError: loads of experts were given, and graphs cannot hold them whole.
         """
         reason = self._find_router_reason(experts, impl, choice)
-        if self.expert_loads is not None and (reason is not None or experts != "dropless" or self.model is None):
-            why = reason or "it is for models that are known and have dropless experts"
+        if self.expert_loads is None or impl == "none":
+            return reason
+        is_shared = self.model is not None and self.model.expert_model_parallel_size > 1
+        is_chunk = (impl or self.usual_impl) == "chunk" and not self._is_of_trainer()
+        if reason is not None or experts != "dropless" or not (is_shared and is_chunk):
+            why = reason or (
+                "it is for chunks of Megatron's models that are known and have dropless experts, "
+                "which several ranks share"
+            )
             raise UsageError(f"--expert-loads {self.expert_loads.basis}: {why}; leave it out")
         return reason
 
+    def _is_of_trainer(self) -> bool:
+        return self.trainer_arguments is not None or self.given.get("loader") == "trainer"
+
     def _find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None) -> str | None:
-        of_trainer = self.trainer_arguments is not None or self.given.get("loader") == "trainer"
-        if experts != "dropless" or impl in ("none", "local") or of_trainer:
+        if experts != "dropless" or impl in ("none", "local") or self._is_of_trainer():
             return None
         fields: dict[str, Any] = {}
         if self.script is not None:

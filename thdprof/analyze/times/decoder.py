@@ -588,17 +588,20 @@ class Decoder:
     def _grouped_experts(self, work: Work) -> Layer:
         """Router, rows sorted by expert on the device, the experts of one rank as two grouped products, and the sum of
         each token's rows. Gradients of weights are products of their own, which are then added to those in fp32.
+        Ranks that share experts gather the tokens of all, and get the sums of all back.
         """
         model, device, tokens = self._model, self._device, work.tokens
-        experts, inner, gate = model.num_experts or 1, model.expert_ffn_size, model.gate_factor
+        ranks, inner, gate = model.expert_model_parallel_size, model.expert_ffn_size, model.gate_factor
+        experts = max(1, (model.num_experts or 1) // ranks)
         rows = tokens * model.moe_router_topk
         layer, moved = self._router(tokens), rows * model.hidden_size * 2e-6
 
         def gathered(megabytes: float, launches: float) -> Kernels:
             return device.moves(megabytes, _GATHERED_TBPS, kind="experts", launches=launches)
 
-        layer.forward += [device.tiny(_SORTING_KERNELS, _SORTING_US, kind="experts"), gathered(2 * moved, 2)]
-        layer.backward.append(gathered(2 * moved, 2))
+        exchange = device.collective(ranks * tokens * model.hidden_size * 2e-6, ranks)
+        layer.forward += [*exchange, device.tiny(_SORTING_KERNELS, _SORTING_US, kind="experts"), gathered(2 * moved, 2)]
+        layer.backward += [*exchange, gathered(2 * moved, 2), *exchange]
         for n, k in ((gate * inner, model.hidden_size), (model.hidden_size, inner)):
             layer.forward.append(self._grouped_product(experts, rows / experts, n, k, weights=experts * n * k))
             layer.backward += [
@@ -607,8 +610,8 @@ class Decoder:
                 device.moves(experts * n * k * _ADDED_BYTES * 1e-6, 4.0, kind="experts"),
             ]
         layer.add(self._expert_activation(rows * inner, biased=0))
-        summed = 3 * moved + moved / model.moe_router_topk  # gathered by token, and added up
-        layer.forward.append(gathered(summed, 3))
+        summed = ranks * (3 * moved + moved / model.moe_router_topk)  # gathered by token, and added up
+        layer.forward += [gathered(summed, 3), *exchange]
         layer.backward.append(gathered(summed, 3))
         return layer
 

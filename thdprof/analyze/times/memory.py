@@ -420,7 +420,7 @@ class _Layers:
         if self._settings.experts != "dropless" or model.lora_dim is not None:
             return 0
         elements = model.gate_factor * model.expert_ffn_size * model.hidden_size
-        return model.element_bytes * (model.num_experts or 0) * elements
+        return model.element_bytes * (model.num_experts or 0) // model.expert_model_parallel_size * elements
 
     def watched_bytes(self, stage: Stage) -> int:
         """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""

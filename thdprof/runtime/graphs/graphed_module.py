@@ -234,8 +234,9 @@ class GraphedModule(DispatchedModule):
                 outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
             if around.read_expert_load is not None:
                 load, has_room = around.read_expert_load()
-                self._stats.note_expert_load(load)
-                if not has_room:
+                if has_room:
+                    self._stats.note_expert_load(load)
+                else:
                     outputs.clear()
         if not outputs and put_back is not None:
             lease.witness = None

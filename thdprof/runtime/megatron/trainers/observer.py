@@ -184,11 +184,12 @@ class Observer:
 
     def _tell_totals(self, iteration: int, stages: Sequence[Stats], totals: Stats) -> None:
         """Say which stages stay behind the others, and how the shares of all ranks compare with the plan's."""
-        fewest = min(stage.fallbacks.total() for stage in stages)
+        overflow = FallbackReason.expert_overflow  # which each stage has its own micro-batches of
+        eager = [stage.fallbacks.total() - stage.fallbacks[overflow] for stage in stages]
         behind = "; ".join(  # the stages that ran micro-batches eagerly which another stage replayed
             f"{self._stage_name(number)}: {_other_reasons(stage)}"
             for number, stage in enumerate(stages)
-            if stage.fallbacks.total() > fewest
+            if eager[number] > min(eager)
         )
         if behind and behind != self._behind:
             self._say(f"WARNING: thdprof, step {iteration}: eager in some stages of the pipeline alone: {behind}")
