@@ -79,5 +79,6 @@ def test_each_setting_is_off_its_default_in_two_cases():
         "engine",
         "packing_batch",
         "packing_bins",
-    }  # in test_engines.py, test_trainer_packers.py, test_grain_packers.py
+        "expert_loads",
+    }  # in test_engines.py, test_trainer_packers.py, test_grain_packers.py, test_expert_room.py
     assert {name for name in known if counted[name] < 2} == elsewhere

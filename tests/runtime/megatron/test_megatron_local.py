@@ -504,6 +504,7 @@ def a_plan(**changes):
             no_grad="eager",
             offload=None,
             layers_per_graph=None,
+            expert_room=None,
         ),
     )
 
