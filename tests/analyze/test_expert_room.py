@@ -51,6 +51,11 @@ def test_the_plan_captures_whole_experts_by_the_loads_alone():
     assert (without.graphs.modules, without.graphs.expert_room) == (["attn", "moe_router"], None)
 
 
+def test_a_note_says_that_no_gpu_has_run_it():
+    runs = analyzed(expert_loads="uniform")[0], analyzed(impl="transformer_engine")[0]
+    assert [any("run on no GPU yet" in line for line in run.notes) for run in runs] == [True, False]
+
+
 def test_more_room_takes_more_memory():
     sizes = [analyzed(expert_loads=loads)[1].predictions.graph_memory_bytes for loads in ("uniform", "1.3", "1.9")]
     assert sizes == sorted(sizes)

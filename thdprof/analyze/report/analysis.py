@@ -232,8 +232,7 @@ def reasons(analysis: Analysis) -> list[str]:
         sentences.append(
             f"graphs have room for {room.factor:.2f} times the even share of rows on each expert-parallel rank: by "
             f"--expert-loads {room.basis}, {percent(room.microbatch)} of micro-batches have more, and run eagerly "
-            f"(expert_overflow), in {percent(room.step)} of steps; whole experts that ranks share were compared on "
-            "processors only, and their modelled times with no measured one"
+            f"(expert_overflow), in {percent(room.step)} of steps"
         )
     if chosen.buckets:
         sentences.append(
