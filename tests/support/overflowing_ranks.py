@@ -56,28 +56,12 @@ def as_if_on_a_gpu() -> None:
     from megatron.core import utils
     from packaging.version import Version
 
-    running: list[bool] = []
-
-    def in_graph(function):
-        def run(*args, **kwargs):
-            running.append(True)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                running.pop()
-
-        return run
-
-    def capture_pass(*args, **kwargs):
-        captured = in_graph(cpu_graphs.capture_pass)(*args, **kwargs)
-        captured.forward.replay = in_graph(captured.forward.replay)
-        return captured
-
+    capture_pass, is_running = cpu_graphs.capture_pass_that_is_known()
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         sys.modules[name] = ModuleType(name)
     utils.get_te_version = lambda: Version("2.20.2")
     torch.cuda.default_generators = defaultdict(HostDefault)
-    torch.cuda.is_current_stream_capturing = lambda: bool(running)
+    torch.cuda.is_current_stream_capturing = is_running
     torch.are_deterministic_algorithms_enabled = lambda: True
     bank.capture_pass = capture_pass
     chunk.generators = tuple

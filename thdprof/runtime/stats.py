@@ -124,8 +124,8 @@ class Stats:
     suspicions: Counter[Bucket] = field(default_factory=Counter)
     """Number of verified micro-batches that first differed and were not confirmed; not in `mismatches`."""
     expert_loads: Counter[float] = field(default_factory=Counter)
-    """Number of micro-batches by the most rows that the experts of a rank got in any layer, as a multiple of the even
-    share, rounded up to hundredths; counted where graphs have room for experts that ranks share."""
+    """Number of replayed micro-batches by the most rows that the experts of a rank got in any layer, as a multiple of
+    the even share, rounded up to hundredths; counted where graphs have room for experts that ranks share."""
     passes: deque[TimedPass] = field(default_factory=lambda: deque(maxlen=2000))
     """A sample of the micro-batches, which was timed."""
     steps: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=1000))

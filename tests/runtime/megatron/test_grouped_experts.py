@@ -363,24 +363,8 @@ def _as_chunks(as_if_on_a_gpu, monkeypatch):
     cpu_graphs.as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(chunk, "generators", tuple)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    running: list[bool] = []  # a graph, where a GPU would capture or replay it
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(running))
-
-    def in_graph(function):
-        def run(*args, **kwargs):
-            running.append(True)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                running.pop()
-
-        return run
-
-    def capture_pass(*args, **kwargs):
-        captured = in_graph(cpu_graphs.capture_pass)(*args, **kwargs)
-        captured.forward.replay = in_graph(captured.forward.replay)
-        return captured
-
+    capture_pass, is_running = cpu_graphs.capture_pass_that_is_known()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_running)
     monkeypatch.setattr(bank, "capture_pass", capture_pass)
 
 

@@ -12,14 +12,14 @@ Rows behind the last expert's are not multiplied. Their memory may hold anything
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import distributed
 
 from thdprof.runtime.megatron.grouped_experts import LocalDispatcher, Rows, move_hidden
+from thdprof.runtime.replacing import attributes
 
 
 class Room:
@@ -42,14 +42,9 @@ class Room:
         """Whether the pass that runs now becomes a graph, or warms up for one."""
         return self._is_warming_up or torch.cuda.is_current_stream_capturing()
 
-    @contextmanager
-    def binding(self) -> Iterator[None]:
-        """Passes inside the block warm up for a capture, and have the rows of its graph."""
-        self._is_warming_up = True
-        try:
-            yield
-        finally:
-            self._is_warming_up = False
+    def binding(self) -> AbstractContextManager[None]:
+        """A context whose passes warm up for a capture, and have the rows of its graph."""
+        return attributes(self, _is_warming_up=True)
 
     def note(self, needed: torch.Tensor, rows: int, even: int) -> None:
         """Note, on the device, the rows that each rank `needed` in a layer where it has room for `rows`, and where
@@ -121,32 +116,20 @@ class _SpreadProbabilities(torch.autograd.Function):
         return ctx.rows.at_places(grad), None
 
 
-class _Gather(torch.autograd.Function):
-    """The tensors of all ranks of a group, one behind the other; its backward adds up what they give back."""
+class _Exchange(torch.autograd.Function):
+    """The tensors of all ranks, one behind the other (`gathers`), or this rank's part of their sum. A backward goes
+    back.
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _gather(own, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _add_up(grad, ctx.group), None
-
-
-class _AddUp(torch.autograd.Function):
-    """This rank's part of the sum of all ranks' tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _add_up(partial, group)
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any, gathers: bool) -> torch.Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return _gather(tensor, group) if gathers else _add_up(tensor, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gather(grad, ctx.group), None
+        return _add_up(grad, ctx.group) if ctx.gathers else _gather(grad, ctx.group), None, None
 
 
 def _gather(own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -185,7 +168,7 @@ class GatheringDispatcher(LocalDispatcher):
             own = torch.nn.functional.pad(own, (0, 0, 0, most - len(own)))
             routed_probs = torch.nn.functional.pad(routed_probs, (0, 0, 0, most - len(routed_probs)), value=math.inf)
         rows = room.rows(len(own), self._top_k)
-        everyones, all_probs = _Gather.apply(own, group), _Gather.apply(routed_probs, group)
+        everyones, all_probs = (_Exchange.apply(each, group, True) for each in (own, routed_probs))
         routed = all_probs.detach() != math.inf
         needed = routed.view(len(routed), group.size(), -1).sum(dim=(0, 2))
         if room.is_binding:
@@ -202,5 +185,5 @@ class GatheringDispatcher(LocalDispatcher):
     def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of this rank's tokens, of the shape that they had, from those of the rows of all ranks."""
         rows, self._rows = self._rows, None
-        sums: torch.Tensor = _AddUp.apply(move_hidden(hidden, rows, to_rows=False), self._group)
+        sums: torch.Tensor = _Exchange.apply(move_hidden(hidden, rows, to_rows=False), self._group, False)
         return sums[: self._num_tokens].view(self._shape)
