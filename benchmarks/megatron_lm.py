@@ -290,23 +290,29 @@ def write_learned(
     longest: int = 1024,
     seed: int = 5,
 ) -> None:
-    """A Megatron dataset of documents whose tokens follow one of a few tables, which the first token names.
+    """A Megatron dataset of `learned_documents`; the logarithms of `lengths` have this mean and standard deviation."""
+    random = np.random.default_rng(seed)
+    made = learned_documents(random, 1500)
+    _write_dataset(prefix, lambda: made(max(8, min(longest, int(random.lognormal(*lengths))))), tokens)
+
+
+def learned_documents(random: np.random.Generator, vocabulary: int) -> Callable[[int], np.ndarray]:
+    """Makes documents of a length whose tokens follow one of a few tables, which the first token names.
 
     Every token has three successors in a table, so that losses fall fast, and fall less where documents attend to each
-    other. The logarithms of `lengths` have this mean and standard deviation.
+    other.
     """
-    random, num_tables, successors = np.random.default_rng(seed), 8, 3
-    tables = random.integers(num_tables, 1500, (num_tables, 1500, successors))
+    num_tables, successors = 8, 3
+    tables = random.integers(num_tables, vocabulary, (num_tables, vocabulary, successors))
 
-    def document() -> np.ndarray:
-        length = max(8, min(longest, int(random.lognormal(*lengths))))
+    def document(length: int) -> np.ndarray:
         table = int(random.integers(num_tables))
-        found = [table, num_tables + table]
-        for choice in random.integers(successors, size=length - 2):
+        found = [table, num_tables + table][:length]
+        for choice in random.integers(successors, size=length - len(found)):
             found.append(int(tables[table, found[-1], choice]))
         return np.array(found)
 
-    _write_dataset(prefix, document, tokens)
+    return document
 
 
 def _write_dataset(prefix: Path, document: Callable[[], np.ndarray], tokens: int) -> None:

@@ -5,7 +5,7 @@
     python benchmarks/packed_runs.py sft --megatron-lm ~/Megatron-LM --directory build/packed-sft
 
 `trl` and `sft` train one epoch on one GPU, by SFTTrainer and by Megatron-LM's own pretrain_gpt.py. `ranks` times each
-micro-batch of packs of 32,768 tokens on one GPU; a step of two ranks takes as long as the slower of its two. With
+micro-batch of packs of --row tokens on one GPU; a step of two ranks takes as long as the slower of its two. With
 `--dry` all are tiny: `trl` and `ranks` train on a processor, and `sft` ends before the training.
 """
 
@@ -32,7 +32,7 @@ def run_trl(options: argparse.Namespace) -> None:
     import pyarrow.parquet as pq
 
     alone, shape = options.what == "ranks", "tiny" if options.dry else options.shape
-    row, rows, accumulation = (32_768, 64, 1) if alone else (4096, 320, 8)
+    row, rows, accumulation = (options.row, 64, 1) if alone else (4096, 320, 8)
     mean, sigma = (6.5, 1.6) if alone else (5.5, 1.3)
     if options.dry:
         row, rows = row // 16, rows // 8
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--megatron-lm", type=Path, help="checkout of Megatron-LM, for sft")
     parser.add_argument("--gpu", default="h200", help="the GPU that is predicted for [h200]")
     parser.add_argument("--shape", choices=TRL_SHAPES, default="0.6b", help="model of trl and ranks [0.6b]")
+    parser.add_argument("--row", type=int, default=32_768, help="tokens of a pack of ranks [32768]")
     parser.add_argument("--warm", type=int, default=4, help="first steps that are not counted [4]")
     parser.add_argument("--dry", action="store_true", help="tiny, without a GPU")
     options = parser.parse_args()

@@ -112,6 +112,7 @@ def timed_lines(
             gpus=gpus,
             found_first=[lm.APEX_STAND_IN] * args.fused,
             environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)},
+            limit=args.limit,
         )
         print(gpus, run.name, one.code, one.step_ms(after=WARM), one.error, flush=True)
     lines = [["run", "exit code", f"ms a step (steps {WARM + 1} to {args.steps})", f"of {base}", "losses differ by",
@@ -188,7 +189,10 @@ def overlap_flags(documents: Path, args: argparse.Namespace) -> list[str]:
 
 def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     """The tables of `experts`."""
-    lm.write_documents(directory / "documents", tokens=4_000_000, mean=400)
+    if args.learned:
+        lm.write_learned(directory / "documents", tokens=3_000_000, lengths=(5.3, 1.1), longest=4096)
+    else:
+        lm.write_documents(directory / "documents", tokens=4_000_000, mean=400)
     parts = {
         "up to the router": ["attn", "moe_router"],
         "up to the exchange": ["attn", "moe_router", "moe_preprocess"],
@@ -226,7 +230,8 @@ def profiled_lines(
 def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[str]:
     """Megatron's arguments of `experts` on so many GPUs."""
     parallel = f"--expert-model-parallel-size {gpus} --use-distributed-optimizer" if gpus > 1 else ""
-    return timed_flags(args, documents, EXPERT_SHAPES[args.experts], DROPLESS, parallel, "--log-interval 2")
+    rates = trainer_cases.LEARNED if args.learned else ""
+    return timed_flags(args, documents, EXPERT_SHAPES[args.experts], DROPLESS, parallel, rates, "--log-interval 2")
 
 
 def verifying(plan: Path, rate: str | None) -> Path:
@@ -307,7 +312,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--gpus", default="1", help="exact, experts: rows of so many GPUs: 1,2 [1]")
     option("--rows", default="", help="not speed, watch: only rows with one of these texts, or =NAME: CP;EP")
     option("--jobs", type=int, default=6, help="exact, lives: runs at once [6]")
-    option("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")
+    option("--limit", type=float, default=400, help="not learned, watch, lives: seconds of one run [400]")
     option("--seconds", type=float, default=7200, help="exact, learned: seconds after which no run begins [7200]")
     option("--hosts", type=int, default=1, help="exact: rows run on so many times fewer GPUs, as if on hosts [1]")
     option("--steps", type=int, help=f"steps of each run, but for lives [{STEPS}; {USUAL_STEPS}]")
@@ -315,6 +320,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--shape", choices=lm.SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
     option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
     option("--expert-loads", default="1.3", help="experts: analyze's, for whole chunks with EP 2 [1.3]")
+    option("--learned", action="store_true", help="experts: documents on which losses fall")
     option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
     option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
     option("--connections", type=int, default=1, help="speed, overlap, experts: CUDA_DEVICE_MAX_CONNECTIONS [1]")

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from megatron_lm import run_thdprof
+from megatron_lm import learned_documents, run_thdprof
 
 SHAPES = {
     "tiny": {
@@ -60,11 +60,12 @@ STARTS = ("start", "fused-start")
 def write_rows(
     path: Path, rng: np.random.Generator, lengths: np.ndarray, *, row: int, vocabulary: int, rows: int | None = None
 ) -> None:
-    """Rows as TRL packs documents of these lengths, whose tokens are drawn; the first ones of them, or all."""
+    """Rows as TRL packs `learned_documents` of these lengths; the first ones of them, or all."""
     from datasets import Dataset
     from trl import pack_dataset
 
-    documents = [rng.integers(10, vocabulary, n).tolist() for n in lengths]
+    made = learned_documents(rng, min(vocabulary, 1500))
+    documents = [made(int(n)).tolist() for n in lengths]
     packed = pack_dataset(Dataset.from_dict({"input_ids": documents}), row, "bfd")
     packed.select(range(len(packed) if rows is None else rows)).to_parquet(str(path))
 
@@ -132,8 +133,8 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     plan, how = None, {"stats": stats, "attention": options.attention, "compile": is_fused}
     if mode in PLANNED:
         plan = load_plan(directory / "plan.yaml")
-        # Verified micro-batches also run eagerly
-        plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
+        # Verified micro-batches also run eagerly, so that timed runs have none
+        plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": options.verify})})
         how["replay"] = mode.endswith("plan")
     plan_callback = PlanCallback(plan, **how) if mode in (*PLANNED, *STARTS) else None
     if plan_callback is None:
@@ -149,7 +150,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         output_dir=str(directory / mode), report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
         max_length=None, padding_free=True, packing=False, dataset_kwargs={"skip_prepare_dataset": True},
         per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
-        gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5,
+        gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=options.learning_rate,
         torch_compile=mode == "compile",
         train_sampling_strategy=options.sampling, dataloader_drop_last=False, max_grad_norm=1.0,
         use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None,
@@ -194,6 +195,8 @@ def run_modes(argv: Sequence[str]) -> list[dict]:
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--sampling", default="random", help="order in which rows are read, or sequential [random]")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--verify", help="micro-batches of a plan to verify, such as 1/64 [none]")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--attention", default="auto")
