@@ -96,7 +96,7 @@ def run_megatron(options: argparse.Namespace) -> None:
         lines[-1] += one
         filled += tokens
     before, after = conversations.write_lines(directory / "before.jsonl", lines), directory / "after.jsonl"
-    run = "--eval-iters 0 --log-interval 1 --split 100,0,0 --dataloader-type single"
+    run = "--eval-interval 1000 --eval-iters 0 --log-interval 1 --split 100,0,0 --dataloader-type single"
     flags = lm.train_conversations(lm.merge_flags(lm.COMMON, shape, lm.NO_DROPOUT, run), tokenizer)
     script = directory / "before.sh"
     script.write_text(

@@ -356,9 +356,7 @@ class Study:
         full_size = len(table) - _count_other_sizes(table, settings)
         notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
         if room is not None and chosen.buckets:
-            notes += (
-                "whole experts that ranks share have run on no GPU yet: their times, and what overflows, are guesses",
-            )
+            notes += ("whole experts that ranks share were never timed: their times, and what overflows, are guesses",)
         profiles = {settings.context_parallel_size: run.profile}
         if table.groups is not None:
             profiles = Profile.by_cp_size(table, table.groups)
