@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Literal, NamedTuple
 
+from thdprof.words import html_table
+
 EM = 7.0
 """Pixels that a character of a label takes at most on average."""
 _TICK_ROOM = 14
@@ -24,8 +26,6 @@ BOLD = 8.6
 """Pixels that a bold character takes at most on average."""
 LINE = 17
 """Pixels between lines of text."""
-BAR = 18
-"""Height of a bar that lies, in pixels."""
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 _COLOURS = ("#2a87c8", "#d9630f", "#0a9b74", "currentColor")
 """Colours of the first to third line, which colour-blind readers can tell apart; legible on white and on black."""
@@ -41,8 +41,6 @@ STYLE = (
     )
     + ".thd .f0,.thd .f1,.thd .f2{fill-opacity:.78}.thd .band{fill-opacity:.22}.thd .m{stroke-width:1.6;fill:none}"
     f".thd .cap path{{stroke:{CAP};stroke-width:1.7;stroke-dasharray:5 3;fill:none}}.thd .dot{{fill:{CAP}}}"
-    f".thd .fc{{fill:{CAP};fill-opacity:.8}}"
-    ".thd .hit{fill:currentColor;fill-opacity:0}.thd .hit:hover{fill-opacity:.09}"
 )
 """The style sheet of all figures."""
 _MARKERS = (
@@ -53,8 +51,6 @@ _MARKERS = (
 )
 """Markers of the first to fourth line: a circle, a square, a triangle and a cross."""
 _DIAMOND = "M0-5L5 0L0 5L-5 0z"
-_STRIP = 5
-"""Least pixels of a strip that tells values."""
 _MARKED = 14
 """Least pixels between the markers of a line."""
 
@@ -120,25 +116,12 @@ def px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-class Bar(NamedTuple):
-    """A bar that lies, with words behind it; a range from `low` on is paler."""
+class FigureTable(NamedTuple):
+    """A table of a figure; every row has a cell for each name of its head."""
 
-    value: float
-    look: str
-    words: str
-    low: float | None = None
-
-
-class Row(NamedTuple):
-    """Bars below one name, which has a look; hovering tells `more` than their words."""
-
-    name: str
-    bars: tuple[Bar, ...]
-    look: str = ""
-    more: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {', '.join(bar.words for bar in self.bars)}"
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
 
 
 @dataclass(slots=True)
@@ -160,11 +143,6 @@ class Canvas:
         """The middle of words of `length` pixels, as near to `at` as keeps them on the canvas."""
         return min(max(at, length / 2), self.width - length / 2)
 
-    def shorten(self, words: str) -> str:
-        """`words` in one line of the canvas."""
-        most = int(self.width / EM)
-        return words if len(words) <= most else words[: most - 1] + "…"
-
     def text(
         self,
         x: float,
@@ -185,15 +163,6 @@ class Canvas:
         path = "L".join(f"{px(x)} {px(y)}" for x, y in points)
         self.marks.append(f'<path class="{look}" d="M{path}"/>')
 
-    def rect(
-        self, x: float, y: float, width: float, height: float, look: str, *, tip: str = "", extra: str = ""
-    ) -> None:
-        """Add a rectangle; `tip` is what hovering over it tells."""
-        box = f'x="{px(x)}" y="{px(y)}" width="{px(max(0, width))}" height="{px(max(0, height))}"'
-        self.marks.append(
-            f'<rect class="{look}" {box}{extra}' + (f"><title>{escape(tip)}</title></rect>" if tip else "/>")
-        )
-
     def marker(self, x: float, y: float, style: int) -> None:
         """Add the marker of line `style` at a point."""
         self.marks.append(f'<path class="m s{style}" d="{_MARKERS[style]}" transform="translate({px(x)} {px(y)})"/>')
@@ -213,28 +182,17 @@ class Canvas:
         self.bottom = max(self.bottom, top + 6)
         return top + 8
 
-    def rows(self, title: str, x: Scale, rows: Sequence[Row], *, height: float = BAR, beside: bool = False) -> None:
-        """Add rows of bars that lie, below all marks; names stand above them, or `beside` them to the left."""
-        self.text(0, self.bottom + 14, title, look="b")
-        at = self.bottom + 24
-        for row in rows:
-            top = at - 2
-            if beside:
-                self.text(x.start - 8, at + 13, row.name, anchor="end")
-            else:
-                self.text(0, at + 13, self.shorten(row.name), look=row.look)
-                at += LINE + 2
-            for bar in row.bars:
-                end = x(bar.value)
-                self.rect(x.start, at, max(0 if beside else 1, end - x.start), height, bar.look)
-                if bar.low is not None and bar.low < bar.value:
-                    left, pale = x(bar.low), ' style="fill-opacity:.35"'
-                    self.rect(left, at, end - left, height, "hit range", extra=pale)
-                self.text(end + (6 if beside else 8), at + height / 2 + 4, bar.words)
-                at += height + 2
-            self.rect(0, top, self.width, at - top, "hit", tip=f"{row}{row.more}")
-            at += 4 if beside else 4 + 2 * len(row.bars)
-        self.bottom = at
+    def table(self, table: FigureTable) -> None:
+        """Add a table below all marks, a line of text for each row."""
+        self.text(0, self.bottom + 18, table.title, look="b")
+        self.bottom += 18
+        rows = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in table.rows]
+        left = 0.0
+        for cells in zip(*([table.head] if table.head else []), *rows, strict=True):
+            for number, words in enumerate(cells, start=1):
+                self.text(left, self.bottom + number * LINE, words)
+            left += (max(map(len, cells)) + 2) * EM
+        self.bottom += (len(rows) + bool(table.head)) * LINE
 
     def panel(
         self,
@@ -329,26 +287,12 @@ class Panel:
         down = [(self.x(a), self.y(b)) for a, b in zip(xs, lows, strict=True)]
         self.canvas.line([*up, *reversed(down)], f"band f{style}")
 
-    def strips(self, xs: Sequence[float], tips: Sequence[str]) -> None:
-        """Invisible upright strips around the points `xs`, each of which tells its words on hovering."""
-        chosen: list[int] = []
-        for index, value in enumerate(xs):
-            if not chosen or self.x(value) - self.x(xs[chosen[-1]]) >= _STRIP:
-                chosen.append(index)
-        between = [(self.x(xs[a]) + self.x(xs[b])) / 2 for a, b in itertools.pairwise(chosen)]
-        borders, top = [self.x.start, *between, self.x.end], self.y.end
-        for index, (left, right) in zip(chosen, itertools.pairwise(borders), strict=True):
-            self.canvas.rect(left, top, right - left, self.y.start - top, "hit", tip=tips[index])
-
-    def column(self, low: float, high: float, value: float, look: str, *, inset: float = 0, extra: str = "") -> None:
-        """An upright bar of height `value` from `low` to `high`, `inset` pixels narrower at both sides."""
+    def column(self, low: float, high: float, value: float, tip: str) -> None:
+        """An upright bar of height `value` from `low` to `high`; hovering over it shows `tip`."""
         left, width, top = self.x(low), self.x(high) - self.x(low), self.y(value)
-        self.canvas.rect(left + inset, top, width - 2 * inset, self.y.start - top, look, extra=extra)
-
-    def strip(self, low: float, high: float, tip: str, *, extra: str = "") -> None:
-        """An invisible upright strip from `low` to `high`, which tells `tip` on hovering."""
-        left, right, top = self.x(low), self.x(high), self.y.end
-        self.canvas.rect(left, top, right - left, self.y.start - top, "hit", tip=tip, extra=extra)
+        inset = 0.6 if width > 3 else 0
+        box = f'x="{px(left + inset)}" y="{px(top)}" width="{px(width - 2 * inset)}" height="{px(self.y.start - top)}"'
+        self.canvas.marks.append(f'<rect class="f0" {box}><title>{escape(tip)}</title></rect>')
 
     def cap(self, cap: int, *, named: bool = True) -> None:
         """Mark `cap` on the x axis by a dashed line, which the page's script moves."""
@@ -372,7 +316,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class Figure:
-    """One finding of a report: its sentence, its numbers, and its drawing where there is more to show."""
+    """One finding of a report: its sentence, its numbers, and its drawing or tables where there is more to show."""
 
     id: str
     """The figure's name in every report: `figure-{id}` in a page and `{id}.svg` in a directory."""
@@ -385,45 +329,52 @@ class Figure:
     alt: str = ""
     """A description of the drawing for readers who cannot see it."""
     paint: Callable[[Canvas], None] | None = None
-    """Draws the figure on an empty canvas of any width; None where the sentence says it all."""
+    """Draws the figure on an empty canvas of any width; None where tables or the sentence say it all."""
+    tables: tuple[FigureTable, ...] = ()
+    """Tables below the drawing, or in its place."""
 
     def __repr__(self) -> str:
         return f"Figure {self.id}: {self.text}" if self.drawn else self.text
 
     @property
     def drawn(self) -> bool:
-        """Whether the figure has anything to draw."""
-        return self.paint is not None
+        """Whether the figure shows more than its sentence: a drawing or tables."""
+        return self.paint is not None or bool(self.tables)
 
     @property
     def svg(self) -> str:
-        """The drawing for wide screens."""
-        return self._draw(WIDE)
+        """The drawing for wide screens; empty where there is none."""
+        return "" if self.paint is None else self._draw(WIDE)
 
     def page_html(self, caption: str) -> str:
         """The figure of a page at both widths, or its sentence; `caption` is HTML."""
         if not self.drawn:
             return f'<p id="note-{self.id}" class="note">{caption}</p>'
-        return (
-            f'<figure id="figure-{self.id}"><figcaption>{caption}</figcaption>'
-            f"{self._draw(WIDE)}{self._draw(NARROW)}</figure>"
-        )
+        narrow = "" if self.paint is None else self._draw(NARROW)
+        shown = f"{self.svg}{narrow}{self._tables()}"
+        return f'<figure id="figure-{self.id}"><figcaption>{caption}</figcaption>{shown}</figure>'
 
     def _repr_html_(self) -> str:
         if not self.drawn:
             return f'<p id="note-{self.id}" class="thdprof">{escape(self.text)}</p>'
         return (
             f'<figure id="figure-{self.id}" class="thdprof" style="max-width:{WIDE}px"><style>{STYLE}</style>'
-            f"<figcaption><b>{escape(self.text)}</b></figcaption>{self._draw(WIDE)}</figure>"
+            f"<figcaption><b>{escape(self.text)}</b></figcaption>{self.svg}{self._tables()}</figure>"
         )
+
+    def _tables(self) -> str:
+        return "".join(html_table(*table) for table in self.tables)
 
     def standalone(self) -> str:
         """The SVG as a file of its own, which follows the reader's light or dark scheme."""
         return '<?xml version="1.0" encoding="utf-8"?>\n' + self._draw(WIDE, standalone=True) + "\n"
 
     def _draw(self, width: int, *, standalone: bool = False) -> str:
-        assert self.paint is not None
         canvas = Canvas(width)
-        self.paint(canvas)
+        if self.paint is not None:
+            self.paint(canvas)
+        for table in self.tables if standalone else ():
+            canvas.table(table)
         name = "narrow" if canvas.narrow else "wide"
-        return canvas.svg(name=name, title=self.text, alt=self.alt, standalone=standalone)
+        alt = self.alt or ", ".join(table.title for table in self.tables)
+        return canvas.svg(name=name, title=self.text, alt=alt, standalone=standalone)

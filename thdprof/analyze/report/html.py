@@ -16,20 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from thdprof.analyze.predictions import Worth
-from thdprof.analyze.profile.run_profile import shares_over
 from thdprof.analyze.report import figures
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import STYLE, Figure
 from thdprof.analyze.report.figures.graphs import bucket_names, cap_sentences, cheaper_graph, has_short_names
-from thdprof.analyze.report.figures.microbatches import (
-    cut_run,
-    drift_head,
-    drift_over,
-    list_parts,
-    steps_head,
-    steps_over,
-)
+from thdprof.analyze.report.figures.microbatches import cut_run, drift_head, drift_over, steps_head, steps_over
 from thdprof.analyze.report.shared import capture_sentence, memory_sentence, times_sentences
 from thdprof.words import html_table, percent, ratio, shorten, write_count, write_range
 
@@ -64,15 +55,6 @@ _LABELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    """One of the numbers that matter, with its unit; what it counts; and what it rests on or compares with, if any."""
-
-    value: str
-    label: str
-    note: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer that a report gives first."""
 
@@ -88,8 +70,8 @@ class Answer:
     """The reason of the verdict in a sentence; empty where there is none."""
     basis: str
     """What the times are of, in a sentence; without times, how to get them."""
-    numbers: tuple[Number, ...]
-    """The three numbers that matter."""
+    facts: tuple[str, ...]
+    """What the verdict rests on, in the sentences of `analyze`."""
     caveat: str
     """The most important condition of the answer, in a sentence."""
     warnings: tuple[str, ...]
@@ -97,7 +79,7 @@ class Answer:
 
 
 def make_answer(report: Report) -> Answer:
-    """The verdict, the numbers and the caveat of a report."""
+    """The verdict, the facts and the caveat of a report."""
     times, profile = report.times, report.profile
     predicted, timed = profile.predicted, times.origin != "none"
     warnings = tuple(text for text in report.warnings if timed or not text.startswith(_OF_A_STAND_IN))
@@ -120,7 +102,7 @@ def make_answer(report: Report) -> Answer:
         verdict=verdict,
         reason=reason,
         basis=_sentence(times.basis if times.origin == "none" else f"times are {times.origin} for {times.basis}"),
-        numbers=tuple(_numbers(report))[:3],
+        facts=tuple(_list_facts(report)),
         caveat=caveat,
         warnings=warnings[1:],
     )
@@ -149,64 +131,23 @@ def _verdict(report: Report) -> str:
     return f"A {step}." if ruling is None else f"{ruling.capitalize()}: a {step}."
 
 
-def _numbers(report: Report) -> Iterator[Number]:
-    """All numbers that are known, the most important first."""
+def _list_facts(report: Report) -> Iterator[str]:
+    """What is predicted of the plan's graphs, and of the user's own model where its times are known."""
     times, predicted, plan = report.times, report.profile.predicted, report.plan.predictions
-    if times.origin != "none" and times.relative_step_time is not None:
-        note = ""
+    if times.origin != "none":
         if times.step_ms is not None and times.eager_step_ms is not None:
-            note = f"{write_range(times.step_ms)} instead of {write_range(times.eager_step_ms)} ms, {times.origin}"
-        yield Number(
-            value=f"{ratio(times.relative_step_time)} \N{MULTIPLICATION SIGN}",
-            label="of the eager step time",
-            note=note,
+            yield f"a step: {write_range(times.step_ms, 'ms')}, eagerly {write_range(times.eager_step_ms, 'ms')}"
+        if predicted is not None:
+            worth = predicted.worth if report.plan.graphs.buckets else None
+            yield from times_sentences(times, worth, slower_kernels=report.profile.costs.slower_kernels)
+            yield from () if predicted.memory is None else [memory_sentence(predicted.memory)]
+            yield from () if predicted.capture is None else [capture_sentence(predicted.capture)]
+            yield from () if predicted.model is None else [f"model: {predicted.model}"]
+    if report.plan.graphs.buckets:
+        yield (
+            f"with 95% confidence under {percent(plan.fallback_rate_upper_bound)} of unseen micro-batches fall back, "
+            "if the data keep their distribution"
         )
-        if predicted is not None and predicted.worth is not None:
-            yield _saved(predicted.worth)
-        if predicted is not None and predicted.memory is not None:
-            peak = predicted.memory
-            graphs = f"{(peak.graph_bytes + peak.static_bytes) / 2**30:.1f} GiB of it for graphs"
-            yield Number(
-                value=f"{peak.peak_bytes / 2**30:.1f} GiB",
-                label=f"peak memory, pipeline rank {peak.pipeline_rank}",
-                note=graphs if peak.graph_bytes else "no graphs are captured",
-            )
-    rate = plan.fallback_rate
-    held = Number(
-        value=percent(1 - rate.microbatch),
-        label="of micro-batches replay",
-        note=f"{write_count(len(report.plan.graphs.buckets), 'graph')} by the plan",
-    )
-    stalled = Number(
-        value=percent(rate.step),
-        label="of steps wait for an eager micro-batch",
-        note=f"{percent(rate.rank_step)} of (rank, step) pairs have one",
-    )
-    yield from (stalled, held) if times.origin != "none" else (held, stalled)
-    if not report.plan.graphs.buckets:
-        documents = report.profile.histogram()
-        median = f"half of the micro-batches hold at most {documents.percentile(50.0):,}"
-        yield Number(
-            value=f"{documents.percentile(100.0):,}", label="documents in the fullest micro-batch", note=median
-        )
-        return
-    yield Number(
-        value=f"under {percent(plan.fallback_rate_upper_bound)}",
-        label="of unseen micro-batches fall back",
-        note="with 95% confidence, if the data stay alike",
-    )
-
-
-def _saved(worth: Worth) -> Number:
-    low, high = worth.gpu_hours_saved
-    run = f"{write_count(worth.steps, 'step')} on {write_count(worth.gpus, 'GPU')}"
-    note = f"{write_range(worth.gpu_hours)} under the plan: {run}"
-    if worth.saved is not None and worth.gpu_hour_price is not None:
-        note += f"; at {worth.gpu_hour_price:g} each {write_range(worth.saved)} saved"
-    if high <= 0:
-        return Number(value=write_range((-high, -low)), label="GPU-hours more than eagerly", note=note)
-    label = "GPU-hours saved; below 0, more than eagerly" if low < 0 else "GPU-hours saved"
-    return Number(value=write_range((low, high)), label=label, note=note)
 
 
 def _sentence(text: str) -> str:
@@ -247,7 +188,7 @@ def to_page(
                 + _figure(figures.drift(report, cap), drift_head(report), every, "drift")
                 + _figure(figures.parts(report, cap)),
             ),
-            _section("How many slots, and how much memory?", "", _figure(figures.memory(report, cap)) + _facts(report)),
+            _section("How many slots, and how much memory?", "", _figure(figures.memory(report, cap))),
             _section("Did training do what was predicted?", "", _figure(figures.observed(report, cap))),
             _foot(report, answer, version),
         )
@@ -257,7 +198,7 @@ def to_page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}\n{_asset('page.css')}</style>\n</head>\n<body>\n"
-        f'<main>\n{body}\n</main>\n<div id="tip" hidden></div>\n'
+        f"<main>\n{body}\n</main>\n"
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{_asset('page.js')}</script>\n</body>\n</html>\n"
     )
@@ -269,8 +210,7 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
     The shares follow exactly from the profile's counts for any cap. Step times are those of the profile's grid of caps,
     and linear between them. `caps` are ascending documents, and the page opens with the one at index `start`. `series`
     are the curves' values, `texts` the words for each cap: numbers by `_LABELS`, the cap itself, what it
-    does, and the ends of the sentences of two figures. `segments` and `parts` hold the share of steps over each cap in
-    each segment of the run and each part that is shown, as indices into `levels`.
+    does, and the ends of the sentences of two figures.
     """
     profile = report.profile
     caps = _page_caps(report, cap)
@@ -286,19 +226,11 @@ def _answer_every_cap(report: Report, cap: int) -> dict[str, Any]:
     if times is not None:
         series["time_low"], series["time_high"] = ([t[end] for t in times] for end in (0, 1))
         texts["time"] = [ratio(t) for t in times]
-    segments = [shares_over(h, caps) for h in largest]
-    parts = [shares_over(profile.histogram("step_max", part=p.name), caps) for p in list_parts(report)]
-    levels = sorted({value for row in (*segments, *parts) for value in row})
-    index = {value: i for i, value in enumerate(levels)}
     return {
         "caps": caps,
         "start": caps.index(cap),
         "series": {name: [_round(v) for v in values] for name, values in series.items()},
         "texts": texts,
-        "levels": [(_round(v), percent(v)) for v in levels],
-        "segments": [[index[v] for v in row] for row in segments],
-        "parts": [[index[v] for v in row] for row in parts],
-        "tip": "of steps over the cap",
     }
 
 
@@ -323,23 +255,24 @@ def _asset(name: str) -> str:
 
 def _head(answer: Answer, then: str) -> str:
     date = f'<time datetime="{escape(answer.date)}">{escape(answer.date)}</time> · ' if answer.date else ""
-    numbers = "".join(
-        f"<li><b>{escape(n.value)}</b><span>{escape(n.label)}</span><small>{escape(n.note)}</small></li>"
-        for n in answer.numbers
-    )
     reason = f"{escape(answer.reason)} " if answer.reason else ""
     following = f'<p id="next">Next: <code>{escape(then)}</code></p>\n' if then else ""
     return (
         f'<header>\n<p class="run"><b>{escape(answer.run)}</b> · {date}{escape(answer.size)}</p>\n'
         f'<h1 id="verdict">{escape(answer.verdict)}</h1>\n<p class="basis">{reason}{escape(answer.basis)}</p>\n'
-        f'<ul class="numbers">{numbers}</ul>\n<p class="caveat">{escape(answer.caveat)}</p>\n{following}</header>\n'
+        f'{_list("facts", answer.facts)}<p class="caveat">{escape(answer.caveat)}</p>\n{following}</header>\n'
     )
+
+
+def _list(name: str, texts: Sequence[str]) -> str:
+    listed = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f'<ul class="{name}">{listed}</ul>\n' if listed else ""
 
 
 def _compare_packs(rows: Sequence[Sequence[str]], explained: str) -> str:
     if not rows:
         return ""
-    table = html_table("", rows[0], rows[1:]).replace("<table", '<table style="width:100%;text-align:left"')
+    table = html_table("", rows[0], rows[1:])
     return _section("What do the new packs change?", "", f'{table}\n<p class="note">{escape(explained)}</p>')
 
 
@@ -385,22 +318,9 @@ def _figure(figure: Figure, head: str | None = None, every: dict[str, Any] | Non
     return figure.page_html(caption)
 
 
-def _facts(report: Report) -> str:
-    """What is predicted of the user's own model, in the sentences of `analyze`; empty where its times are not known."""
-    times, predicted = report.times, report.profile.predicted
-    if times.origin == "none" or predicted is None:
-        return ""
-    worth = predicted.worth if report.plan.graphs.buckets else None
-    lines = [] if predicted.model is None else [f"model: {predicted.model}"]
-    lines += times_sentences(times, worth, slower_kernels=report.profile.costs.slower_kernels)
-    lines += [] if predicted.memory is None else [memory_sentence(predicted.memory)]
-    lines += [] if predicted.capture is None else [capture_sentence(predicted.capture)]
-    return f'<ul class="facts">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
-
-
 def _foot(report: Report, answer: Answer, version: str) -> str:
-    listed = "".join(f"<li>{escape(text)}</li>" for text in answer.warnings)
-    more = f'<section>\n<h2>What else to know</h2>\n<ul class="warnings">{listed}</ul>\n</section>\n' if listed else ""
+    listed = _list("warnings", answer.warnings)
+    more = f"<section>\n<h2>What else to know</h2>\n{listed}</section>\n" if listed else ""
     names = ", ".join(uri for part in report.profile.parts for uri in part.uris[:1])
     runs = write_count(report.profile.num_runs, "run")
     several = (

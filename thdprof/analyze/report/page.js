@@ -1,5 +1,5 @@
 "use strict";
-// Moves the page's marks to the cap of the slider, writes what that cap does, and shows the values under the pointer.
+// Moves the page's marks to the cap of the slider, and writes what that cap does.
 // All numbers and words come from the page's data; nothing is computed here but places on the screen.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -14,11 +14,6 @@
       const part = high > low ? (grown(at) - grown(low)) / (grown(high) - grown(low)) : 0.5;
       return start + (end - start) * part;
     };
-  };
-
-  const level = (name, index) => {
-    const [list, row] = name.split(" ");
-    return data.levels[data[list][Number(row)][index]];
   };
 
   // Every mark: a function that moves it to the cap at an index.
@@ -39,41 +34,9 @@
       name.setAttribute("x", Math.min(Math.max(x(data.caps[i]), half), width - half).toFixed(1));
     });
   }
-  for (const bar of all("[data-bar]")) {
-    const y = scale(bar.dataset.y), foot = y(0);
-    moves.push((i) => {
-      const top = y(level(bar.dataset.bar, i)[0]);
-      bar.setAttribute("y", top.toFixed(1));
-      bar.setAttribute("height", (foot - top).toFixed(1));
-    });
-  }
-  for (const bar of all("[data-row]")) {
-    const x = scale(bar.dataset.x), left = x(0);
-    moves.push((i) => bar.setAttribute("width", (x(level(bar.dataset.row, i)[0]) - left).toFixed(1)));
-  }
-  for (const words of all("[data-row-text]")) {
-    const x = scale(words.dataset.x);
-    moves.push((i) => {
-      const [value, text] = level(words.dataset.rowText, i);
-      words.textContent = text;
-      words.setAttribute("x", (x(value) + 6).toFixed(1));
-    });
-  }
   for (const place of all("[data-text]")) {
     const texts = data.texts[place.dataset.text];
     moves.push((i) => { place.textContent = texts[i]; });
-  }
-
-  const tips = new Map();
-  for (const hit of all(".hit, .cell")) {
-    const title = hit.querySelector("title");
-    if (!title) continue;
-    tips.set(hit, title.textContent);
-    title.remove(); // the browser's own would be shown beside ours
-  }
-  for (const hit of all("[data-tip]")) {
-    const begin = tips.get(hit).split(": ")[0];
-    moves.push((i) => tips.set(hit, `${begin}: ${level(hit.dataset.tip, i)[1]} ${data.tip}`));
   }
 
   const show = () => {
@@ -91,18 +54,4 @@
     show();
   });
   show();
-
-  const tip = document.getElementById("tip");
-  const showTip = (event) => {
-    const words = tips.get(event.target);
-    tip.hidden = words === undefined;
-    if (tip.hidden) return;
-    tip.textContent = words;
-    const { width, height } = tip.getBoundingClientRect();
-    const right = document.documentElement.clientWidth - width - 6;
-    tip.style.left = `${Math.max(6, Math.min(event.clientX + 14, right))}px`;
-    tip.style.top = `${event.clientY - height - 12 < 4 ? event.clientY + 18 : event.clientY - height - 12}px`;
-  };
-  for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, showTip);
-  document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 })();

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.drawing import BAR, EM, LINE, Bar, Canvas, Figure, Panel, Row, Scale, write_whole
+from thdprof.analyze.report.drawing import Canvas, Figure, FigureTable, Panel, Scale, write_whole
 from thdprof.plan import BucketPart, FallbackRate, Plan
 from thdprof.words import join_words, memory_size, percent, percentile_name, ratio, write_count
 
@@ -36,8 +35,6 @@ class Alternative:
     """Mean step time divided by that of running all micro-batches eagerly; None without times."""
     rate: FallbackRate
     """The three shares that run eagerly."""
-    look: str = "f0"
-    """The look of its bar."""
 
 
 def caps(report: Report, cap: int) -> Figure:
@@ -45,7 +42,6 @@ def caps(report: Report, cap: int) -> Figure:
     profile, recommended = report.profile, report.recommended_cap
     xs, rates = trace_caps(report)
     times, rate = report.relative_step_times([*xs, cap]), profile.fallback_rate(cap)
-    tips = [f"cap {n:,} — " + "; ".join(f"{k}: {percent(v[i])}" for k, v in rates.items()) for i, n in enumerate(xs)]
 
     def paint(canvas: Canvas) -> None:
         top = canvas.legend({name: i for i, name in enumerate(rates)})
@@ -54,7 +50,6 @@ def caps(report: Report, cap: int) -> Figure:
         panel.axes(x_label="" if times is not None else "cap, documents", x_ticks=times is None)
         for style, values in enumerate(rates.values()):
             panel.line(xs, values, style)
-        panel.strips(xs, tips)
         panel.cap(cap)
         for level, share in rate:
             panel.dot(cap, share, level)
@@ -123,9 +118,6 @@ def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times:
         panel.band([x.low, x.high], [plan[0]] * 2, [plan[1]] * 2, 2)
         for value in sorted(set(plan)):
             canvas.line([(x.start, panel.y(value)), (x.end, panel.y(value))], "l s2")
-    panel.strips(
-        xs, [f"cap {n:,} — {ratio((a, b))} of the eager step time" for n, a, b in zip(xs, lows, highs, strict=True)]
-    )
     panel.cap(cap, named=False)
     for value, name in zip(times[-1], ("time_low", "time_high"), strict=True):
         panel.dot(cap, value, name)
@@ -178,30 +170,16 @@ def cheaper_graph(report: Report) -> str:
 def choice(report: Report, cap: int) -> Figure:
     """The plan's graphs beside their alternatives: step times, or without times what runs eagerly."""
     graphs, rate = report.plan.graphs, report.plan.predictions.fallback_rate
-    every, shares = alternatives(report, cap), list[Row]()
-    differ = {name: len({getattr(b, name) for b in graphs.buckets}) > 1 for name in ("cp_size", "max_seqlen")}
-    for b in graphs.buckets:
-        tail = f" of {write_count(b.max_seqlen, 'token')}" if differ["max_seqlen"] else ""
-        tail = f", {write_count(b.cp_size, 'rank')}" if differ["cp_size"] else tail
-        name = f"{write_count(b.max_seqs, 'document')}{tail}"
-        shares.append(Row(name, (Bar(b.share, "f2", percent(b.share)),), more=" of micro-batches"))
-    eager = Bar(rate.microbatch, "f1", percent(rate.microbatch))
-    shares.append(Row("eager", (eager,), more=" of micro-batches"))
-    title, ways = _compare_alternatives(every)
-
-    def paint(canvas: Canvas) -> None:
-        longest = max(1.0, *(row.bars[0].value for row in ways))
-        canvas.rows(title, Scale(0, longest, 0, canvas.width * (0.42 if canvas.narrow else 0.6)), ways)
-        canvas.bottom += 12
-        left = min(max(len(row.name) for row in shares) * EM, canvas.width * 0.5) + 20
-        x = Scale(0, 1, left, canvas.width - 64)
-        canvas.rows("Share of micro-batches, by the plan's graphs", x, shares, beside=True)
-
+    every = alternatives(report, cap)
+    shares: list[tuple[object, ...]] = [(*_sizes(b).values(), percent(b.share)) for b in graphs.buckets]
+    shares.append(("eager", "", "", percent(rate.microbatch)))
     return Figure(
         id="choice",
         text=_choice_text(report),
-        alt=f"{title}: {'; '.join(map(str, ways))}. Bars of the plan's graphs: {', '.join(map(str, shares))}.",
-        paint=paint,
+        tables=(
+            _compare_alternatives(every),
+            FigureTable("The plan's graphs", [*_SIZES, "micro-batches"], shares),
+        ),
         values={
             "impl": graphs.impl,
             "graphs": [{**_sizes(b), "share": b.share} for b in graphs.buckets],
@@ -215,6 +193,10 @@ def choice(report: Report, cap: int) -> Figure:
             ],
         },
     )
+
+
+_SIZES = ("documents", "longest document, tokens", "ranks")
+"""Columns of a graph's sizes in a table."""
 
 
 def _sizes(b: Any) -> dict[str, int]:
@@ -241,15 +223,14 @@ def alternatives(report: Report, cap: int) -> list[Alternative]:
     found = [Alternative("all eager", None if times is None else (1.0, 1.0), everything)]
     for index, (at, of_cap) in enumerate(names.items()):
         time = None if times is None else times[index]
-        look = "fc" if at == cap else "f0"
-        found.append(Alternative(f"{', '.join(of_cap)}: {at:,}", time, profile.fallback_rate(at), look))
+        found.append(Alternative(f"{', '.join(of_cap)}: {at:,}", time, profile.fallback_rate(at)))
     buckets = plan.graphs.buckets
     if buckets:
         graphs = (
             join_words([f"{b.max_seqs:,}" for b in buckets]) if has_short_names(buckets) else f"{len(buckets)} graphs"
         )
         time = None if times is None else report.times.relative_step_time
-        found.append(Alternative(f"plan{_own_data(report)}: {graphs}", time, plan.predictions.fallback_rate, "f2"))
+        found.append(Alternative(f"plan{_own_data(report)}: {graphs}", time, plan.predictions.fallback_rate))
     return sorted(found, key=lambda a: (sum(a.relative_step_time or ()), a.rate.microbatch, a.name), reverse=True)
 
 
@@ -312,17 +293,16 @@ def _eager_text(report: Report) -> str:
     return f"Running eagerly was chosen: {none} {profile.costs.least_gain:.0%} of the step time."
 
 
-def _compare_alternatives(every: list[Alternative]) -> tuple[str, list[Row]]:
-    """A title, and a bar for the step time of each alternative; without times, for its steps that wait."""
-    known = all(a.relative_step_time is not None for a in every)
-    rows = []
-    for a in every:
-        low, high = a.relative_step_time or (0.0, a.rate.step)
-        words = f"{ratio((low, high))}, {percent(a.rate.step)} of steps wait" if known else percent(a.rate.step)
-        bar = Bar(high, a.look, words, low if known else high)
-        more = f"; {percent(a.rate.microbatch)} of micro-batches run eagerly"
-        rows.append(Row(a.name, (bar,), "b" if a.look == "f2" else "", more))
-    return "Step time, all eager = 1" if known else "Steps with an eager micro-batch", rows
+def _compare_alternatives(every: list[Alternative]) -> FigureTable:
+    """The shares that run eagerly by each alternative, and its step time where that is known."""
+    times = [a.relative_step_time for a in every]
+    head, rows = ["", "steps that wait", "eager micro-batches"], []
+    for a, time in zip(every, times, strict=True):
+        known = [] if time is None else [ratio(time)]
+        rows.append([a.name, *known, percent(a.rate.step), percent(a.rate.microbatch)])
+    if None not in times:
+        head.insert(1, "step time, all eager = 1")
+    return FigureTable("Ways to train, the slowest first" if None not in times else "Ways to train", head, rows)
 
 
 def memory(report: Report, cap: int) -> Figure:
@@ -345,27 +325,14 @@ def memory(report: Report, cap: int) -> Figure:
         if size is not None:
             gib.append(max(0, size - freed) / 2**30)
 
-    def paint(canvas: Canvas) -> None:
-        if num_models > 1:
-            _paint_slots(canvas, slots)
-        if gib:
-            canvas.bottom += 16 if canvas.bottom else 0
-            title = f"Graph memory of the busiest rank{'' if host is None else ', after offloading'}"
-            rows = []
-            for number, size in enumerate(gib, start=1):
-                name, chosen = write_count(number, "graph"), number == num_buckets
-                bar = Bar(size, "f2" if chosen else "f0", f"{size:.2f} GiB{', the plan' if chosen else ''}")
-                rows.append(Row(name, (bar,)))
-            canvas.rows(title, Scale(0, max(gib) or 1, 100, canvas.width - 130), rows, beside=True)
-
-    alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS])
-    alt += "".join(f"; {write_count(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(gib, start=1))
-    alt += "" if host is None else f"; pinned host memory {host:.2f} GiB"
+    title = f"Graph memory of the busiest rank{'' if host is None else ', after offloading'}"
+    rows = [(n, f"{size:.2f} GiB{', the plan' if n == num_buckets else ''}") for n, size in enumerate(gib, start=1)]
     return Figure(
         id="memory",
         text=_memory_text(plan, most, gib, cap, host, known=timed),
-        alt=f"{alt}.",
-        paint=paint if gib or num_models > 1 else None,
+        alt="Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS]) + ".",
+        paint=(lambda canvas: _paint_slots(canvas, slots)) if num_models > 1 else None,
+        tables=(FigureTable(title, ["graphs a slot", "memory"], rows),) if gib else (),
         values={
             "captured_graphs": num_buckets,
             "slots_by_rank": slots if num_buckets else [],
@@ -410,9 +377,8 @@ def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
     panel.axes(x_label="pipeline rank" + (f", every {stride}th" if stride > 1 else ""), write_y=write_whole)
     for rank in ranks:
         low, high, slots = rank - 0.35 * stride, rank + 0.35 * stride, sum(every[rank])
-        panel.column(low, high, slots, "f0")
         chunks = f" ({' + '.join(map(str, every[rank]))})" if len(every[rank]) > 1 else ""
-        panel.strip(low, high, f"pipeline rank {rank}: {write_count(slots, 'slot')}{chunks}")
+        panel.column(low, high, slots, f"pipeline rank {rank}: {write_count(slots, 'slot')}{chunks}")
 
 
 def observed(report: Report, cap: int) -> Figure:
@@ -420,35 +386,19 @@ def observed(report: Report, cap: int) -> Figure:
     comparison = report.comparison
     if comparison is None:
         return Figure(id="observed", text=NO_STATS, values={})
-    several = len({b.cp_size for b in comparison.buckets}) > 1
-    shares = {
-        f"{write_count(b.max_seqs, 'document')} of {write_count(b.max_seqlen, 'token')}"
-        + (f", {write_count(b.cp_size, 'rank')}" if several else ""): (b.predicted_share, b.observed_share)
-        for b in comparison.buckets
-    }
     predicted, seen = comparison.predicted_fallback_rate, comparison.observed_fallback_rate
-    shares["eager by shape"] = predicted, seen
-    rows = [
-        Row(name, (Bar(one, "f0", f"{one:.2%} predicted"), Bar(other, "f1", f"{other:.2%} observed")))
-        for name, (one, other) in shares.items()
+    rows: list[tuple[object, ...]] = [
+        (*_sizes(b).values(), f"{b.predicted_share:.2%}", f"{b.observed_share:.2%}") for b in comparison.buckets
     ]
-    notes = ["Nothing was replayed; what the shapes decide is shown."] if comparison.basis == "decided" else []
-    if comparison.other_fallbacks:
-        named = ", ".join(f"{reason} {n:,}" for reason, n in comparison.other_fallbacks.items())
-        notes.append(f"Eager for reasons that no plan predicts: {named}.")
-    for way, ms in (("A replayed", comparison.replay_ms), ("An eager", comparison.eager_ms)):
+    rows.append(("eager by shape", "", "", f"{predicted:.2%}", f"{seen:.2%}"))
+    notes = [("nothing was replayed", "what the shapes decide is shown")] if comparison.basis == "decided" else []
+    notes += [(f"eager, not predicted: {reason}", f"{n:,}") for reason, n in comparison.other_fallbacks.items()]
+    for way, ms in (("a replayed", comparison.replay_ms), ("an eager", comparison.eager_ms)):
         if ms is not None:
-            notes.append(f"{way} micro-batch took {ms:.2f} ms.")
+            notes.append((f"{way} micro-batch", f"{ms:.2f} ms"))
     verdict = "as predicted" if comparison.is_as_predicted else "not as predicted"
     dispatched = write_count(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
     wrong = f"{comparison.wrong_numbers}. " if comparison.wrong_numbers else ""
-
-    def paint(canvas: Canvas) -> None:
-        x = Scale(0, max(map(max, shares.values())) or 1, 0, canvas.width - 150)
-        canvas.rows("Share of dispatched micro-batches", x, rows, height=BAR - 4)
-        for line in textwrap.wrap(" ".join(notes), int(canvas.width / EM)):
-            canvas.text(0, canvas.bottom + 13, line, look="q")
-            canvas.bottom += LINE
 
     return Figure(
         id="observed",
@@ -456,8 +406,10 @@ def observed(report: Report, cap: int) -> Figure:
             f"{wrong}{percent(seen)} of {dispatched} fell back by their shape, {percent(predicted)} were predicted: "
             f"{verdict}, no share is further off than {comparison.largest_difference * 100:.2f} points."
         ),
-        alt=f"Predicted and observed shares: {'; '.join(map(str, rows))}.",
-        paint=paint,
+        tables=(
+            FigureTable("Share of dispatched micro-batches", [*_SIZES, "predicted", "observed"], rows),
+            *([FigureTable("What else the run counted", [], notes)] if notes else []),
+        ),
         values={
             "dispatched_microbatches": comparison.dispatched,
             "predicted_fallback_share": predicted,

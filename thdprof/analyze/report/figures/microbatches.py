@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import reduce
 
@@ -10,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.profile.run_profile import PartOfRun, histogram_of, share_over, shares_over
+from thdprof.analyze.profile.run_profile import histogram_of, share_over, shares_over
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.analyze.report.drawing import LINE, Canvas, Figure, FigureTable, Panel, Scale, write_whole
 from thdprof.words import make_printable, percent, percentile_name, shorten, write_count
 
 NO_PARTS = (
@@ -24,7 +23,7 @@ LONGEST_NAME = 60
 _LEFT = 60
 """Pixels to the left of a panel, for the labels of its y axis."""
 _BINS = 40
-"""Most bars of a histogram, and most columns and rows of the map of both measures."""
+"""Most bars of a histogram."""
 _POINTS = 400
 """Most points of a curve."""
 _SKEWED = 8
@@ -145,53 +144,28 @@ def _paint_distribution(
         begin, end = edges[at : at + 2]
         first, last = int(begin + 0.5), int(end - 0.5)
         numbers = write_count(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
-        panel.column(begin, end, density, "f0", inset=0.6 if x(end) - x(begin) > 3 else 0)
-        panel.strip(begin, end, f"{numbers}: {percent(float(part))} of micro-batches")
+        panel.column(begin, end, density, f"{numbers}: {percent(float(part))} of micro-batches")
     return panel
 
 
 def joint(report: Report, cap: int) -> Figure:
-    """A map of micro-batches by documents and by tokens of the longest document."""
-    rows = report.profile.rows("microbatch")
-    n_seqs, max_seqlen, count = (rows[c].to_numpy(dtype=np.int64) for c in ("n_seqs", "max_seqlen", "count"))
-    documents = report.profile.histogram()
-    logarithmic = is_skewed(documents)
-    xs = bin_edges(documents.percentile(100.0), _BINS, logarithmic=logarithmic)
-    ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
-    placed = np.maximum(max_seqlen, 1), np.maximum(n_seqs, 1)
-    cells = np.histogram2d(*placed, bins=(ys, xs), weights=count)[0].astype(np.int64)
+    """The longest documents of micro-batches with few and with many documents."""
+    rows, documents = report.profile.rows("microbatch"), report.profile.histogram()
     border = documents.percentile(90.0)
     few, many = rows[rows["n_seqs"] <= border], rows[rows["n_seqs"] > border]
     long_few = histogram_of(few, "max_seqlen").percentile(50.0)
     long_many = histogram_of(many, "max_seqlen").percentile(50.0) if len(many) else None
-    buckets = [(b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets]
-    top = float(max([xs[-1], *(s + 0.5 for s, _ in buckets), cap]))
-    most = max(1, int(cells.max()))
-
-    def paint(canvas: Canvas) -> None:
-        x = Scale(float(xs[0]), top * (1.1 if logarithmic else 1.03), _LEFT, canvas.width - 8, logarithmic)
-        limits, height = (float(ys[0]), float(ys[-1]) * 1.04), 300 if canvas.narrow else 340
-        panel = canvas.panel("Longest document of a micro-batch, tokens", x, limits, height)
-        panel.axes(x_label="documents of a micro-batch", write_y=write_whole)
-        _paint_cells(panel, xs, ys, cells)
-        for number, (seqs, length) in enumerate(buckets):
-            corner = f"M{x.start:.1f} {panel.y(length + 0.5):.1f}H{x(seqs + 0.5):.1f}V{panel.y.start:.1f}"
-            canvas.marks.append(f'<path class="m a" stroke-dasharray="1 {1 + 2 * (number % 4)}" d="{corner}"/>')
-        panel.cap(cap)
-        key = [
-            f"pale to solid: 1 to {write_count(most, 'micro-batch', 'micro-batches')} in a cell",
-            "dotted: the plan's graphs",
-        ]
-        for line in key if canvas.narrow else ["; ".join(key)]:
-            canvas.text(_LEFT, canvas.bottom + LINE + 2, line, look="q")
-            canvas.bottom += LINE
-
+    groups, low = list[tuple[object, ...]](), 0
+    for high in sorted({documents.percentile(PERCENTILES[name]) for name in _ENDS}):
+        group = histogram_of(rows[rows["n_seqs"].between(low + 1, high)], "max_seqlen")
+        lengths = (group.percentile(PERCENTILES[name]) for name in _ENDS)
+        groups.append((f"{low + 1:,} to {high:,}", percent(group.total / documents.total), *lengths))
+        low = high
+    title, head = "Tokens of the longest document", ["documents", "micro-batches", *map(percentile_name, _ENDS)]
     return Figure(
         id="joint",
         text=compare_lengths(border, long_many, long_few, documents),
-        alt="A map of how many micro-batches have so many documents and so long a longest document, the plan's graphs "
-        "as dotted borders and the cap as a dashed line.",
-        paint=paint,
+        tables=(FigureTable(title, head, groups),),
         values={
             "n_seqs_p90_documents": border,
             "over_p90_share": share_over(documents, border),
@@ -199,26 +173,6 @@ def joint(report: Report, cap: int) -> Figure:
             "max_seqlen_p50_elsewhere_tokens": long_few,
         },
     )
-
-
-def _paint_cells(panel: Panel, xs: NDArray[np.float64], ys: NDArray[np.float64], cells: NDArray[np.int64]) -> None:
-    """A rectangle for each cell with micro-batches, the more the darker; `cells` has shape [rows, columns]."""
-    x, y, most = panel.x, panel.y, max(1, int(cells.max()))
-    for row, column in np.argwhere(cells > 0).tolist():
-        count = int(cells[row, column])
-        shade = 0.3 + 0.7 * (np.log(count) / np.log(most) if most > 1 else 1)
-        x0, x1, y0, y1 = x(xs[column]), x(xs[column + 1]), y(ys[row]), y(ys[row + 1])
-        tip = (
-            f"{_numbers(xs, column)} documents, the longest {_numbers(ys, row)} tokens: "
-            f"{write_count(count, 'micro-batch', 'micro-batches')}"
-        )
-        extra = f' fill="#2a87c8" fill-opacity="{shade:.2f}"'
-        panel.canvas.rect(x0, y1, x1 - x0, y0 - y1, "cell", tip=tip, extra=extra)
-
-
-def _numbers(edges: NDArray[np.float64], index: int) -> str:
-    first, last = int(edges[index] + 0.5), int(edges[index + 1] - 0.5)
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def compare_lengths(border: int, long_many: int | None, long_few: int, documents: Histogram) -> str:
@@ -262,12 +216,6 @@ def steps(report: Report, cap: int) -> Figure:
     largest = max(values[-1] for values, _ in curves.values())
     logarithmic, rate = largest > 40, report.profile.fallback_rate(cap)
 
-    def describe(documents: int) -> str:
-        shares = []
-        for name, (values, over) in curves.items():
-            shares.append(f"{name} {percent(over[max(0, bisect_right(values, documents) - 1)])}")
-        return f"over {write_count(documents, 'document')} — {'; '.join(shares)}"
-
     def paint(canvas: Canvas) -> None:
         top = canvas.legend({name: i for i, name in enumerate(curves)}, marked=False)
         x = Scale(1 if logarithmic else 0, max(largest, cap, 2), _LEFT, canvas.width - 8, logarithmic)
@@ -275,8 +223,6 @@ def steps(report: Report, cap: int) -> Figure:
         panel.axes(x_label="documents")
         for style, (values, over) in enumerate(curves.values()):
             panel.stairs(values, over, style)
-        every = sorted({v for values, _ in curves.values() for v in values if v >= x.low})
-        panel.strips(every, [describe(at) for at in every])
         panel.cap(cap)
         for (level, _), value in zip(rate, at_cap, strict=True):
             panel.dot(cap, value, level)
@@ -321,33 +267,20 @@ def drift(report: Report, cap: int) -> Figure:
     step_median = [h.percentile(50.0) for h in largest]
     stalled = [share_over(h, cap) for h in largest]
     logarithmic = max(percentiles["max"]) > _SKEWED * min(percentiles["p50"])
-    most = max(*percentiles["max"], *step_median, cap, 2)
+    most = max(*percentiles["max"], 2)
     number, num_runs = len(stalled), report.profile.num_runs
     each = max(1, round(report.profile.steps / num_runs / number))
     label = f"segment of {'the run' if num_runs == 1 else 'each run'}, about {write_count(each, 'step')} each"
     order = _ENDS[::-1]
-    tips = [
-        f"segment {i + 1:,}: {_list_percentiles({n: percentiles[n][i] for n in order})}; "
-        f"fullest of a step at the median {median:,}"
-        for i, median in enumerate(step_median)
-    ]
 
     def paint(canvas: Canvas) -> None:
         top = canvas.legend({f"{percentile_name(name)} of micro-batches": i for i, name in enumerate(order)})
         x, limits = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8), (1 if logarithmic else 0, most)
-        upper = canvas.panel("Documents", x, limits, 192, top=top, gap=28, logarithmic=logarithmic)
-        upper.axes(x_ticks=False, write_y=write_whole)
+        panel = canvas.panel("Documents", x, limits, 192, top=top, gap=28, logarithmic=logarithmic)
+        panel.axes(x_label=label, write_y=write_whole)
         at = list(range(1, number + 1))
         for style, name in enumerate(order):
-            upper.line(at, percentiles[name], style)
-        upper.strips(at, tips)
-        below = canvas.panel("Steps over the cap", x, (0, 1), 122, top=top + 236, gap=28)
-        below.axes(x_label=label)
-        for i, value in enumerate(stalled):
-            data = f' data-bar="segments {i}" data-y="{below.y.data}"'
-            below.column(i + 0.55, i + 1.45, value, "fc", extra=data)
-            tip = f"segment {i + 1:,}: {percent(value)} of steps over the cap"
-            below.strip(i + 0.5, i + 1.5, tip, extra=f' data-tip="segments {i}"')
+            panel.line(at, percentiles[name], style)
 
     return Figure(
         id="drift",
@@ -434,50 +367,26 @@ def drift_over(largest: Sequence[Histogram], cap: int, *, several: bool) -> str:
     )
 
 
-def list_parts(report: Report) -> list[PartOfRun]:
-    """The parts of the data that are shown, the largest first; none where there is one part only."""
-    every = report.profile.parts
-    return sorted(every, key=lambda p: -p.microbatches)[:_MOST_PARTS] if len(every) > 1 else []
-
-
 def parts(report: Report, cap: int) -> Figure:
     """Percentiles of documents in each part of the data, beside its share of steps over the cap."""
-    shown = list_parts(report)
-    if not shown:
+    every = report.profile.parts
+    if len(every) == 1:
         return Figure(id="parts", text=NO_PARTS, values={})
+    shown = sorted(every, key=lambda p: -p.microbatches)[:_MOST_PARTS]
     histograms = [report.profile.histogram(part=p.name) for p in shown]
     percentiles = {name: [h.percentile(PERCENTILES[name]) for h in histograms] for name in _ENDS}
     names = [make_printable(p.name) for p in shown]
     stalled = [report.profile.fallback_rate(cap, part=p.name).step for p in shown]
-    left_out = len(report.profile.parts) - len(shown)
+    left_out = len(every) - len(shown)
     of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
-    row, largest = 44, max(2, *percentiles["max"], cap)
-
-    def paint(canvas: Canvas) -> None:
-        top = canvas.legend({percentile_name(name): i for i, name in enumerate(_ENDS)})
-        split = canvas.width * (0.6 if canvas.narrow else 0.66)
-        x, wide = Scale(1, largest, 8, split - 16, True), Scale(0, 1, split, canvas.width - 52)
-        panel, begin = canvas.panel("Documents", x, (0, 1), row * len(names), top=top, gap=44), top + 44
-        canvas.text(wide.start, top + 14, "Steps over the cap", look="b")
-        panel.axes(x_label="documents of a micro-batch", write_y=lambda value: "")
-        for index, (name, share) in enumerate(zip(names, stalled, strict=True)):
-            at = begin + row * index
-            canvas.text(8, at + 15, shorten(name, int((split - 30) / EM)))
-            line = at + 29
-            values = [*of_part[index].values()]
-            canvas.line([(x(values[0]), line), (x(values[-1]), line)], "a")
-            for style, value in enumerate(values):
-                canvas.marker(x(value), line, style)
-            canvas.rect(0, at, split - 8, row, "hit", tip=f"{name}: {_list_percentiles(of_part[index])}")
-            data = f' data-row="parts {index}" data-x="{wide.data}"'
-            canvas.rect(wide.start, line - 9, wide(share) - wide.start, 16, "fc", extra=data)
-            words = f' data-row-text="parts {index}" data-x="{wide.data}"'
-            canvas.text(wide(share) + 6, line + 4, percent(share), extra=words)
-        panel.cap(cap)
-        if left_out:
-            canvas.text(8, canvas.bottom + LINE, f"{write_count(left_out, 'smaller part')} left out", look="q")
-            canvas.bottom += LINE
-
+    title = "Documents of a micro-batch"
+    if left_out:
+        title += f"; {write_count(left_out, 'smaller part')} left out"
+    rows = [
+        (shorten(name, LONGEST_NAME), *of_part[i].values(), percent(share))
+        for i, (name, share) in enumerate(zip(names, stalled, strict=True))
+    ]
+    head = ["part", *map(percentile_name, _ENDS), f"steps over {cap:,}"]
     p99 = percentiles["p99"]
     if min(p99) == max(p99):
         text = f"P99 of documents is {p99[0]:,} in all {write_count(len(shown), 'part')} that are shown."
@@ -490,9 +399,7 @@ def parts(report: Report, cap: int) -> Figure:
     return Figure(
         id="parts",
         text=text,
-        alt="Percentiles of each part: "
-        + "; ".join(f"{name}: {_list_percentiles(values)}" for name, values in zip(names, of_part, strict=True)),
-        paint=paint,
+        tables=(FigureTable(title, head, rows),),
         values={
             "cap_documents": cap,
             "parts": [
