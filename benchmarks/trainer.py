@@ -10,8 +10,8 @@ experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts sm
 exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
         --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
         over, and --out is written after each case
-learned Qwen3-0.6B and Llama 3.2 1B on documents that they learn: beside --replay off, bit for bit, and five runs by the
-        plan beside five eager ones; runs begin until --seconds are over, and runs.jsonl in --keep holds the finished
+learned Qwen3-0.6B, Llama 3.2 1B and 12 layers with experts on documents that they learn: beside --replay off, bit for
+        bit, and five runs by the plan beside five eager ones; runs.jsonl in --keep holds the finished
 watch   the shape of `speed`, half of its steps with verified micro-batches and half without
 lives   checkpoints, resumption, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 """
@@ -37,18 +37,6 @@ from trainer_exact import run_rows
 
 from thdprof.plan import load_plan
 
-DROPLESS = (
-    "--group-query-attention --qk-layernorm --seq-length 4096 --max-position-embeddings 4096 --moe-grouped-gemm "
-    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
-    "--moe-aux-loss-coeff 1e-3 --moe-permute-fusion --moe-router-fusion"
-)
-EXPERT_SHAPES = {
-    "qwen3-30b-a3b": "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-    "--num-query-groups 4 --kv-channels 128 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768",
-    "small": "--num-layers 12 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
-    "--num-query-groups 8 --kv-channels 64 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 512",
-}
-"""The first has 8 of the 48 layers of Qwen3-30B-A3B; each takes 11 GB in bf16 with states of the optimizer in fp32."""
 PROFILE = "--profile --use-pytorch-profiler --profile-ranks 0 --profile-step-start {} --profile-step-end {}"
 """Megatron's arguments for a trace of some steps."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
@@ -157,10 +145,8 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
         lm.write_learned(directory / "documents", tokens=3_000_000, lengths=(5.3, 1.1), longest=4096)
     else:
         lm.write_documents(directory / "documents", tokens=4_000_000, mean=400)
-    parts = {
-        "up to the router": ["attn", "moe_router"],
-        "up to the exchange": ["attn", "moe_router", "moe_preprocess"],
-    }
+    router = ["attn", "moe_router"]
+    parts = {"up to the router": router, "up to the exchange": [*router, "moe_preprocess"]}
     of_parts = {name: {"impl": "transformer_engine", "modules": modules} for name, modules in parts.items()}
     whole = {"whole layers": {"impl": "transformer_engine"}, "whole chunks": {"impl": "chunk"}}
     shared = {"whole chunks": {"impl": "chunk", "more": ["--expert-loads", args.expert_loads]}}
@@ -198,7 +184,7 @@ def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[
     """Megatron's arguments of `experts` on so many GPUs."""
     parallel = f"--expert-model-parallel-size {gpus} --use-distributed-optimizer" if gpus > 1 else ""
     rates = trainer_cases.LEARNED if args.learned else ""
-    return timed_flags(args, documents, EXPERT_SHAPES[args.experts], DROPLESS, parallel, rates, "--log-interval 2")
+    return timed_flags(args, documents, lm.EXPERT_SHAPES[args.experts], parallel, rates, "--log-interval 2")
 
 
 def verifying(plan: Path, rate: str | None) -> Path:
@@ -285,7 +271,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--steps", type=int, help=f"steps of each run, but for lives [{STEPS}; {USUAL_STEPS}]")
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
     option("--shape", choices=lm.SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
-    option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
+    option("--experts", choices=lm.EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
     option("--expert-loads", default="1.3", help="experts: analyze's, for whole chunks with EP 2 [1.3]")
     option("--learned", action="store_true", help="experts: documents on which losses fall")
     option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
