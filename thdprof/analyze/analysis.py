@@ -424,7 +424,7 @@ class Study:
         if run.model is not None:
             from thdprof.analyze.times.modelled_costs import explain_missing_times, gpu_of, model_times
 
-            unknown = explain_missing_times(run.settings, self.request.attention)
+            unknown = explain_missing_times(run.settings, self.request.attention, run.model)
             if unknown is None:
                 gpu, note = gpu_of(self.request.gpu)
                 modelled = model_times(run, gpu, self.request.host)
