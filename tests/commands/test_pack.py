@@ -145,7 +145,7 @@ def test_a_plan_that_training_would_refuse_is_written_and_fails(demo, thdprof, t
         "bf16": False,
         "fp16": False,
         "use_cpu": True,
-    }  # as a machine without a GPU writes it
+    }  # written without a GPU
     (tmp_path / "args.json").write_text(json.dumps(fields))
     arguments = (demo / "trl", "--training-args", tmp_path / "args.json", "--model", demo / "config.json")
     arguments += ("--gpu", "h100", "--to", "trl", "-o", tmp_path / "packs.parquet", "--plan", tmp_path / "plan.yaml")
