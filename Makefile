@@ -12,6 +12,8 @@ NEWEST_STAMP := $(NEWEST)/.installed
 TEST_EXTRAS := test,megatron
 # Modules are compiled as they are imported: most of torch's never are.
 INSTALL := -m pip install --disable-pip-version-check -q --no-compile
+# Processes of tests import torch and Megatron anew: uncompiled, that takes twice the time or more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo install install-newest packages-newest test golden test-newest test-ray lint format bench references docs clean
 help:            ## show this list

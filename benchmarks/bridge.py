@@ -29,7 +29,7 @@ from typing import Any
 
 import megatron_lm as lm
 import numpy as np
-from support import bridge_standins
+from support import bridge_standins, conversations
 
 VOCABULARY = 32_000
 MICROBATCHES = 8
@@ -94,20 +94,6 @@ def write_rows(path: Path, *, tokens: int, rows: int) -> None:
         "min_packed_seqlen": min(int(row[-1]) - len(row) + 1 for row in starts),
     }
     path.with_name("metadata.jsonl").write_text(json.dumps([entry]), encoding="utf-8")
-
-
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of numbered words, so that nothing is downloaded; Bridge's datasets ask it for its end token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<eos>": 0, "<unk>": 1, **{str(number): number for number in range(2, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>", bos_token="<eos>"
-    )
-    fast.save_pretrained(str(directory))
 
 
 def write_plan(data: Path, plan: Path, *, tokens: int, steps: int) -> str:
@@ -296,7 +282,7 @@ def main() -> int:
         work = Path(directory)
         print(f"stood in for: {', '.join(bridge_standins.stand_in()) or 'nothing'}", flush=True)
         write_rows(work / "rows.idx.parquet", tokens=tokens, rows=max(200, arguments.steps * MICROBATCHES))
-        write_tokenizer(work / "tokenizer")
+        conversations.write_tokenizer(work / "tokenizer", pad_token="</s>")
         analyzed = write_plan(work / "rows.idx.parquet", work / "plan.yaml", tokens=tokens, steps=arguments.steps)
         ran = {}
         for variant in arguments.variants.split(","):

@@ -44,6 +44,18 @@ SHAPES = {
 }
 """The last one is what one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its
 communication."""
+_DROPLESS = (
+    "--group-query-attention --qk-layernorm --seq-length 4096 --max-position-embeddings 4096 --moe-grouped-gemm "
+    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-3 --moe-permute-fusion --moe-router-fusion"
+)
+EXPERT_SHAPES = {
+    "qwen3-30b-a3b": f"{_DROPLESS} --num-layers 8 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
+    "--num-query-groups 4 --kv-channels 128 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768",
+    "small": f"{_DROPLESS} --num-layers 12 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
+    "--num-query-groups 8 --kv-channels 64 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 512",
+}
+"""The first has 8 of the 48 layers of Qwen3-30B-A3B; each takes 11 GB in bf16 with states of the optimizer in fp32."""
 SMALL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024"

@@ -2,9 +2,9 @@
 
     python benchmarks/report.py [--microbatches 10000000]
 
-The long run is made up (seeded): as many micro-batches as asked for, of two rows of 4096 tokens each, on 8 ranks with 8
-micro-batches a step. Every figure is the best of `--repeat` whole processes, interpreter start, kernel start
-and imports included.
+The long run is made up (seeded): as many micro-batches as asked for, of two packs of 8,192 tokens, on 8 ranks with 8 of
+them a step. Every figure is the best of `--repeat` whole processes, interpreter start, kernel start and imports
+included.
 """
 
 from __future__ import annotations
@@ -16,37 +16,22 @@ import tempfile
 import time
 from pathlib import Path
 
-ROWS, PACK_TOKENS = 100_000, 4096
-
-
-def write_packs(path: Path) -> None:
-    """Packed rows of log-normally many documents, as lists of lengths."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    random = np.random.default_rng(0)
-    counts = np.clip(np.rint(random.lognormal(2.2, 1.0, ROWS)), 1, 200).astype(np.int64)
-    weights = random.lognormal(0.0, 1.2, int(counts.sum()))
-    ends = np.concatenate(([0], np.cumsum(counts)))
-    spare = np.repeat(PACK_TOKENS - counts, counts)  # over one token for each document
-    totals = np.repeat(np.add.reduceat(weights, ends[:-1]), counts)
-    lengths = 1 + np.floor(spare * weights / totals).astype(np.int64)
-    rows = pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(lengths))
-    pq.write_table(pa.table({"lengths": rows}), path)
+DOCUMENTS = 1_000_000
 
 
 def write_long_run(directory: Path, num_microbatches: int) -> float:
     """Write plan.yaml and plan.profile.parquet of a made-up run; seconds that counting the profile took.
 
-    A micro-batch joins two random rows, so that hardly any two are alike.
+    A micro-batch joins two random packs, so that hardly any two are the same.
     """
+    from support import pack_lengths
+
     from thdprof.analyze import analyze_dataset, make_plan, make_profile
 
-    write_packs(directory / "packs.parquet")
     analysis = analyze_dataset(
-        directory / "packs.parquet",
-        seq_length=PACK_TOKENS,
+        pack_lengths.draw("chat 8k", DOCUMENTS),
+        packer="bfd",
+        seq_length=8192,
         micro_batch_size=2,
         data_parallel_size=8,
         global_batch_size=128,

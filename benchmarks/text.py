@@ -51,23 +51,13 @@ def read_paragraphs(most: int = 40_000) -> list[str]:
 
 def write_tokenizer(directory: Path, paragraphs: list[str]) -> None:
     """A byte-level BPE tokenizer of 32,000 tokens, with a chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=32_000,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(paragraphs, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], chat_template=TEMPLATE)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(paragraphs, vocab_size=32_000, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.save(f"{directory}.json")
+    made = PreTrainedTokenizerFast(tokenizer_file=f"{directory}.json", eos_token=SPECIAL[0], chat_template=TEMPLATE)
     made.save_pretrained(directory)
 
 

@@ -4,16 +4,14 @@
 
 speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's own graph settings, the plan,
         the plan with --replay off, without verified micro-batches, and with one in 16
-overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
-        and graphs of 4, 2 and 1 layers
 experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts small), dropless, on one GPU and by
         --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, whole chunks,
         and with one GPU whole layers; --profile adds up the kernels of a step
 exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
         --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
         over, and --out is written after each case
-learned Qwen3-0.6B and Llama 3.2 1B on documents that they learn: beside --replay off, bit for bit, and five runs by the
-        plan beside five eager ones; runs begin until --seconds are over, and runs.jsonl in --keep holds the finished
+learned Qwen3-0.6B, Llama 3.2 1B and 12 layers with experts on documents that they learn: beside --replay off, bit for
+        bit, and five runs by the plan beside five eager ones; runs.jsonl in --keep holds the finished
 watch   the shape of `speed`, half of its steps with verified micro-batches and half without
 lives   checkpoints, resumption, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 """
@@ -29,7 +27,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import megatron_lm as lm
 import trainer_cases
@@ -40,23 +37,6 @@ from trainer_exact import run_rows
 
 from thdprof.plan import load_plan
 
-WIDE = (
-    "--num-layers 12 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --max-position-embeddings 1024 "
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 2"
-)
-"""2.4 billion parameters in layers, and few tokens: as much communication as computing."""
-DROPLESS = (
-    "--group-query-attention --qk-layernorm --seq-length 4096 --max-position-embeddings 4096 --moe-grouped-gemm "
-    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
-    "--moe-aux-loss-coeff 1e-3 --moe-permute-fusion --moe-router-fusion"
-)
-EXPERT_SHAPES = {
-    "qwen3-30b-a3b": "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-    "--num-query-groups 4 --kv-channels 128 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768",
-    "small": "--num-layers 12 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
-    "--num-query-groups 8 --kv-channels 64 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 512",
-}
-"""The first has 8 of the 48 layers of Qwen3-30B-A3B; each takes 11 GB in bf16 with states of the optimizer in fp32."""
 PROFILE = "--profile --use-pytorch-profiler --profile-ranks 0 --profile-step-start {} --profile-step-end {}"
 """Megatron's arguments for a trace of some steps."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
@@ -82,18 +62,6 @@ class Timed:
     replay: bool = True
     more: str = ""
     """Further arguments of Megatron."""
-
-
-def planned_runs(
-    kinds: Mapping[str, Mapping[str, Any]], args: argparse.Namespace, flags: Sequence[str], directory: Path, gpus: int
-) -> list[Timed]:
-    """Of the runs that --rows chooses an eager one, and one by a plan of each kind, for which `plan_of` gets these."""
-    runs = [Timed(name="eager")] if named("eager", args.rows) else []
-    for name, how in kinds.items():
-        if named(name, args.rows):
-            plan = lm.plan_of(flags, directory, lm.file_name(f"plan {gpus} {name}"), gpus=gpus, **how)
-            runs.append(Timed(name=name, plan=plan))
-    return runs
 
 
 def timed_lines(
@@ -171,32 +139,14 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     return [f"Caps: {caps}.", "", *timed_lines(runs, args, flags, directory, "eager", 1)]
 
 
-def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The table of `overlap`."""
-    lm.write_documents(directory / "documents", tokens=400_000, mean=90)
-    flags = overlap_flags(directory / "documents", args)
-    chosen = load_plan(lm.plan_of(flags, directory, "chosen", gpus=2)).graphs.layers_per_graph
-    kinds = {f"{layers} layers a graph": {"layers_per_graph": layers} for layers in ("all", 4, 2, 1)}
-    runs = planned_runs(kinds, args, flags, directory, 2)
-    lines = timed_lines(runs, args, flags, directory, "all layers a graph", 2)
-    return [f"`analyze` chooses layers_per_graph {chosen or 'all'}.", "", *lines]
-
-
-def overlap_flags(documents: Path, args: argparse.Namespace) -> list[str]:
-    """Megatron's arguments of `overlap`."""
-    return timed_flags(args, documents, WIDE, args.more)
-
-
 def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     """The tables of `experts`."""
     if args.learned:
         lm.write_learned(directory / "documents", tokens=3_000_000, lengths=(5.3, 1.1), longest=4096)
     else:
         lm.write_documents(directory / "documents", tokens=4_000_000, mean=400)
-    parts = {
-        "up to the router": ["attn", "moe_router"],
-        "up to the exchange": ["attn", "moe_router", "moe_preprocess"],
-    }
+    router = ["attn", "moe_router"]
+    parts = {"up to the router": router, "up to the exchange": [*router, "moe_preprocess"]}
     of_parts = {name: {"impl": "transformer_engine", "modules": modules} for name, modules in parts.items()}
     whole = {"whole layers": {"impl": "transformer_engine"}, "whole chunks": {"impl": "chunk"}}
     shared = {"whole chunks": {"impl": "chunk", "more": ["--expert-loads", args.expert_loads]}}
@@ -204,7 +154,10 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     for gpus in args.gpus:
         flags = experts_flags(directory / "documents", args, gpus)
         kinds = of_parts | {name: {**how, "modules": []} for name, how in (whole if gpus == 1 else shared).items()}
-        runs = planned_runs(kinds, args, flags, directory, gpus)
+        runs = [Timed(name="eager")] if named("eager", args.rows) else []
+        for name in (name for name in kinds if named(name, args.rows)):
+            plan = lm.plan_of(flags, directory, lm.file_name(f"plan {gpus} {name}"), gpus=gpus, **kinds[name])
+            runs.append(Timed(name=name, plan=plan))
         lines = timed_lines(runs, args, flags, directory, "eager", gpus)
         if args.profile:
             lines += ["", *profiled_lines(runs, args, flags, directory, gpus)]
@@ -231,7 +184,7 @@ def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[
     """Megatron's arguments of `experts` on so many GPUs."""
     parallel = f"--expert-model-parallel-size {gpus} --use-distributed-optimizer" if gpus > 1 else ""
     rates = trainer_cases.LEARNED if args.learned else ""
-    return timed_flags(args, documents, EXPERT_SHAPES[args.experts], DROPLESS, parallel, rates, "--log-interval 2")
+    return timed_flags(args, documents, lm.EXPERT_SHAPES[args.experts], parallel, rates, "--log-interval 2")
 
 
 def verifying(plan: Path, rate: str | None) -> Path:
@@ -281,7 +234,7 @@ def learned(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 MODES: Mapping[str, Callable[[argparse.Namespace, Path], list[str]]] = {
-    mode.__name__: mode for mode in (speed, overlap, experts, exact, learned, watch, lives)
+    mode.__name__: mode for mode in (speed, experts, exact, learned, watch, lives)
 }
 
 
@@ -318,13 +271,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--steps", type=int, help=f"steps of each run, but for lives [{STEPS}; {USUAL_STEPS}]")
     option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
     option("--shape", choices=lm.SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
-    option("--experts", choices=EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
+    option("--experts", choices=lm.EXPERT_SHAPES, default="qwen3-30b-a3b", help="experts: the shape [qwen3-30b-a3b]")
     option("--expert-loads", default="1.3", help="experts: analyze's, for whole chunks with EP 2 [1.3]")
     option("--learned", action="store_true", help="experts: documents on which losses fall")
     option("--profile", action="store_true", help="experts: one more run of each row, of which a step is profiled")
-    option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
-    option("--connections", type=int, default=1, help="speed, overlap, experts: CUDA_DEVICE_MAX_CONNECTIONS [1]")
-    option("--fused", action="store_true", help="speed, watch, overlap, experts: fused gradient accumulation")
+    option("--more", default="", help="speed, watch: more arguments of Megatron, such as FP8's")
+    option("--connections", type=int, default=1, help="speed, experts: CUDA_DEVICE_MAX_CONNECTIONS [1]")
+    option("--fused", action="store_true", help="speed, watch, experts: fused gradient accumulation")
     option("--variants", default=f"eager,{','.join(STOCK)},padded,{','.join(VERIFY)},plan", help="speed: its runs")
     option("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args(argv)

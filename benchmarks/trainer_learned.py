@@ -27,6 +27,7 @@ from thdprof.plan import load_plan
 MODELS: Mapping[str, tuple[str, int, int]] = {
     "Qwen3-0.6B": (lm.SHAPES["qwen3-0.6b"], 8, 6),
     "Llama 3.2 1B": (lm.SHAPES["llama3.2-1b"], 2, 3),
+    "12 layers of 32 experts": (lm.EXPERT_SHAPES["small"], 8, 5),
 }
 """Arguments of each shape, micro-batches of a step, and how many runs fit a GPU of 141 GB; with deterministic kernels
 a third as many."""
@@ -59,9 +60,9 @@ def learned_runs(script: Path, directory: Path, *, rows: Sequence[str], seconds:
     """
     kept = directory / "runs.jsonl"
     until, done = time.monotonic() + seconds, {(one["row"], one["kind"]) for one in _runs_in(kept)}
-    for model, (_, _, fit) in MODELS.items():
+    for model, (shape, _, fit) in MODELS.items():
         queue = []
-        for precision in PRECISIONS:
+        for precision in ("bf16",) if "--num-experts" in shape else PRECISIONS:
             row = f"{model}, {precision}"
             kinds = ["on", "off", *(f"{kind} {n}" for n in range(RUNS) for kind in ("plan", "eager"))]
             queue += [(row, kind) for kind in kinds if not rows or any(text in f"{row}, {kind}" for text in rows)]
@@ -218,6 +219,7 @@ def _plan(directory: Path, row: str, exact: bool) -> Path:
         lm.file_name(f"{row} {exact}"),
         caps=CAPS if exact else (1.0,),
         layers_per_graph="all",
+        modules=[],
     )
     changed: dict[str, Any] = {"verify": VERIFY}
     if exact:

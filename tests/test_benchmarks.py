@@ -80,8 +80,7 @@ def test_megatron_takes_the_arguments_of_every_run_together(megatron_parser, mon
     learned, trainer = (importlib.import_module(name) for name in ("trainer_learned", "trainer"))
     runs = [(row.name, cases().exact_flags(row, tmp_path), row.gpus, row.environment) for row in cases().ROWS]
     options = ["--megatron-lm", str(tmp_path), "--out", str(tmp_path / "out.md")]
-    runs.append(("overlap", trainer.overlap_flags(tmp_path, trainer.arguments(["overlap", *options])), 2, {}))
-    wide = trainer.arguments(["experts", *options, "--fused"])
+    wide = trainer.arguments(["experts", *options, "--fused", "--learned"])
     runs += [("experts", trainer.experts_flags(tmp_path, wide, gpus), gpus, {}) for gpus in (1, 2)]
     monkeypatch.setattr(learned.lm, "write_learned", lambda *args, **more: None)
     for model in learned.MODELS:

@@ -98,6 +98,19 @@ def test_chance_gives_as_many_rows_as_drawn_ones():
     assert checked == 3
 
 
+def test_loads_of_one_stage_stand_for_all_stages(tmp_path):
+    stats, file = Stats(), tmp_path / "run.jsonl"
+    for load in [1.05] * 990 + [1.5] * 10:
+        stats.note_expert_load(load)
+    stats.append_jsonl(file)
+    options = {"expert_loads": str(file), "max_fallback_rate": 0.4, "global_batch_size": 16}
+    alone, piped = (analyzed(pipeline_parallel_size=stages, **options)[0] for stages in (1, 4))
+    assert [run.expert_room.microbatch for run in (alone, piped)] == [pytest.approx(0.01), pytest.approx(1 - 0.99**4)]
+    assert [any("first pipeline stage" in note for note in run.notes) for run in (alone, piped)] == [False, True]
+    with pytest.raises(UsageError, match="multi-token prediction: give a number"):
+        analyzed(replace(MODEL, mtp_num_layers=1), **options)
+
+
 def test_observed_loads_choose_the_room(tmp_path):
     stats, file = Stats(), tmp_path / "run.jsonl"
     for load in [1.05] * 90 + [1.301] * 9 + [1.7]:
@@ -110,6 +123,8 @@ def test_observed_loads_choose_the_room(tmp_path):
         assert (room.factor, room.microbatch) == (factor, pytest.approx(rate))
     several = choose_room(loads, MODEL, n_tokens=1024, microbatches=8, max_step_rate=0.5)
     assert several.step == pytest.approx(1 - 0.9**4)
+    piped = choose_room(loads, MODEL, n_tokens=1024, microbatches=2, max_step_rate=0.5, chunks=4)
+    assert (piped.factor, piped.microbatch) == (1.05, pytest.approx(1 - 0.9**4))
     stats.fallbacks[FallbackReason.expert_overflow] = 10  # their loads are not known
     stats.append_jsonl(file)
     loads = read_expert_loads(str(file))

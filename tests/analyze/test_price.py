@@ -126,3 +126,13 @@ def test_padding_is_no_token_that_a_run_trains_on(tmp_path, rows, options):
     assert analysis.times.step_ms is not None
     seconds = analysis.times.step_ms[1] / 1000 * analysis.steps
     assert analysis.worth.tokens_per_second[0] * seconds == pytest.approx(TOKENS)
+
+
+def test_a_short_last_step_trains_on_its_own_tokens_alone(tmp_path):
+    data = write_lines(tmp_path / "data.jsonl", [400] * 33)
+    run = {"model": MODEL, "gpu": "h100", "loader": "trainer", "packer": "none", "seq_length": 1024}
+    for accumulation, steps in ((32, 2), (33, 1)):
+        analysis = analyze_dataset(data, **run, gradient_accumulation=accumulation)
+        assert analysis.steps == steps
+        seconds = analysis.times.step_ms[1] / 1000 * steps
+        assert analysis.worth.tokens_per_second[0] * seconds == pytest.approx(33 * 400)

@@ -416,3 +416,9 @@ def test_long_documents_cost_what_was_measured_under_a_trainer():
     # benchmarks/results/pack.md: 1,205 ms for 1e9 squared tokens
     assert trainer.ms_per_squared_token == pytest.approx(1205e-9, rel=0.03)
     assert megatron.ms_per_squared_token == pytest.approx(793e-9, rel=0.03)
+
+
+def test_float32_has_no_modelled_times():
+    analysis = analyze_dataset(LENGTHS, model=replace(QWEN, precision="fp32"), gpu="h100", global_batch_size=8)
+    assert (analysis.times.origin, analysis.times.step_ms, analysis.worth) == ("none", None, None)
+    assert "float32 are not modelled" in analysis.times.basis

@@ -140,7 +140,13 @@ def test_analyze_reads_an_index_as_the_packs_that_it_names(demo, thdprof, tmp_pa
 
 def test_a_plan_that_training_would_refuse_is_written_and_fails(demo, thdprof, tmp_path):
     fields = {"per_device_train_batch_size": 1, "output_dir": "out", "packing": False, "padding_free": True}
-    (tmp_path / "args.json").write_text(json.dumps({**fields, "max_length": 2048, "bf16": False, "fp16": False}))
+    fields |= {
+        "max_length": 2048,
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": True,
+    }  # written without a GPU
+    (tmp_path / "args.json").write_text(json.dumps(fields))
     arguments = (demo / "trl", "--training-args", tmp_path / "args.json", "--model", demo / "config.json")
     arguments += ("--gpu", "h100", "--to", "trl", "-o", tmp_path / "packs.parquet", "--plan", tmp_path / "plan.yaml")
     done = thdprof("pack", *arguments)

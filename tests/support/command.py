@@ -253,7 +253,7 @@ def _drawing_kept() -> Iterator[None]:
         with before.rc_context() if before is not None else contextlib.nullcontext():
             yield
     finally:
-        if before is None and "matplotlib" in sys.modules:
+        if before is None and sys.modules.get("matplotlib") is not None:
             sys.modules["matplotlib"].rc_file_defaults()
         if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].close("all")

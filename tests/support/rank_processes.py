@@ -16,6 +16,7 @@ PRELOADED = (
     *("numpy", "pandas", "scipy.stats", "pytest", "torch.distributed", "torch.testing._internal.distributed.fake_pg"),
     *("megatron.core.parallel_state", "megatron.core.transformer.multi_token_prediction", "megatron.training.training"),
     *("thdprof.runtime.megatron", "thdprof.runtime.megatron.trainers.megatron_lm", "thdprof.compare.statistics"),
+    "megatron.core.tokenizers.text",  # imports transformers, for every tokenizer
 )
 """Modules that the server imports; those that are not installed are left out."""
 

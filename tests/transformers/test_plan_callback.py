@@ -190,8 +190,9 @@ class Collecting(TrainerCallback):
         self.held, self.seen = held, []
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.held.clear()
-        gc.collect()
+        if self.held:
+            self.held.clear()
+            gc.collect()
         self.seen.append(model.config._attn_implementation)
 
 

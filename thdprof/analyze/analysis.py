@@ -357,6 +357,9 @@ class Study:
         notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
         if room is not None and chosen.buckets:
             notes += ("whole experts that ranks share were never timed: their times, and what overflows, are guesses",)
+            observed = None if request.expert_loads is None else request.expert_loads.observed
+            if observed is not None and settings.pipeline_parallel_size > 1:
+                notes += (f"{room.basis}: the loads of the first pipeline stage are taken for those of every stage",)
         profiles = {settings.context_parallel_size: run.profile}
         if table.groups is not None:
             profiles = Profile.by_cp_size(table, table.groups)
@@ -399,16 +402,17 @@ class Study:
         loads, model = self.request.expert_loads, self.request.model
         if loads is None or model is None or self.impl == "none":
             return None
-        if loads.observed is not None and (settings.pipeline_parallel_size > 1 or model.mtp_num_layers):
+        if loads.observed is not None and model.mtp_num_layers:
             raise UsageError(
-                f"--expert-loads {loads.basis}: statistics hold the loads of one model chunk, and micro-batches pass "
-                "several, or layers of multi-token prediction: give a number"
+                f"--expert-loads {loads.basis}: statistics lack the loads of layers of multi-token prediction: give a "
+                "number"
             )
         return choose_room(
             loads,
             model,
             n_tokens=int(table.n_tokens.max()),
             microbatches=settings.global_batch_size // settings.micro_batch_size,
+            chunks=settings.pipeline_parallel_size * (settings.virtual_pipeline_size or 1),
             max_step_rate=self.request.limits.max_fallback_rate,
         )
 
@@ -420,7 +424,7 @@ class Study:
         if run.model is not None:
             from thdprof.analyze.times.modelled_costs import explain_missing_times, gpu_of, model_times
 
-            unknown = explain_missing_times(run.settings, self.request.attention)
+            unknown = explain_missing_times(run.settings, self.request.attention, run.model)
             if unknown is None:
                 gpu, note = gpu_of(self.request.gpu)
                 modelled = model_times(run, gpu, self.request.host)

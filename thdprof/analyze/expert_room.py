@@ -34,7 +34,7 @@ class ExpertLoads:
     expected: float = 1.0
     """Its mean over micro-batches, around which tokens choose their experts by chance."""
     observed: Mapping[float, int] | None = None
-    """Number of micro-batches of a run by what it was in the layer where it was most; None: `expected` counts."""
+    """Number of micro-batches of a model chunk by what it was in the layer where it was most; None: see `expected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def _read_observed(path: Path) -> Mapping[float, int]:
 
 
 def choose_room(
-    loads: ExpertLoads, model: Model, *, n_tokens: int, microbatches: int, max_step_rate: float | None
+    loads: ExpertLoads, model: Model, *, n_tokens: int, microbatches: int, max_step_rate: float | None, chunks: int = 1
 ) -> ExpertRoom:
     """The least room, in hundredths, with which few steps have a micro-batch without room.
 
@@ -98,6 +98,7 @@ def choose_room(
         n_tokens: tokens of a micro-batch on one rank.
         microbatches: micro-batches of a step, over all ranks.
         max_step_rate: largest share of such steps; None: 1%.
+        chunks: model chunks that each micro-batch passes. Their loads are taken as those that were observed, by chance.
     """
     ranks, top_k, experts = model.expert_model_parallel_size, model.moe_router_topk, model.num_experts or 1
     together = math.ceil(microbatches / ranks)  # an expert-parallel group's micro-batches have room together, or none
@@ -105,18 +106,19 @@ def choose_room(
     most = ranks * min(top_k, experts // ranks) / top_k  # all rows that there can be
     for hundredths in range(101, math.ceil(100 * most) + 1):
         factor = min(hundredths / 100, most)
-        rate = 0.0 if factor >= most else _lack_room(loads, factor, model, n_tokens)
+        rate = 0.0 if factor >= most else _lack_room(loads, factor, model, n_tokens, chunks)
         step = -math.expm1(together * math.log1p(-rate)) if rate < 1 else 1.0
         if step <= limit:
             return ExpertRoom(factor=factor, microbatch=rate, step=step, basis=loads.basis)
     return ExpertRoom(factor=most, microbatch=0.0, step=0.0, basis=loads.basis)
 
 
-def _lack_room(loads: ExpertLoads, factor: float, model: Model, n_tokens: int) -> float:
+def _lack_room(loads: ExpertLoads, factor: float, model: Model, n_tokens: int, chunks: int) -> float:
     """Share of micro-batches in which some rank has more rows in some layer."""
     if loads.observed is not None:
         total = sum(loads.observed.values())
-        return sum(count for load, count in loads.observed.items() if load > factor) / total
+        one = sum(count for load, count in loads.observed.items() if load > factor) / total
+        return -math.expm1(chunks * math.log1p(-one)) if one < 1 else 1.0
     ranks, top_k, experts = model.expert_model_parallel_size, model.moe_router_topk, model.num_experts or 1
     own = 1 / ranks
     # each token of the group draws top-k of the experts without putting any back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Limit, Words, must_be_off
@@ -459,8 +460,7 @@ PARALLELISM_LIMITS: tuple[Limit, ...] = (
 """With graphs of any kind. Layers may be spread unevenly: slots and graphs are of a chunk, whatever it holds."""
 
 
-def _dynamic(run: Run) -> bool:
-    return bool(run.dynamic_cp)
+_dynamic = attrgetter("dynamic_cp")
 
 
 def _spans_ranks(run: Run) -> bool:

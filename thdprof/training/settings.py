@@ -88,13 +88,10 @@ class Definition:
     """What a float is less than, and at least 0; None: it is over 0."""
     setting: Setting
     """How the setting is given."""
+    option: str
+    """The option that gives the setting, or that gave it before it moved to the settings file."""
     label: str
     """The setting as messages name it: `--seq-length` where the command has that option, else `seq_length`."""
-
-    @property
-    def option(self) -> str:
-        """The option that gives the setting, or that gave it before it moved to the settings file."""
-        return self.setting.flag or "--" + self.name.replace("_", "-")
 
     @property
     def off_option(self) -> str:
@@ -167,6 +164,7 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
     choices: tuple[str, ...] = get_args(wanted) if get_origin(wanted) is Literal else ()
     bounds = next((fact for fact in facts if isinstance(fact, Interval)), Interval())
     setting = next(fact for fact in facts if isinstance(fact, Setting))
+    option = setting.flag or "--" + name.replace("_", "-")
     return Definition(
         name=name,
         type=wanted if choices else get_origin(wanted) or wanted,
@@ -176,7 +174,8 @@ def definition_of(name: str, hint: Any, default: Any) -> Definition:
         most=bounds.le,  # type: ignore[arg-type]
         below=bounds.lt,  # type: ignore[arg-type]
         setting=setting,
-        label=(setting.flag or "--" + name.replace("_", "-")) if setting.everyday else name,
+        option=option,
+        label=option if setting.everyday else name,
     )
 
 

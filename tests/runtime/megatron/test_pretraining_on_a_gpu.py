@@ -17,6 +17,7 @@ pytest.importorskip("megatron.training")
 from support import gpu_training  # noqa: E402
 from support.command import load_script  # noqa: E402
 from support.gpu_plans import Plans  # noqa: E402
+from support.paths import ROOT  # noqa: E402
 
 from thdprof import run  # noqa: E402
 from thdprof.dispatch import Bucket  # noqa: E402
@@ -92,6 +93,7 @@ def test_what_the_gpu_tests_of_experts_train_is_not_refused(plans, config_of, mo
         "unpermute",
     ):
         monkeypatch.setattr(moe_utils, f"fused_{name}", object())  # asked for, not called
+    monkeypatch.syspath_prepend(ROOT / "tests" / "gpu")
     cases = load_script("tests/gpu/test_experts_gpu.py", "tested_experts_gpu").CASES
     assert len(cases) > 4
     for name, (words, preprocess) in cases.items():

@@ -140,7 +140,9 @@ def open_report(
 def make_report(plan: Plan, *, name: str, profile: Path, stats: Path | None) -> Report:
     """The report of a plan, which messages call `name`, with its profile and a run's statistics, as `open_report`."""
     if not profile.exists():
-        raise DataError(f"{profile}: there is no such profile; analyse again as for {name}, with --profile {profile}")
+        raise DataError(
+            f"{profile}: there is no such profile; analyse again as for {name}, with --profile {profile} --force"
+        )
     counts = load_profile(profile)
     check_belongs(plan, counts, plan_name=name, profile_name=str(profile))
     comparison = None

@@ -174,6 +174,8 @@ class Request(AnalysisOptions):
 def _refuse_trainer(plan: Plan, arguments: Mapping[str, Any], config: Path | None) -> Iterator[str]:
     """What the Trainer's callback refuses; `config` is the file of the model, None where it is not known."""
     known = {**arguments, "weights_dtype": find_weights_dtype(arguments)}
+    if "weights_dtype" not in arguments:  # a file, which a machine without a GPU may have written for one that has
+        known["use_cpu"] = False
     types: list[str] = []
     if config is not None and config.suffix.lower() == ".json":
         content = json.loads(read_text(config, where=str(config), kind="JSON"))

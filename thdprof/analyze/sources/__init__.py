@@ -6,7 +6,7 @@ A new format is one module with a `FORMAT`, listed here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -105,11 +105,16 @@ def scan_files(name: str, reading: Reading, items: Sequence[engines.Item]) -> li
         DataError, UsageError, OSError: as for `read_dataset`.
     """
     format_ = get_format(name, reading)
-    if len(items) > 1 and not format_.counts_text and is_remote(str(items[0][0])):
+    if len(items) > 1 and format_.count_text is None and is_remote(str(items[0][0])):
         return _map_remote(lambda item: scan_files(name, reading, [item])[0], items)
     stamps = [reading.digest or stamp(path) for path, _ in items]
     changed = [now != known for now, (_, known) in zip(stamps, items, strict=True)]
-    shards = iter(format_.scan(list(compress((path for path, _ in items), changed)), reading) if any(changed) else [])
+    paths = [path for path, _ in compress(items, changed)]
+    shards: Iterator[Shard] = iter(())
+    if format_.scan is not None:
+        shards = map(format_.scan, paths)
+    elif format_.count_text is not None and paths:
+        shards = iter(format_.count_text(paths, reading))
     return [(now, next(shards) if is_new else None) for now, is_new in zip(stamps, changed, strict=True)]
 
 

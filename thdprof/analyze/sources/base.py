@@ -282,14 +282,6 @@ class Shard:
     """JSON values."""
 
 
-Scan = Callable[[Sequence[Path], Reading], list[Shard]]
-
-
-def each(scan: Callable[[Path], Shard]) -> Scan:
-    """A scan of files that are read one by one. What a shard holds depends on its file alone, in every run."""
-    return lambda paths, reading: [scan(path) for path in paths]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One dataset format: how to recognise its files and how to read them."""
@@ -302,14 +294,14 @@ class Format:
     """File name endings that a directory is searched for."""
     recognises: Callable[[Path], bool]
     """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
-    scan: Scan
-    """Reads each of some files, wherever this runs; raises a DataError that names file, row and value."""
+    scan: Callable[[Path], Shard] | None = None
+    """Reads one file, wherever this runs; raises a DataError that names file, row and value; None: see `count_text`."""
     join: Callable[[str, Sequence[Path], Sequence[Shard], Reading], Dataset]
     """Given the format's name: the dataset of all files, in order."""
     key: Callable[[Sequence[Path], Reading], Any] | None = lambda paths, reading: None
     """What decides on a shard besides its file, as JSON; None: shards are not kept."""
-    counts_text: bool = False
-    """Whether `scan` uses all cores by itself, and takes so long that shards are always kept."""
+    count_text: Callable[[Sequence[Path], Reading], list[Shard]] | None = None
+    """In place of `scan`: reads many files on all cores by itself, and takes so long that shards are always kept."""
     yields: Callable[[Path], bool] = lambda path: False
     """Whether a file that is recognised may be left out where a directory also holds files of another format."""
 

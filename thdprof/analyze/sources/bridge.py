@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each, fingerprint
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, fingerprint
 from thdprof.analyze.sources.readers import arrow, npy
 from thdprof.analyze.sources.readers.npy import read_header
 from thdprof.analyze.sources.readers.parquet import is_parquet, open_parquet, schema_of
@@ -171,7 +171,7 @@ PARQUET = Format(
     summary="seq_start_id and the list lengths of loss_mask; no token is read",
     suffixes=(".parquet", ".pq"),
     recognises=_is_packed_parquet,
-    scan=each(_scan_parquet),
+    scan=_scan_parquet,
     join=_join,
 )
 
@@ -197,6 +197,6 @@ NPY = Format(
     summary="the whole pickle, as data: seq_start_id and the lengths of input_ids and loss_mask",
     suffixes=(".npy",),
     recognises=_is_packed_npy,
-    scan=each(_scan_npy),
+    scan=_scan_npy,
     join=_join,
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Format, Shard, check_lengths, each, join_documents
+from thdprof.analyze.sources.base import Format, Shard, check_lengths, join_documents
 from thdprof.analyze.sources.readers import json_lines
 from thdprof.errors import DataError
 
@@ -76,7 +76,7 @@ DATATROVE = Format(
     summary="the ends of documents in `.ds.index` (the `.ds` need not exist)",
     suffixes=(".ds.index",),
     recognises=_is_index,
-    scan=each(partial(_scan, read_file=_read_index)),
+    scan=partial(_scan, read_file=_read_index),
     join=join_documents,
 )
 OLMO = Format(
@@ -84,6 +84,6 @@ OLMO = Format(
     summary="the starts and ends of documents in `.csv.gz` (the `.npy` need not exist)",
     suffixes=(".csv.gz",),
     recognises=_is_metadata,
-    scan=each(partial(_scan, read_file=_read_metadata)),
+    scan=partial(_scan, read_file=_read_metadata),
     join=join_documents,
 )

@@ -279,7 +279,7 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
         ThdprofError: the files are no such dataset, one failed twice, or the engine cannot be used.
         OSError: a file cannot be read.
     """
-    remote, text, local = is_remote(str(paths[0])), format_.counts_text, reading.engine == "local"
+    remote, text, local = is_remote(str(paths[0])), format_.count_text is not None, reading.engine == "local"
     many = local and not text and len(paths) >= (_MANY_REMOTE if remote else _MANY)
     names = ["" if reading.digest else _name_kept(path) for path in paths]
     cache = None

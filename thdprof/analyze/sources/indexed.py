@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, TokenStream, check_lengths, each
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, TokenStream, check_lengths
 from thdprof.analyze.sources.remote import begins_with
 from thdprof.errors import DataError
 
@@ -88,6 +88,6 @@ FORMAT = Format(
     summary="int32 sequence lengths of the `.idx` (the `.bin` need not exist)",
     suffixes=(".idx",),
     recognises=recognises,
-    scan=each(_scan),
+    scan=_scan,
     join=_join,
 )

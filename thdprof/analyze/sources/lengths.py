@@ -35,7 +35,6 @@ from thdprof.analyze.sources.base import (
     Shard,
     UnpackedDocuments,
     check_lengths,
-    each,
 )
 from thdprof.analyze.sources.readers import arrow, json_lines, npy
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys
@@ -221,7 +220,7 @@ def make_format(reading: Reading) -> Format:
         f"{TOKENS}",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".parquet", ".pq", ".arrow", ".npy"),
         recognises=partial(_recognises, keys=keys),
-        scan=each(partial(_scan, keys=keys)),
+        scan=partial(_scan, keys=keys),
         join=_join,
         key=lambda paths, reading: reading.length_column,
         yields=partial(_holds_tokens, keys=keys),

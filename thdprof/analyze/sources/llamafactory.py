@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard
 from thdprof.analyze.sources.readers import arrow
 from thdprof.analyze.sources.readers.arrow import ArrowFile, is_arrow
 from thdprof.analyze.sources.readers.parquet import schema_of
@@ -88,6 +88,6 @@ FORMAT = Format(
     summary="the lists sequence_boundaries of column packing_params",
     suffixes=(".arrow",),
     recognises=recognises,
-    scan=each(_scan),
+    scan=_scan,
     join=_join,
 )

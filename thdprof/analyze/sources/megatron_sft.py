@@ -138,8 +138,7 @@ FORMAT = Format(
     summary="all text: the tokens of every conversation by the run's own tokenizer",
     suffixes=(".jsonl", ".jsonl.gz"),
     recognises=recognises,
-    scan=_scan,
+    count_text=_scan,
     join=_join,
     key=None,
-    counts_text=True,
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thdprof.analyze.sources import base
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, each
+from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard
 from thdprof.analyze.sources.readers import arrow
 from thdprof.analyze.sources.readers.parquet import open_columns, schema_of
 
@@ -38,6 +38,6 @@ FORMAT = Format(
     summary="the lists of column seq_lengths",
     suffixes=(".parquet", ".pq", ".arrow"),
     recognises=recognises,
-    scan=each(_scan),
+    scan=_scan,
     join=_join,
 )

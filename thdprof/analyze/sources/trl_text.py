@@ -212,8 +212,7 @@ def make_format(reading: Reading) -> Format:
         summary="all text: the tokens of every row as TRL makes them, by the run's own tokenizer",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".pq", ".arrow"),
         recognises=partial(_recognises, reading=reading),
-        scan=_scan,
+        count_text=_scan,
         join=_join,
         key=_key,
-        counts_text=True,
     )

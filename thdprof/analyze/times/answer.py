@@ -148,7 +148,7 @@ def document_tokens(replayed: Replay, *, row_tokens: float) -> float:
     if not padded:
         return total
     in_row = (schedule.row_tokens or row_tokens) if packed is None else packed * settings.seq_length
-    return min(total, in_row * settings.global_batch_size * schedule.table.num_steps)
+    return min(total, in_row * settings.micro_batch_size * len(schedule.table))  # the last step may have fewer
 
 
 def find_worth(times: Times, run: AnalyzedRun, *, price: float | None, tokens: float) -> Worth | None:

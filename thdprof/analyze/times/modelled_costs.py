@@ -324,12 +324,14 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver describes each GPU of this machine."""
 
 
-def explain_missing_times(settings: TrainingSettings, attention: Attention) -> str | None:
+def explain_missing_times(settings: TrainingSettings, attention: Attention, model: Model) -> str | None:
     """Why times of a run whose model is known cannot be modelled; None where they can."""
     if settings.max_seqlen_per_dp_cp_rank is not None:
         return "times under dynamic context parallelism are not modelled: measure them and give --cost-table"
     if attention != "transformer_engine":
         return f"times of --attention {attention} are not modelled: measure them with thdprof calibrate"
+    if model.precision == "fp32" and not settings.is_of_trainer:  # whose float32 is refused on GPUs
+        return "times in float32 are not modelled: measure them with thdprof calibrate"
     return None
 
 

@@ -148,11 +148,13 @@ def _first_null(array: Any) -> int:
 
 _FILE_MAGIC = b"ARROW1"
 _STREAM_MAGIC = b"\xff\xff\xff\xff"
+MAGICS = _FILE_MAGIC, _STREAM_MAGIC
+"""What IPC files and IPC streams begin with."""
 
 
 def is_arrow(path: Path) -> bool:
     """Whether the file begins as an IPC file or an IPC stream does."""
-    return begins_with(path, _FILE_MAGIC, _STREAM_MAGIC)
+    return begins_with(path, *MAGICS)
 
 
 class ArrowFile:

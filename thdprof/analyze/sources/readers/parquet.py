@@ -513,12 +513,12 @@ def column_names(path: Path) -> Collection[str]:
 
 def holds_columns(path: Path) -> bool:
     """Whether the file begins as parquet or Arrow files do."""
-    return is_parquet(path) or is_arrow(path)
+    return begins_with(path, MAGIC, *arrow.MAGICS)
 
 
 def schema_of(path: Path) -> Any:
     """The `pyarrow.Schema` of a parquet or Arrow file; None if it is neither, broken, or a cache of `datasets`."""
-    if not holds_columns(path) or (is_arrow(path) and arrow.is_cache(path)):
+    if not is_parquet(path) and (not is_arrow(path) or arrow.is_cache(path)):
         return None
     try:
         with open_columns(path) as file:
