@@ -123,6 +123,11 @@ class FigureTable(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
 
+    @property
+    def cells(self) -> list[list[str]]:
+        """The rows as text, with thousands separated."""
+        return [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in self.rows]
+
 
 @dataclass(slots=True)
 class Canvas:
@@ -186,7 +191,7 @@ class Canvas:
         """Add a table below all marks, a line of text for each row."""
         self.text(0, self.bottom + 18, table.title, look="b")
         self.bottom += 18
-        rows = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in table.rows]
+        rows = table.cells
         left = 0.0
         for cells in zip(*([table.head] if table.head else []), *rows, strict=True):
             for number, words in enumerate(cells, start=1):
@@ -363,7 +368,7 @@ class Figure:
         )
 
     def _tables(self) -> str:
-        return "".join(html_table(*table) for table in self.tables)
+        return "".join(html_table(table.title, table.head, table.cells) for table in self.tables)
 
     def standalone(self) -> str:
         """The SVG as a file of its own, which follows the reader's light or dark scheme."""
