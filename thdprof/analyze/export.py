@@ -33,7 +33,7 @@ from thdprof.errors import UsageError
 from thdprof.files import json_text
 from thdprof.plan import Plan
 from thdprof.training import suggest_setting
-from thdprof.words import wrap_text
+from thdprof.words import join_words, wrap_text
 
 Flag = tuple[str, ...]
 """A flag and its values; each string is one word of a shell command."""
@@ -96,6 +96,9 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
             f"packs analysed have up to {most} documents: the packer will form more packs, and other ones; "
             f"{suggest_setting('max_docs_per_pack', cap)} analyses them"
         )
+    caps = [bucket.max_seqs for bucket in plan.graphs.buckets]
+    if chosen.one_cap and cap is not None and caps and {*caps} != {cap}:
+        comments.append(f"cap {cap} in place of the plan's {join_words([*map(str, caps)])}, of which its times are")
     return chosen.render(plan, cap, comments)
 
 
@@ -298,7 +301,10 @@ def _render_bridge(plan: Plan, cap: int | None, comments: list[str]) -> Exported
     if plan.dataset.format.startswith("bridge") and is_one and is_text:
         specs["packed_train_data_path"] = uris[0].replace("${", "\\${")  # else OmegaConf interpolates it
     else:
-        comments.append("also set dataset.offline_packing_specs.packed_train_data_path to the packs analysed")
+        what = (
+            "the packs analysed" if plan.dataset.format.startswith("bridge") else "packs of Bridge, and analyse those"
+        )
+        comments.append(f"also set dataset.offline_packing_specs.packed_train_data_path to {what}")
     comments += [
         "Bridge names its own pack directory by a hash over dataset_kwargs: without packed_train_data_path, "
         "these settings would make it pack again",
