@@ -37,8 +37,6 @@ MICROBATCHES = 8
 VARIANTS = ("eager", "replayed", "padded eager")
 WARM_UP = 5
 """First steps that are left out of the times: kernels are chosen and graphs are captured in them."""
-
-
 SHAPE = {
     "num_layers": 28,
     "hidden_size": 1024,

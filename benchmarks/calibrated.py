@@ -184,7 +184,6 @@ def caps_rows(trainer: Trainer) -> Iterator[Rows]:
     lm.change_graphs(chosen, chosen, verify=None)
     plan, curve = load_plan(chosen), load_profile(profile).curve()
     times, rates = plan.predictions, plan.predictions.fallback_rate
-
     bars: list[Sequence[Any]] = []
 
     def measure(kind: str, predicted: Sequence[float | None], ms: float | None, followed: Path | None) -> Rows:

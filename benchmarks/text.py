@@ -51,11 +51,14 @@ def read_paragraphs(most: int = 40_000) -> list[str]:
 
 def write_tokenizer(directory: Path, paragraphs: list[str]) -> None:
     """A byte-level BPE tokenizer of 32,000 tokens, with a chat template."""
-    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import ByteLevelBPETokenizer, Regex, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    split, byte_level = pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(paragraphs, vocab_size=32_000, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.train_from_iterator(paragraphs, 32_000, 0, show_progress=False, special_tokens=SPECIAL)
     tokenizer.save(f"{directory}.json")
     made = PreTrainedTokenizerFast(tokenizer_file=f"{directory}.json", eos_token=SPECIAL[0], chat_template=TEMPLATE)
     made.save_pretrained(directory)

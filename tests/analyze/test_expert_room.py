@@ -51,7 +51,7 @@ def test_the_plan_captures_whole_experts_by_the_loads_alone():
     assert (without.graphs.modules, without.graphs.expert_room) == (["attn", "moe_router"], None)
 
 
-def test_a_note_says_that_no_gpu_has_run_it():
+def test_a_note_says_that_it_was_never_timed():
     runs = analyzed(expert_loads="uniform")[0], analyzed(impl="transformer_engine")[0]
     assert [any("never timed" in line for line in run.notes) for run in runs] == [True, False]
 

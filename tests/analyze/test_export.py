@@ -274,9 +274,9 @@ def test_megatron_bridge():
 def test_an_export_says_what_of_the_plan_it_cannot_keep():
     exported = export_plan(make_plan(dataset__format="megatron"), "megatron-bridge", max_seqs=400)
     comments = " ".join(exported.text.replace("#", "").split())
-    assert "cap 400 in place of the plan's 64, of which its times are" in comments
+    assert "one cap of 400 documents: the plan's times are of caps 64" in comments
     assert "to packs of Bridge, and analyse those" in comments
-    assert "in place of the plan's" not in export_plan(make_plan(), "megatron-lm", max_seqs=64).text
+    assert "the plan's times" not in export_plan(make_plan(), "megatron-lm", max_seqs=64).text
 
 
 def test_megatron_bridge_without_graphs():

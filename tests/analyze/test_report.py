@@ -375,7 +375,7 @@ def test_drawings_are_the_same_bytes_and_carry_no_colour_of_ink(made):
         names = [child.tag.split("}")[1] for child in root][:3]
         assert names == ["style", "title", "desc"]
         assert root[1].text == root.get("aria-label") == drawn.text
-        assert len(root[2].text) > (20 if drawn.paint is None else 60)
+        assert len(root[2].text) > 60
         assert root.get("role") == "img"
         colours = set(re.findall(r"#[0-9a-f]{6}", drawn.svg))
         assert colours == set(), drawn.id  # all are classes, and ink is the text's colour

@@ -98,7 +98,7 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
         )
     caps = [bucket.max_seqs for bucket in plan.graphs.buckets]
     if chosen.one_cap and cap is not None and caps and {*caps} != {cap}:
-        comments.append(f"cap {cap} in place of the plan's {join_words([*map(str, caps)])}, of which its times are")
+        comments.append(f"one cap of {cap} documents: the plan's times are of caps {join_words([*map(str, caps)])}")
     return chosen.render(plan, cap, comments)
 
 

@@ -381,5 +381,6 @@ class Figure:
         for table in self.tables if standalone else ():
             canvas.table(table)
         name = "narrow" if canvas.narrow else "wide"
-        alt = self.alt or ", ".join(table.title for table in self.tables)
+        tables = [f"Table: {table.title}: {', '.join(filter(None, table.head))}." for table in self.tables]
+        alt = " ".join(filter(None, (self.alt, *tables)))
         return canvas.svg(name=name, title=self.text, alt=alt, standalone=standalone)

@@ -174,8 +174,6 @@ class Request(AnalysisOptions):
 def _refuse_trainer(plan: Plan, arguments: Mapping[str, Any], config: Path | None) -> Iterator[str]:
     """What the Trainer's callback refuses; `config` is the file of the model, None where it is not known."""
     known = {**arguments, "weights_dtype": find_weights_dtype(arguments)}
-    if "weights_dtype" not in arguments:  # a file, which a machine without a GPU may have written for one that has
-        known["use_cpu"] = False
     types: list[str] = []
     if config is not None and config.suffix.lower() == ".json":
         content = json.loads(read_text(config, where=str(config), kind="JSON"))
@@ -342,6 +340,8 @@ def _read_trainer(
             f"{where}: truncation_mode 'keep_end': thdprof does not follow which rows TRL "
             "then leaves out; TRL 2 has only keep_start"
         )
+    if "weights_dtype" not in fields:  # not of a Trainer that runs: a machine without a GPU may have written the file
+        fields = {**fields, "use_cpu": False}
     given = trainer_settings(fields, where=where)
     notes.append(f"{where}: {_list_values(given)} taken from it")
     if (precision := own.get("precision")) is not None and not own.get("autocast"):
