@@ -421,7 +421,21 @@ PLOTTED = ("shapes", "caps", "steps")
 """Figures that a notebook leaves to matplotlib."""
 
 
-def test_the_notebook_runs_and_follows_its_cap(made):
+SLOW_FONTS = """
+import threading
+
+
+class Timer(threading.Timer):
+    def __init__(self, interval, *arguments, **keywords):
+        super().__init__(0 if interval == 5 else interval, *arguments, **keywords)
+
+
+threading.Timer = Timer
+"""
+"""Matplotlib says after five seconds that it collects fonts; here it does so at once, as on a busy host."""
+
+
+def test_the_notebook_runs_and_follows_its_cap(made, tmp_path, monkeypatch):
     import nbformat
 
     from thdprof.analyze.report.notebook import execute
@@ -441,7 +455,10 @@ def test_the_notebook_runs_and_follows_its_cap(made):
         text = sentence.text if sentence.id in PLOTTED else sentence.text.replace("'", "&#x27;")
         assert text in shown[f"f-{sentence.id}"]
     assert "<caption>Plan: graphs to capture (module)</caption>" in shown["open"]
-    write_report(plan, **options)
+    (tmp_path / "sitecustomize.py").write_text(SLOW_FONTS)
+    with monkeypatch.context() as slow:
+        slow.setenv("PYTHONPATH", str(tmp_path))
+        write_report(plan, **options)
     assert (made / "r.ipynb").read_bytes() == first
 
     notebook = nbformat.reads(first.decode(), as_version=4)

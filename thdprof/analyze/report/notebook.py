@@ -37,6 +37,8 @@ _LONGEST_SOCKET = 90
 """Most characters of a socket's path; some systems allow 104 only, and the kernel appends a suffix."""
 _END_SECONDS = 10.0
 """Seconds that the thread may take to end after its kernel was killed."""
+_STARTUP = "import logging\nlogging.getLogger('matplotlib.font_manager').setLevel(logging.ERROR)\n"
+"""Runs before the first cell. On a busy host matplotlib would write into the notebook that it collects fonts."""
 
 
 def build_notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, beside: Path) -> NotebookNode:
@@ -69,6 +71,9 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
     need("ipykernel")
     need("matplotlib")
     with tempfile.TemporaryDirectory(prefix="thdprof-") as runtime:
+        startup = Path(runtime, "profile_default", "startup", "quiet.py")
+        startup.parent.mkdir(parents=True)
+        startup.write_text(_STARTUP)
         sockets = str(Path(runtime) / "kernel")
         # where the system allows so long a path, sockets in our own directory, not ports that others can reach
         channel = {"transport": "ipc", "ip": sockets} if len(sockets) < _LONGEST_SOCKET else {}
