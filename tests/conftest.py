@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.command import ENVIRONMENT, run_in_process, unwrap
 from support.paths import ROOT
+from support.rank_processes import fork_server
 from support.warm_tokenizer import counting
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -43,9 +44,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of all garbage collections to come: captures begin with one, of two seconds else."""
+    """Leave what was imported out of all garbage collections to come: captures begin with one, of two seconds else.
+
+    Processes of ranks have what was imported, too.
+    """
     gc.collect()
     gc.freeze()
+    fork_server()
 
 
 @pytest.hookimpl(wrapper=True)

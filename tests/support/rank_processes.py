@@ -1,29 +1,53 @@
 """A function that runs as several ranks on the host, each a process of its own.
 
-The processes are forked from a server that has imported the training stack once, which takes seconds.
+The processes are forked from a server, which is forked from a worker of pytest before its first test: the worker has
+imported the training stack, which takes seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
-from collections.abc import Callable
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, util
 from pathlib import Path
+from unittest import mock
 
-import torch
 
-PRELOADED = (
-    *("numpy", "pandas", "scipy.stats", "pytest", "torch.distributed", "torch.testing._internal.distributed.fake_pg"),
-    *("megatron.core.parallel_state", "megatron.core.transformer.multi_token_prediction", "megatron.training.training"),
-    *("thdprof.runtime.megatron", "thdprof.runtime.megatron.trainers.megatron_lm", "thdprof.compare.statistics"),
-    "megatron.core.tokenizers.text",  # imports transformers, for every tokenizer
-)
-"""Modules that the server imports; those that are not installed are left out."""
+def fork_server() -> None:
+    """Fork the server from this process. It ends with the process."""
+    multiprocessing.set_forkserver_preload([])
+    with mock.patch.object(util, "spawnv_passfds", _fork), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads of the worker only wait
+        forkserver.ensure_running()
+
+
+def _fork(_: bytes, command: Sequence[str], passed: Sequence[int]) -> int:
+    """Stands for `util.spawnv_passfds`: a fork that runs the last word of `command`, with the files `passed` open."""
+    if child := os.fork():
+        return child
+    try:
+        atexit._clear()  # what pytest does at its end
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in (nowhere, *passed):
+                os.dup2(nowhere, number, inheritable=False)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        exec(command[-1], {})
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+    os._exit(1)
 
 
 def start_ranks(function: Callable[..., None], world: int, *given: object) -> None:
     """Call `function(rank, *given)`, a function of a module, in `world` processes; all of them must end well."""
-    multiprocessing.set_forkserver_preload([*PRELOADED])
+    import torch
+
     torch.multiprocessing.start_processes(function, given, nprocs=world, start_method="forkserver")
 
 

@@ -111,7 +111,7 @@ class DriftTest:
         compared = 1 if counts[0] else len(self._shares)
         for index in range(compared):
             share, count = self._shares[index], counts[index + 1]
-            chance = self._chance(count, total, share)
+            chance = self._chance(count, total, share, allowed)
             if chance < allowed:
                 yield self._difference(index, count, total, chance)
 
@@ -124,15 +124,16 @@ class DriftTest:
             chance=chance,
         )
 
-    def _chance(self, count: int, total: int, share: float) -> float:
-        """Chance of `count` of `total` or a count further from the plan's share, on the same side of it."""
+    def _chance(self, count: int, total: int, share: float, allowed: float) -> float:
+        """Chance of `count` of `total` or a count further from the plan's share, on the same side; see `tail`."""
         drawn, others = floor(total / self._together), floor(self._planned / self._together)
         if not (drawn and others):
             return 1.0
         if count < share * total:  # too few: then too many of all others
             count, share = total - count, 1 - share
         # rounded towards each other, so that rounding makes no difference larger
-        return tail(floor(count * drawn / total), drawn, min(others, ceil(share * others - _ROUNDING)), others)
+        marked = min(others, ceil(share * others - _ROUNDING))
+        return tail(floor(count * drawn / total), drawn, marked, others, enough=allowed)
 
     def _impossible(self) -> Moved | None:
         counts = self._seen[-1]
@@ -145,10 +146,11 @@ class DriftTest:
         return None
 
 
-def tail(count: int, drawn: int, marked: int, others: int) -> float:
+def tail(count: int, drawn: int, marked: int, others: int, *, enough: float = 1.0) -> float:
     """Chance that of `drawn` draws at least `count` are marked, given how many are marked among these and `others`.
 
-    Draws are without replacement, from all of `drawn + others`; `marked` of the `others` are marked.
+    Draws are without replacement, from all of `drawn + others`; `marked` of the `others` are marked. Of a chance of
+    `enough` or more, as much is returned.
     """
     population, all_marked = drawn + others, count + marked
     if count * others <= marked * drawn:
@@ -161,7 +163,7 @@ def tail(count: int, drawn: int, marked: int, others: int) -> float:
         - _log_choose(population, drawn)
     )
     total = 0.0
-    while term > _NEGLIGIBLE * total and count <= drawn:
+    while total < enough and term > _NEGLIGIBLE * total and count <= drawn:
         total += term
         rest = population - all_marked - drawn + count + 1
         term *= (all_marked - count) * (drawn - count) / ((count + 1) * rest) if rest > 0 else 0.0

@@ -152,6 +152,7 @@ def test_a_micro_batch_reaches_the_model_with_its_boundaries(plans, config_of, m
         monkeypatch.setattr(module, "get_args", lambda: args)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **_: self)
+    rerun_state_machine.destroy_rerun_state_machine()  # which other tests have made in passing
     rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.DISABLED)
 
     class Model(torch.nn.Module):

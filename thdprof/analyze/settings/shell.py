@@ -19,6 +19,8 @@ from thdprof.files import read_text
 
 _MOST_OF_SCRIPT, _MOST_OF_VALUE, _MOST_OF_ARITHMETIC = 4 << 20, 1 << 20, 1000
 """Characters of a script, of one variable and of `$(( ... ))`; so that doubling a value again and again ends."""
+_DEEPEST = 100
+"""Expansions inside the defaults of others."""
 _MOST_ELEMENTS = 1 << 14
 """Words of an array, by the same reason."""
 _FIRST_MARK, _MOST_MARKS = 0xF0000, 0x1FFFE
@@ -248,7 +250,7 @@ class _Reader:
 
     def __init__(self, text: str, marks: _Marks, *, is_list: bool = False) -> None:
         self.text, self.at, self.line = text, 0, 1
-        self.marks, self.is_list = marks, is_list
+        self.marks, self.is_list, self.depth = marks, is_list, 0
         self.values: dict[str, Word | list[Word]] = {}
         """Values of variables; that of an array is a list."""
         self.commands: list[Command] = []
@@ -537,8 +539,10 @@ class _Reader:
 
     def _default(self, text: str, *, is_quoted: bool) -> str:
         """The value of `text`, where quotes around parts are dropped, and all else is as inside double quotes."""
+        if self.depth == _DEEPEST:
+            raise RecursionError
         inner = _Reader(text, self.marks)
-        inner.values, inner.line = self.values, self.line
+        inner.values, inner.line, inner.depth = self.values, self.line, self.depth + 1
         parts: list[str] = []
         while inner.at < len(text):
             if text[inner.at] == '"':

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training.training")
+pytest.importorskip("megatron.core.tokenizers.text")  # here once, or else in each rank
 
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
