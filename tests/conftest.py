@@ -46,7 +46,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Leave what was imported out of all garbage collections to come: captures begin with one, of two seconds else.
 
-    Processes of ranks have what was imported, too.
+    The server of ranks is forked here, so that they have what was imported.
     """
     gc.collect()
     gc.freeze()

@@ -149,8 +149,8 @@ class DriftTest:
 def tail(count: int, drawn: int, marked: int, others: int, *, enough: float = 1.0) -> float:
     """Chance that of `drawn` draws at least `count` are marked, given how many are marked among these and `others`.
 
-    Draws are without replacement, from all of `drawn + others`; `marked` of the `others` are marked. Of a chance of
-    `enough` or more, as much is returned.
+    Draws are without replacement, from all of `drawn + others`; `marked` of the `others` are marked. The sum stops
+    at `enough`: a larger chance may be returned as any number from there up to itself.
     """
     population, all_marked = drawn + others, count + marked
     if count * others <= marked * drawn:

@@ -20,7 +20,7 @@ from thdprof.files import read_text
 _MOST_OF_SCRIPT, _MOST_OF_VALUE, _MOST_OF_ARITHMETIC = 4 << 20, 1 << 20, 1000
 """Characters of a script, of one variable and of `$(( ... ))`; so that doubling a value again and again ends."""
 _DEEPEST = 100
-"""Expansions inside the defaults of others."""
+"""Levels of expansions, each inside the default of another."""
 _MOST_ELEMENTS = 1 << 14
 """Words of an array, by the same reason."""
 _FIRST_MARK, _MOST_MARKS = 0xF0000, 0x1FFFE
