@@ -5,8 +5,9 @@
     python benchmarks/packed_runs.py sft --megatron-lm ~/Megatron-LM --directory build/packed-sft
 
 `trl` and `sft` train one epoch on one GPU, by SFTTrainer and by Megatron-LM's own pretrain_gpt.py. `ranks` times each
-micro-batch of packs of --row tokens on one GPU; a step of two ranks takes as long as the slower of its two. With
-`--dry` all are tiny: `trl` and `ranks` train on a processor, and `sft` ends before the training.
+micro-batch of packs of --row tokens on one GPU; a step of two ranks takes as long as the slower of its two. `grown`
+trains pretrain_gpt.py on conversations that grow after the steps that its plan is of, and by the plan that this run
+wrote. With `--dry` all are tiny: `trl` and `ranks` train on a processor, and the others end before the training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +25,8 @@ import numpy as np
 from support import conversations
 from transformers_sft import SAME, run_modes, write_rows
 from transformers_sft import SHAPES as TRL_SHAPES
+
+from thdprof.plan import load_plan
 
 SIDES = ("before", "after")
 
@@ -79,26 +83,12 @@ def pack(words: list[str]) -> dict[str, Any]:
 
 def run_megatron(options: argparse.Namespace) -> None:
     """Train pretrain_gpt.py --sft on lines that were filled in the order of the conversations, and on new ones."""
-    directory, shape = options.directory, lm.SMALL if options.dry else lm.SHAPES["qwen3-0.6b"]
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = directory / "tokenizer"
-    if not tokenizer.exists():
-        conversations.write_tokenizer(tokenizer)
-    rng, row = np.random.default_rng(1), 1024 if options.dry else 4096
-    lines: list[conversations.Line] = [[]]
-    filled = 0.0
-    for words in np.clip(rng.lognormal(3.5, 1.2, 200 if options.dry else 4000), 2, row // 24):
-        one = conversations.conversation(rng, longest=int(words) + 1)
-        tokens = 1.7 * sum(len(message["content"].split()) + 6 for message in one)
-        if filled + tokens > row and lines[-1]:
-            lines.append([])
-            filled = 0.0
-        lines[-1] += one
-        filled += tokens
-    before, after = conversations.write_lines(directory / "before.jsonl", lines), directory / "after.jsonl"
-    run = "--eval-interval 1000 --eval-iters 0 --log-interval 1 --split 100,0,0 --dataloader-type single"
-    flags = lm.train_conversations(lm.merge_flags(lm.COMMON, shape, lm.NO_DROPOUT, run), tokenizer)
-    script = directory / "before.sh"
+    directory, row = options.directory, 1024 if options.dry else 4096
+    flags = sft_flags(directory, lm.SMALL if options.dry else lm.SHAPES["qwen3-0.6b"])
+    rng = np.random.default_rng(1)
+    words = np.clip(rng.lognormal(3.5, 1.2, 200 if options.dry else 4000), 2, row // 24)
+    before = conversations.write_lines(directory / "before.jsonl", fill_lines(rng, words, row))
+    after, script = directory / "after.jsonl", directory / "before.sh"
     script.write_text(
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join([*flags, '--data-path', str(before)])}\n"
     )
@@ -109,15 +99,67 @@ def run_megatron(options: argparse.Namespace) -> None:
         steps = packed[side]["packs"] // 8
         words = [*flags, "--data-path", str(file), "--train-iters", str(steps)]
         plan = lm.plan_of(words, directory, side, more=["--gpu", options.gpu])
-        if options.dry:
-            print(f"{side}: {steps} steps, {plan}, {shlex.join(words)}")
-            continue
-        ran = lm.script_run(options.megatron_lm / "pretrain_gpt.py", words, directory, f"{side}-run", plan=plan)
-        ms = ran.step_ms(after=options.warm)
-        if ran.code or ms is None:
-            raise SystemExit(f"{side}: exit code {ran.code}: {ran.error}")
-        measured[side], losses[side] = ms, fmean(ran.scalars["lm loss"].values())
+        if ran := train(options, words, side, plan):
+            measured[side] = ran.step_ms(after=options.warm) or 0.0
+            losses[side] = fmean(ran.scalars["lm loss"].values())
     print_sides(packed, measured, losses)
+
+
+def run_grown(options: argparse.Namespace) -> None:
+    """Train pretrain_gpt.py --sft on conversations that grow, by the plan of the short ones, and by the revised one."""
+    directory, rng, steps = options.directory, np.random.default_rng(2), 100
+    flags = sft_flags(directory, lm.SMALL)
+    short, grown = (fill_lines(rng, [longest] * 20 * 8 * steps, 1024)[: 8 * steps] for longest in (3, 40))
+    both, plan = [*flags, "--data-path", str(conversations.write_lines(directory / "both.jsonl", short + grown))], None
+    for name, lines in (("short", short), ("grown", grown)):
+        data = ["--data-path", str(conversations.write_lines(directory / f"{name}.jsonl", lines))]
+        words = [*flags, *data, "--train-iters", str(steps)]
+        if plan is None:
+            plan = lm.plan_of(words, directory, "plan", caps=(1.0,))
+            most = load_plan(plan).microbatches
+            cap = {"max_seqs": int(most.n_seqs.max), "max_seqlen": int(most.max_seqlen.max), "share": 1.0}
+            lm.change_graphs(plan, plan, buckets=[cap])
+            words = [*both, "--train-iters", str(2 * steps)]
+        if ran := train(options, words, name, plan):
+            said = [line for line in ran.log.splitlines() if "the data is not what the plan" in line]
+            print(f"{plan.name}: {ran.count('replayed')} replayed, {ran.eager} eager", *said, sep="\n", flush=True)
+            plan = directory / "plan-revised.yaml"
+
+
+def sft_flags(directory: Path, shape: str) -> list[str]:
+    """Arguments of a script that trains on conversations in the order of their file, with a new tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = directory / "tokenizer"
+    if not tokenizer.exists():
+        conversations.write_tokenizer(tokenizer)
+    run = "--eval-interval 1000 --eval-iters 0 --log-interval 1 --split 100,0,0 --dataloader-type single"
+    return lm.train_conversations(lm.merge_flags(lm.COMMON, shape, lm.NO_DROPOUT, run), tokenizer)
+
+
+def fill_lines(rng: np.random.Generator, words: Sequence[float], row: int) -> list[conversations.Line]:
+    """Lines of at most about `row` tokens, filled with conversations whose texts have at most so many words."""
+    lines: list[conversations.Line] = [[]]
+    filled = 0.0
+    for longest in words:
+        one = conversations.conversation(rng, longest=int(longest) + 1)
+        tokens = 1.7 * sum(len(message["content"].split()) + 6 for message in one)
+        if filled + tokens > row and lines[-1]:
+            lines.append([])
+            filled = 0.0
+        lines[-1] += one
+        filled += tokens
+    return lines
+
+
+def train(options: argparse.Namespace, words: Sequence[str], name: str, plan: Path) -> lm.Ran | None:
+    """One run of pretrain_gpt.py by a plan; None where none is to be made."""
+    if options.dry:
+        print(f"{name}: {plan}, {shlex.join(words)}")
+        return None
+    ran = lm.script_run(options.megatron_lm / "pretrain_gpt.py", words, options.directory, f"{name}-run", plan=plan)
+    if ran.code:
+        raise SystemExit(f"{name}: exit code {ran.code}: {ran.error}")
+    return ran
 
 
 def print_sides(packed: dict[str, Any], measured: dict[str, float], losses: dict[str, float]) -> None:
@@ -142,9 +184,9 @@ def print_sides(packed: dict[str, Any], measured: dict[str, float], losses: dict
 def main() -> None:
     """Run one of the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trl", "ranks", "sft"))
+    parser.add_argument("what", choices=("trl", "ranks", "sft", "grown"))
     parser.add_argument("--directory", type=Path, required=True, help="data, packs and plans are kept here")
-    parser.add_argument("--megatron-lm", type=Path, help="checkout of Megatron-LM, for sft")
+    parser.add_argument("--megatron-lm", type=Path, help="checkout of Megatron-LM, for sft and grown")
     parser.add_argument("--gpu", default="h200", help="the GPU that is predicted for [h200]")
     parser.add_argument("--shape", choices=TRL_SHAPES, default="0.6b", help="model of trl and ranks [0.6b]")
     parser.add_argument("--row", type=int, default=32_768, help="tokens of a pack of ranks [32768]")
@@ -152,9 +194,9 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="tiny, without a GPU")
     options = parser.parse_args()
     options.mode = "padded" if options.dry else "plan"
-    if options.what == "sft" and options.megatron_lm is None and not options.dry:
-        parser.error("sft needs --megatron-lm")
-    (run_megatron if options.what == "sft" else run_trl)(options)
+    if options.what in ("sft", "grown") and options.megatron_lm is None and not options.dry:
+        parser.error(f"{options.what} needs --megatron-lm")
+    {"sft": run_megatron, "grown": run_grown}.get(options.what, run_trl)(options)
 
 
 if __name__ == "__main__":
