@@ -219,12 +219,14 @@ def draw_caps(rows: Sequence[Sequence[Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    rows = [*rows[1:-1], (f"{rows[0][0]} (chosen)", *rows[0][1:]), rows[-1]]
+    plt.rcParams["svg.fonttype"] = "none"
     kinds, places = [row[0] for row in rows], range(len(rows))
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
     for axis, title, first in zip(axes, ("eager micro-batches, %", "step, ms"), (1, 3), strict=True):
         for shift, column, name in ((-0.2, first, "predicted"), (0.2, first + 1, "observed")):
             bars = axis.bar([at + shift for at in places], [row[column] for row in rows], 0.4, label=name)
-            axis.bar_label(bars, fmt="{:.1f}" if first == 1 else "{:.0f}", fontsize=7)
+            axis.bar_label(bars, fmt="{:.3g}" if first == 1 else "{:.0f}", fontsize=7)
         axis.set_xticks(places, kinds, fontsize=8)
         axis.set_title(title, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)

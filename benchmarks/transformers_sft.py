@@ -37,14 +37,6 @@ SHAPES = {
     },
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "olmo2-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "vocab_size": 100_352,
-    },
     "smollm2-135m": {
         "hidden_size": 576,
         "intermediate_size": 1536,

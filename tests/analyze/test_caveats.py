@@ -184,7 +184,7 @@ def test_times_of_a_trainer_reach_to_those_of_layers_that_are_not_fused(tmp_path
     of_loader = functools.partial(warned, tmp_path, seq_length=4096, global_batch_size=1)
     fused, unknown = of_loader(loader="single"), of_loader(loader="trainer")
     assert 1 < unknown.times.decoder_replay_ms / fused.times.decoder_replay_ms < 1.1  # attention's kernels are others
-    assert 1 < unknown.times.step_ms[0] / fused.times.step_ms[0] < 1.1
+    assert 1 <= unknown.times.step_ms[0] / fused.times.step_ms[0] < 1.1  # the host may launch meanwhile
     assert unknown.times.step_ms[1] > 1.5 * fused.times.step_ms[1]
     assert unknown.times.relative_step_time[0] == pytest.approx(fused.times.relative_step_time[0], rel=0.03)
     assert fused.times.relative_step_time[1] < 0.7 < unknown.times.relative_step_time[1] <= 1.05
@@ -201,7 +201,7 @@ def test_times_of_a_trainer_reach_to_those_of_layers_that_are_not_fused(tmp_path
 def test_measure_first_without_graphs_does_not_say_that_the_gpu_is_busy_anyway(tmp_path, monkeypatch):
     wide = HostRate(low_us=40.0, high_us=150.0, basis="any host")
     monkeypatch.setattr(modelled_costs, "STATED", wide)
-    large = replace(SMALL, hidden_size=4096, num_attention_heads=32)
+    large = replace(SMALL, hidden_size=5120, num_attention_heads=32)
     lines = lines_of(warned(tmp_path, model=large))
     found = warned(tmp_path, model=large)
     assert found.verdict.ruling == "measure first"

@@ -17,7 +17,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from support.command import load_script, unwrap
+from support import pack_lengths
+from support.command import unwrap
 from support.paths import ROOT
 from support.reports import SETTINGS, report_of, report_on, with_times, write_demo_report, write_rows
 
@@ -788,9 +789,20 @@ MOST_ROWS = 500_000
 
 
 def test_two_million_microbatches(thdprof, tmp_path):
-    """A report reads the profile's rows, of which there are few; benchmarks/report.py measures how long it takes."""
-    benchmark = load_script("benchmarks/report.py", "report_benchmark")
-    benchmark.write_long_run(tmp_path, 2_000_000)
+    """A report reads the profile's rows, of which there are few, though hardly any micro-batches are equal."""
+    analysis = analyze_dataset(
+        pack_lengths.draw("chat 8k", 1_000_000),
+        packer="bfd",
+        seq_length=8192,
+        micro_batch_size=2,
+        data_parallel_size=8,
+        global_batch_size=128,
+        loader="cyclic",
+        tail_policy="extend_last",
+        train_samples=4_000_000,
+    )
+    make_plan(analysis).save(tmp_path / "plan.yaml")
+    make_profile(analysis).save(tmp_path / "plan.profile.parquet")
     assert (tmp_path / "plan.profile.parquet").stat().st_size < 1e6
     assert pq.read_metadata(tmp_path / "plan.profile.parquet").num_rows < MOST_ROWS
     done = thdprof("report", tmp_path / "plan.yaml", "-o", tmp_path / "r.html")

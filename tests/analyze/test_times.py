@@ -154,7 +154,7 @@ def times_outside(model: Model, **settings: Any) -> tuple[float, float]:
     return modelled(model, **settings).outside()
 
 
-def modelled(model: Model, **settings: Any) -> ModelledTimes:
+def modelled(model: Model, *, host: HostRate = STATED, **settings: Any) -> ModelledTimes:
     """The times of micro-batches of 12 documents in 4096 tokens."""
     run = analyzed_run(
         make_table([12, 12, 40], ranks=1, num_microbatches=1, squared=[2e6] * 3),
@@ -163,26 +163,67 @@ def modelled(model: Model, **settings: Any) -> ModelledTimes:
         model=model,
         ends_at_router=settings.get("experts") == "dropless",
     )
-    return ModelledTimes(run, GPUS["h200"], STATED)
+    return ModelledTimes(run, GPUS["h200"], host)
 
 
-def test_launches_outside_the_decoder_count_without_a_vocabulary():
-    unknown = times_outside(replace(QWEN, vocab_size=None))
-    assert unknown == pytest.approx((LAUNCHES * STATED.low_us / 1000, LAUNCHES * STATED.high_us / 1000))
-    assert times_outside(QWEN)[0] > unknown[0]  # the GPU takes longer than this host
-    tiny = replace(QWEN, num_layers=2, hidden_size=128, ffn_hidden_size=256)
-    for model in (tiny, replace(tiny, vocab_size=None)):
+TINY = replace(QWEN, vocab_size=None, num_layers=2, hidden_size=128, ffn_hidden_size=256)
+
+
+def launches_ms(count: float = LAUNCHES) -> tuple[float, float]:
+    """The time of so many launches on the quickest and the slowest host, in milliseconds."""
+    return count * STATED.low_us / 1000, count * STATED.high_us / 1000
+
+
+def test_launches_outside_the_decoder_hide_behind_a_replay_that_is_as_long():
+    unknown, replayed = times_outside(replace(QWEN, vocab_size=None)), modelled(QWEN).at(12).gpu_ms
+    assert launches_ms()[1] < replayed  # so that only launches after the loop's read of the loss count
+    assert unknown == pytest.approx(launches_ms(17))
+    known = times_outside(QWEN)
+    assert known[1] - known[0] == pytest.approx(unknown[1] - unknown[0])
+    assert known[0] > 10 * unknown[0]  # the GPU's work
+    replayed = modelled(TINY).at(12).gpu_ms
+    assert times_outside(TINY) == pytest.approx([ms - replayed for ms in launches_ms()])
+    experts = replace(TINY, **DROPLESS)
+    assert times_outside(experts, experts="dropless") == pytest.approx(launches_ms())  # launched between the graphs
+    for model in (TINY, replace(TINY, vocab_size=QWEN.vocab_size)):
         analysis = analyze_dataset(LENGTHS, model=model, gpu="h200", global_batch_size=8)
         assert analysis.times.relative_step_time[0] > 0.4
+
+
+def test_an_eager_micro_batch_takes_all_launches_wherever_the_host_is_the_bound():
+    for model in (replace(QWEN, vocab_size=None), TINY):
+        times = modelled(model)
+        launched = times.host.launch_ms(times.at(12))
+        for end, place in zip(HOSTS, (0, 1), strict=True):
+            assert of_micro_batch(times, end)[1] == pytest.approx(launched[place] + launches_ms()[place], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "measured"),
+    [
+        (replace(QWEN, num_layers=26, hidden_size=1152, ffn_hidden_size=6912, num_attention_heads=4,
+                 num_query_groups=1, kv_channels=256, vocab_size=65_536), 56.21),
+        (replace(QWEN, num_layers=30, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9,
+                 num_query_groups=3, kv_channels=64, qk_layernorm=False, vocab_size=49_152), 23.31),
+        (replace(QWEN, vocab_size=None), 40.5),
+    ],
+)  # fmt: skip
+def test_replayed_micro_batches_measured_on_an_h200_lie_within_10_percent(model: Model, measured: float):
+    """Those of benchmarks/results/calibrated.md, with a micro-batch's share of the optimizer's step; the vocabulary of
+    the last one has some 400 tokens."""
+    times = modelled(
+        replace(model, gradient_accumulation_fusion=False), host=HostRate(low_us=137.5, high_us=137.5, basis="")
+    )
+    assert of_micro_batch(times, "low")[0] + times.optimizer() / 8 == pytest.approx(measured, rel=0.1)
 
 
 def test_the_ends_of_a_pipeline_share_the_launches_outside_the_decoder():
     model = replace(QWEN, vocab_size=None)
     whole, end = times_outside(model)[1], times_outside(model, pipeline_parallel_size=2)[1]
     assert end == pytest.approx(whole / 2)
-    layer = Decoder(model, GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))
+    layers = modelled(model, pipeline_parallel_size=2).at(12).gpu_ms
     predicting = times_outside(replace(model, mtp_num_layers=1), pipeline_parallel_size=2)[1]
-    assert predicting == pytest.approx(whole / 2 + whole + layer.gpu_ms / model.num_layers)
+    assert predicting == pytest.approx(launches_ms(1.5 * LAUNCHES)[1] - layers + layers / 14)
 
 
 def test_without_a_vocabulary_the_optimizer_updates_the_layers():
@@ -293,7 +334,7 @@ def test_a_small_model_is_told_that_graphs_pay_and_a_large_one_that_they_do_not(
     low, high = small.times.relative_step_time
     assert 0.1 < low < high < 0.9
     assert small.times.decoder_replay_ms == pytest.approx(37.8, rel=0.25)
-    assert small.times.step_ms[0] / small.times.eager_step_ms[0] == pytest.approx(high)
+    assert 1.08 * small.times.step_ms[0] / small.times.eager_step_ms[0] == pytest.approx(high)
     large = analyze_dataset(LENGTHS, model=LLAMA, gpu="h100", global_batch_size=64, data_parallel_size=8)
     assert large.verdict.ruling == "graphs do not pay"
     assert large.recommendation.buckets == ()
@@ -301,6 +342,14 @@ def test_a_small_model_is_told_that_graphs_pay_and_a_large_one_that_they_do_not(
     assert 0.9 < low < high < 1.01
     assert large.worth.gpu_hours_saved == (0.0, 0.0)
     assert make_plan(large).predictions.verdict == "graphs do not pay"
+
+
+def test_modelled_steps_and_their_share_are_no_surer_than_modelled_replays():
+    times = analyze_dataset(LENGTHS, model=TINY, gpu="h200", global_batch_size=8).times
+    (low, high), share = times.step_ms, times.relative_step_time
+    assert high >= 1.08**2 * low
+    middle = (share[0] * share[1]) ** 0.5
+    assert share[1] / share[0] >= 1.08 ** (2 * (1 - middle)) * 0.9999 > 1.03
 
 
 def test_json_says_it_so_that_others_can_check():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support import conversations
 from support.model_flags import LLAMA, REFEREED
 
 from thdprof.analyze.settings.launch_script import read_launch
@@ -53,6 +54,23 @@ def test_a_vocabulary_that_is_not_settled_leaves_the_model_known():
     assert found.model.vocab_size is None
     [note] = found.notes
     assert note == "train.sh, line 1: --vocab-size: $VOCAB is not set in the file; give vocab_size in --settings"
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "SFTTokenizer"])
+def test_a_vocabulary_is_that_of_the_tokenizer_as_transformers_counts_it(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    stored = conversations.write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(stored)
+    tokenizer.add_tokens(["<more>", "<tokens>"])
+    tokenizer.save_pretrained(stored)
+    count = len(transformers.AutoTokenizer.from_pretrained(stored))
+    assert count == len(tokenizer) > 300
+    flags = "--hidden-size 64 --num-layers 4 --num-attention-heads 4 --tokenizer-type {} --tokenizer-model {}"
+    assert model(f"{flags.format(kind, stored)} --make-vocab-size-divisible-by 1").vocab_size == count
+    assert model(f"{flags.format(kind, stored)} --tensor-model-parallel-size 4").vocab_size == 512
+    assert model(f"{flags.format(kind, stored)} --vocab-size 100").vocab_size == 128
+    assert model(flags.format(kind, tmp_path)).vocab_size is None
+    assert model(flags.format("TikTokenizer", stored)).vocab_size is None
 
 
 def test_several_flags_that_are_not_settled_give_one_note():

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from thdprof.analyze.settings.model_reading import (
     ModelReading,
     UnknownLayerError,
     Vocabulary,
+    count_tokens,
     expert_layers,
     read_frequency,
     read_pattern,
@@ -31,6 +33,7 @@ from thdprof.training.model import read_field
 
 _FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
 """The format of conversations, and the only tokenizer that megatron-core has for them."""
+_TRANSFORMERS_TOKENIZERS = ("HuggingFaceTokenizer", _SFT_TOKENIZER)
 _SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 """Fields of `Model` that decide which ranks share experts."""
 
@@ -531,7 +534,7 @@ class _ModelFlags(ModelReading):
         self._take("--padded-vocab-size", field)
         if field in self.values or field in self.unsettled:
             return
-        tokens = self._parsed("--vocab-size", field, _check_count)
+        tokens = self._parsed("--vocab-size", field, _check_count) or self._count_tokens(field)
         multiple = self._parsed("--make-vocab-size-divisible-by", field, _check_count) or VOCAB_MULTIPLE
         if tokens is None or field in self.unsettled:
             return
@@ -539,6 +542,13 @@ class _ModelFlags(ModelReading):
             self._set(field, tokens, self._one("--vocab-size", field))
         else:
             self.vocabulary = Vocabulary(tokens=tokens, multiple=multiple)
+
+    def _count_tokens(self, field: str) -> int | None:
+        """Tokens of the tokenizer in a directory, as Megatron counts those of transformers; None: not known."""
+        kind, path = (self._one(flag, field) for flag in ("--tokenizer-type", "--tokenizer-model"))
+        if kind is None or kind.text not in _TRANSFORMERS_TOKENIZERS or path is None:
+            return None
+        return count_tokens(Path(path.text))
 
 
 def _check_count(text: str) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from thdprof.training import Model, model_definitions
@@ -50,6 +52,16 @@ class Vocabulary:
         """Rows of the embedding, by the rule of Megatron-LM's vocab_utils."""
         multiple = self.multiple * tensor_model_parallel_size
         return -(-self.tokens // multiple) * multiple
+
+
+def count_tokens(directory: Path) -> int | None:
+    """Tokens of the tokenizer that transformers stored in a directory, the added ones too; None: there is none."""
+    try:
+        stored = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        names = {*(name if isinstance(name, str) else name[0] for name in stored["model"]["vocab"])}
+        return len(names.union(token["content"] for token in stored["added_tokens"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass(slots=True, kw_only=True)

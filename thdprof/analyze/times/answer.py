@@ -57,6 +57,9 @@ NO_GAIN_ABOVE = 0.97
 """Share of the eager step time from which on there is no clear gain, on a host in the middle of the range."""
 LITTLE_GAIN_ABOVE = 0.9
 """Share from which on there is then little gain on the slowest host."""
+_REPLAYS_WITHIN = 1.08
+"""Factor by which a modelled step by the plan may differ on the same host, as replays do that rates were not fitted to
+(benchmarks/results/decoder-times.md)."""
 _COMPILE_SECONDS = 18
 """Seconds that torch.compile takes for the layers of the shape of Qwen3-0.6B, once in a run."""
 MEASURED_GAIN_BELOW = 0.98
@@ -264,6 +267,10 @@ def predict_times(
     fitting = [b for b in buckets if b.max_seqs >= typical]
     cap = fitting[0].max_seqs if fitting else costs.round_max_seqs(typical)
     eager = [float(end.eager_ms(np.array([typical]))[0]) for end in ends]
+    within = _REPLAYS_WITHIN if costs.modelled else 1.0
+    middle = math.sqrt(min(relative) * max(relative))
+    # where the GPU is the bound eagerly as well, eager kernels take as much more or less
+    share_within = within ** max(0.0, 1 - middle)
     outside = costs.outside_ms
     if outside is not None:  # with a micro-batch's share of the optimizer's step
         outside += (costs.optimizer_ms or 0.0) / max(1, float(run.table.num_microbatches.mean()))
@@ -273,8 +280,8 @@ def predict_times(
         decoder_replay_ms=costs.replay_ms(cap, fitting[0].max_seqlen if fitting else longest),
         decoder_eager_ms=(eager[0], eager[-1]),
         outside_decoder_ms=outside,
-        relative_step_time=(min(relative), max(relative)),
-        step_ms=(steps[0][0], steps[-1][0]),
+        relative_step_time=(min(*relative, middle / share_within), max(*relative, middle * share_within)),
+        step_ms=(steps[0][0] / within, steps[-1][0] * within),
         eager_step_ms=(steps[0][1], steps[-1][1]),
     )
     return times, relative

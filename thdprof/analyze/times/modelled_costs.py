@@ -29,6 +29,9 @@ LAUNCHES = 140.0
 _OF_ONE_END = 0.5
 """Share of them on the pipeline rank that makes most, where there are several: steps of two stages took as long as if
 each made half (benchmarks/results/trainer-rows.md)."""
+_UNHIDDEN = 17.0
+"""Number of these launches that the GPU waits for in a replayed micro-batch as well, after the loop has read its loss:
+10 to 22 in six models on H200s (benchmarks/results/calibrated.md)."""
 _LOSS_US_AN_ELEMENT = 17.4e-6
 """Cross entropy over the vocabulary, forward and backward, for one token and one entry: unfused, in fp32."""
 _OPTIMIZER_MS_A_PARAMETER = 14e-9
@@ -76,12 +79,16 @@ class HostRate:
         gpu = time.gpu_ms
         return _hide_shorter((gpu, gpu, gpu * _GAPS), self.launch_ms(time, of_experts=True))
 
-    def eager_ms(self, time: DecoderTime, *, slower_kernels: float = 1.0) -> tuple[float, float, float]:
+    def eager_ms(
+        self, time: DecoderTime, *, slower_kernels: float = 1.0, more_ms: Range = (0.0, 0.0)
+    ) -> tuple[float, float, float]:
         """Eager time of a micro-batch, the larger of GPU time and launches: lowest, middle and highest, in
-        milliseconds. `slower_kernels` is the factor by which eager kernels may take longer than those of `time`.
+        milliseconds. `slower_kernels` is the factor by which eager kernels may take longer than those of `time`, and
+        `more_ms` is the host's time for further launches.
         """
         gpu, most = time.gpu_ms, _GAPS * slower_kernels
-        return _hide_shorter((gpu, gpu * most**0.5, gpu * most), self.launch_ms(time))
+        low, high = self.launch_ms(time)
+        return _hide_shorter((gpu, gpu * most**0.5, gpu * most), (low + more_ms[0], high + more_ms[1]))
 
 
 def _hide_shorter(gpu_ms: tuple[float, float, float], launch_ms: Range) -> tuple[float, float, float]:
@@ -214,13 +221,20 @@ class ModelledTimes:
 
     def outside(self) -> Range:
         """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
-        on layers of multi-token prediction. Without a vocabulary it is what launching the former takes, and that work.
+        on layers of multi-token prediction. The host launches most of it while the GPU replays, unless experts between
+        graphs keep it busy. Without a vocabulary it is what launching the former takes beyond that, and the latter.
         """
-        model, gpu_ms = self.model, self._outside_gpu_ms()
-        share = 1.0 if self.settings.pipeline_parallel_size == 1 else _OF_ONE_END
-        launches = LAUNCHES * (share + model.mtp_num_layers)
-        low, high = (max(gpu_ms, launches * us / 1000) for us in (self.host.low_us, self.host.high_us))
+        gpu_ms, hidden_ms, unhidden = self._outside_gpu_ms(), self._typical_gpu_ms, _UNHIDDEN / LAUNCHES
+        if self.is_partly_replayed(self.at(self.typical)):
+            hidden_ms = unhidden = 0.0
+        low, high = (max(gpu_ms + unhidden * ms, ms - hidden_ms) for ms in self._outside_launch_ms())
         return low + self.mtp_gpu_ms, high + self.mtp_gpu_ms
+
+    def _outside_launch_ms(self) -> Range:
+        """The host's time for the launches outside the decoder of a micro-batch, in milliseconds."""
+        share = 1.0 if self.settings.pipeline_parallel_size == 1 else _OF_ONE_END
+        launches = LAUNCHES * (share + self.model.mtp_num_layers)
+        return launches * self.host.low_us / 1000, launches * self.host.high_us / 1000
 
     def _outside_gpu_ms(self) -> float:
         """GPU time of embedding, output layer and loss of a micro-batch; 0 without a vocabulary."""
@@ -296,10 +310,15 @@ class ModelledTimes:
         return self._run.ends_at_router and time.expert_launches > 0
 
     def _eager_point(self, documents: int) -> EagerPoint:
-        """Eager times, with what layers of multi-token prediction take longer than on the GPU alone. Eager layers of
-        transformers' own are never fused."""
-        eager = self.host.eager_ms(self.at(documents), slower_kernels=self.slower_kernels)
-        low, middle, high = (self._with_mtp(ms, ms) for ms in eager)
+        """Eager times, with the launches that a replay hides and what layers of multi-token prediction take longer
+        than on the GPU alone. Eager layers of transformers' own are never fused."""
+        time, slower, outside = self.at(documents), self.slower_kernels, self.outside()
+        low, high = (
+            max(0.0, ms + self.mtp_gpu_ms - o) for ms, o in zip(self._outside_launch_ms(), outside, strict=True)
+        )
+        layers = self.host.eager_ms(time, slower_kernels=slower)
+        eager = self.host.eager_ms(time, slower_kernels=slower, more_ms=(low, high))
+        low, middle, high = map(self._with_mtp, eager, layers)
         return EagerPoint(n_seqs=documents, ms=middle, range_ms=(low, high))
 
 
