@@ -100,9 +100,30 @@ class Check:
         return float(getattr(self.fallback_rate, self.level))
 
     @property
+    def contradicted(self) -> list[str]:
+        """Fields of the plan that its own data and settings do not give: they were edited, or another version wrote
+        them. A predicted rate counts where it is too high and buckets are used as predicted. Empty for other data.
+        """
+        before = self.plan.microbatches
+        pairs = {
+            "count": (before.count, len(self.table)),
+            "steps": (before.steps, self.table.num_steps),
+            "n_seqs": (before.n_seqs, self.profile.n_seqs.percentiles()),
+            "max_seqlen": (before.max_seqlen, self.profile.max_seqlen.percentiles()),
+            "n_tokens_max": (before.n_tokens_max, int(self.table.n_tokens.max())),
+        }
+        fields = [f"microbatches.{name}" for name, (planned, now) in pairs.items() if planned != now]
+        if self.planned_rate > self.rate + _ROUNDING and all(b.share == b.planned_share for b in self.buckets):
+            fields.append(f"predictions.fallback_rate.{self.level}")
+        return fields if self.same_data else []
+
+    @property
     def holds(self) -> bool:
-        """Whether the rate is within the limit; a plan that captures nothing cannot be outgrown."""
-        return not self.buckets or self.rate <= self.max_fallback_rate + _ROUNDING
+        """Whether the rate is within the limit, and the plan is that of its data. A plan that captures nothing cannot
+        be outgrown.
+        """
+        fits = not self.buckets or self.rate <= self.max_fallback_rate + _ROUNDING
+        return fits and not self.contradicted
 
 
 def check(
