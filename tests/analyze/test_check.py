@@ -540,6 +540,8 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
     packs.unlink()
     with pytest.raises(DataError, match=r"packs.jsonl: no such file"):
         check(load_plan(plan))
+    with pytest.raises(DataError, match=r"^old.yaml: was made from data in a program; name files of them$"):
+        check(make_plan(analyze_dataset([5, 3])), where="old.yaml")
 
 
 def test_help_names_every_option(thdprof):

@@ -15,6 +15,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import replay, summarize_dataset
 from thdprof.analyze.sources import format_of
 from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.sources.in_memory import TABLE, URI
 from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import DatasetPart, FallbackRate, Plan
@@ -203,10 +204,12 @@ def _read(
 ) -> tuple[Dataset, Progress]:
     """The dataset at `locations`, or the plan's dataset without any, read in the plan's format, as `read_showing`."""
     planned, settings = plan.dataset.format, asdict(plan.training)
+    uris = list(locations) or plan.dataset.uris
     try:
-        uris = list(locations) or plan.dataset.uris
         return read_showing(uris, progress, format=planned, settings=settings, cache=cache, engine=engine)
     except DataError as error:
+        if uris[0] in (URI, TABLE):
+            raise DataError(f"{where}: was made from data in a program; name files of them") from error
         if locations and (other := format_of(locations)) not in (None, planned):
             raise DataError(
                 f"{locations[0]}: is of format {other}, and {where} was made from {planned}: analyse it for a plan of "
