@@ -781,6 +781,7 @@ class TestNotRecognised:
         ("content", "text"),
         [
             (b'{"message": []\n', "it begins with b'{\"message\": []\\n'"),
+            (b'[\n {"messages": []}]', "it is one JSON array: write each of its objects on a line of its own"),
             (b"BZh91AY", "it is compressed by bzip2: unpack it first"),
             (b"\x28\xb5\x2f\xfd..", "its zstd begins with b''"),
             (gzip.compress(b"plain text", mtime=0), "its gzip begins with b'plain text'"),
