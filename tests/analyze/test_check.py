@@ -129,6 +129,32 @@ def test_what_the_plan_says_would_be_refused_is_said_again(thdprof, plan, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("part", "fields", "named"),
+    [
+        ("microbatches", {"count": 80}, "microbatches.count"),
+        ("microbatches", {"count": 1, "steps": 4}, "microbatches.count, microbatches.steps"),
+        ("predictions", {"fallback_rate": dict.fromkeys(("microbatch", "rank_step", "step"), 1)}, "fallback_rate.step"),
+    ],
+)
+def test_a_plan_that_its_own_data_contradict_does_not_hold(thdprof, plan, packs, tmp_path, part, fields, named):
+    edited(load_plan(plan), **{part: fields}).save(tmp_path / "edited.yaml")
+    done = thdprof("check", tmp_path / "edited.yaml")
+    assert done.returncode == 3
+    assert named in done.stdout.splitlines()[-1]
+    assert "The plan is not what its own data and settings give" in " ".join(done.stderr.split())
+    write_lines(packs, [*PACKS, [8]])  # other data may give anything, and graphs may be edited
+    assert thdprof("check", tmp_path / "edited.yaml").returncode == 0
+
+
+def test_buckets_may_be_edited(plan):
+    planned = load_plan(plan)
+    kept = [bucket.model_dump() for bucket in planned.graphs.buckets]
+    assert len(kept) == 2
+    for buckets in (kept[:1], kept[1:], [{**kept[0], "max_seqs": 1}, {**kept[1], "max_seqs": 4}]):
+        assert check(edited(planned, graphs={"buckets": buckets}), max_fallback_rate=1).holds
+
+
+@pytest.mark.parametrize(
     ("rate", "code"), [("12.5%", 0), ("0.125", 0), ("0.5%", 3), ("0.005", 3), ("0", 3), ("1", 0), ("100%", 0)]
 )
 def test_the_limit_is_a_share_or_per_cent(thdprof, plan, rate, code):
@@ -514,6 +540,8 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
     packs.unlink()
     with pytest.raises(DataError, match=r"packs.jsonl: no such file"):
         check(load_plan(plan))
+    with pytest.raises(DataError, match=r"^old.yaml: was made from data in a program; name files of them$"):
+        check(make_plan(analyze_dataset([5, 3])), where="old.yaml")
 
 
 def test_help_names_every_option(thdprof):

@@ -103,6 +103,8 @@ def test_what_is_no_hosts_file_is_refused(tmp_path, text):
     (tmp_path / "host.yaml").write_text(text)
     with pytest.raises(DataError, match="not a file of thdprof calibrate --host"):
         modelled_costs.load_host(tmp_path / "host.yaml")
+    with pytest.raises(DataError, match="not a file of thdprof calibrate --host"):  # without a model, too
+        analyze_dataset([3, 4], host=tmp_path / "host.yaml")
 
 
 @pytest.mark.parametrize(("here", "taken"), [("h100", "measured"), ("h200", "stated"), (None, "stated")])

@@ -628,8 +628,11 @@ class TestWhatPeopleHave:
         assert_rows(self.read(tmp_path / "a.parquet", length_column="packs"), [[1, 2], [3]], "concatenate")
         with pytest.raises(DataError, match=r"no column .* is named nobodys; it has length, mine, packs"):
             self.read(tmp_path / "a.parquet", length_column="nobodys")
-        with pytest.raises(DataError, match="line 1: has none of the keys nobodys"):
-            self.read(tmp_path / "b.jsonl", length_column="nobodys")
+        (tmp_path / "alone").mkdir()
+        (tmp_path / "b.jsonl").rename(tmp_path / "alone" / "b.jsonl")
+        for path in (tmp_path / "alone", tmp_path / "alone" / "b.jsonl"):
+            with pytest.raises(DataError, match=r"jsonl: line 1: has none of the keys nobodys; it has length, mine$"):
+                self.read(path, length_column="nobodys")
 
     @pytest.mark.parametrize("compression", ["gzip", "zstd", None])
     def test_csv_may_be_compressed_and_quoted(self, tmp_path, compression):
@@ -778,6 +781,7 @@ class TestNotRecognised:
         ("content", "text"),
         [
             (b'{"message": []\n', "it begins with b'{\"message\": []\\n'"),
+            (b'[\n {"messages": []}]', "it is one JSON array: write each of its objects on a line of its own"),
             (b"BZh91AY", "it is compressed by bzip2: unpack it first"),
             (b"\x28\xb5\x2f\xfd..", "its zstd begins with b''"),
             (gzip.compress(b"plain text", mtime=0), "its gzip begins with b'plain text'"),

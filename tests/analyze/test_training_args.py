@@ -204,6 +204,8 @@ def test_two_trainers_are_refused(thdprof, tmp_path, arguments):
     (tmp_path / "run.sh").write_text("--micro-batch-size 1\n")
     done = thdprof("analyze", data, "--training-args", arguments, "--megatron-args", tmp_path / "run.sh")
     assert "--training-args and --megatron-args are of different trainers" in one_line_error(done, code=2)
+    done = thdprof("analyze", data, "--training-args", arguments, "--loader", "single")
+    assert "--loader single: --training-args are of Hugging Face's Trainer" in one_line_error(done, code=2)
 
 
 def test_both_words_for_the_size_of_a_step_are_refused(thdprof, tmp_path):

@@ -240,18 +240,23 @@ _COUNTED_SHARE = 0.95
 """Progress-bar estimate: where tokens of text are counted, or many files are read, that takes 95% of the total time."""
 
 
-def check_gpu(request: Request) -> None:
-    """Refuse a name of `--gpu` that no times can be modelled for, before any work.
+def check_hardware(request: Request) -> None:
+    """Refuse a name of `--gpu` that no times can be modelled for, and a file of `--host` that is none, before any work.
 
-    With a cost table it is not refused: the name is only compared with the GPU of the table.
+    With a cost table a name is not refused: it is only compared with the GPU of the table.
 
     Raises:
+        DataError: the file of `--host` cannot be read, or is none.
         UsageError: no such GPU is known.
     """
     if request.gpu is not None and request.cost_table is None:
         from thdprof.analyze.times.gpus import find_gpu
 
         find_gpu(request.gpu)
+    if request.host is not None:
+        from thdprof.analyze.times.modelled_costs import load_host
+
+        load_host(request.host)
 
 
 def analyze(

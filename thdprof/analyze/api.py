@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from thdprof.analyze.analysis import Study, check_gpu
+from thdprof.analyze.analysis import Study, check_hardware
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.run_profile import RunProfile, make_profile
 from thdprof.analyze.report.plots import Result
@@ -136,7 +136,7 @@ def analyze_dataset(
     }
     given = {**{name: value for name, value in own.items() if value is not None}, **settings}
     request = read_request([], given, settings=None, launch=None, training_args=_read_arguments(training_args))
-    check_gpu(request)
+    check_hardware(request)
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset = _read_dataset(locations, request, tokenizer)
     return Result.from_analysis(Study(request, dataset, measured, offload=offload, impl=impl).analyze())

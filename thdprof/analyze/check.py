@@ -15,6 +15,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import replay, summarize_dataset
 from thdprof.analyze.sources import format_of
 from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.sources.in_memory import TABLE, URI
 from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import DatasetPart, FallbackRate, Plan
@@ -100,9 +101,30 @@ class Check:
         return float(getattr(self.fallback_rate, self.level))
 
     @property
+    def contradicted(self) -> list[str]:
+        """Fields of the plan that its own data and settings do not give: they were edited, or another version wrote
+        them. A predicted rate counts where it is too high and buckets are used as predicted. Empty for other data.
+        """
+        before = self.plan.microbatches
+        pairs = {
+            "count": (before.count, len(self.table)),
+            "steps": (before.steps, self.table.num_steps),
+            "n_seqs": (before.n_seqs, self.profile.n_seqs.percentiles()),
+            "max_seqlen": (before.max_seqlen, self.profile.max_seqlen.percentiles()),
+            "n_tokens_max": (before.n_tokens_max, int(self.table.n_tokens.max())),
+        }
+        fields = [f"microbatches.{name}" for name, (planned, now) in pairs.items() if planned != now]
+        if self.planned_rate > self.rate + _ROUNDING and all(b.share == b.planned_share for b in self.buckets):
+            fields.append(f"predictions.fallback_rate.{self.level}")
+        return fields if self.same_data else []
+
+    @property
     def holds(self) -> bool:
-        """Whether the rate is within the limit; a plan that captures nothing cannot be outgrown."""
-        return not self.buckets or self.rate <= self.max_fallback_rate + _ROUNDING
+        """Whether the rate is within the limit, and the plan is that of its data. A plan that captures nothing cannot
+        be outgrown.
+        """
+        fits = not self.buckets or self.rate <= self.max_fallback_rate + _ROUNDING
+        return fits and not self.contradicted
 
 
 def check(
@@ -182,10 +204,12 @@ def _read(
 ) -> tuple[Dataset, Progress]:
     """The dataset at `locations`, or the plan's dataset without any, read in the plan's format, as `read_showing`."""
     planned, settings = plan.dataset.format, asdict(plan.training)
+    uris = list(locations) or plan.dataset.uris
     try:
-        uris = list(locations) or plan.dataset.uris
         return read_showing(uris, progress, format=planned, settings=settings, cache=cache, engine=engine)
     except DataError as error:
+        if uris[0] in (URI, TABLE):
+            raise DataError(f"{where}: was made from data in a program; name files of them") from error
         if locations and (other := format_of(locations)) not in (None, planned):
             raise DataError(
                 f"{locations[0]}: is of format {other}, and {where} was made from {planned}: analyse it for a plan of "

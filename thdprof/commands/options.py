@@ -76,14 +76,14 @@ class RunOptions:
 
     def read_request(self, locations: Sequence[str] | None, values: Mapping[str, Any] | None = None) -> Request:
         """The request of a dataset; `values` take the place of options."""
-        from thdprof.analyze.analysis import check_gpu
+        from thdprof.analyze.analysis import check_hardware
         from thdprof.analyze.settings.request import read_request
 
         flags, launch = {**self.given, **(values or {})}, self.megatron_args
         request = read_request(
             locations or [], flags, settings=self.settings, launch=launch, training_args=self.training_args
         )
-        check_gpu(request)
+        check_hardware(request)
         return request
 
     def check_outputs(self, request: Request, outputs: Sequence[Path]) -> None:

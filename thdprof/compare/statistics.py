@@ -276,6 +276,8 @@ def read_stats(path: Path) -> Observed:
         raise DataError(f"{where}: not JSON: {error}; if the run was killed there, delete the line") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{where}: not statistics: holds a {type(loaded).__name__}, not an object")
+    if "schema" not in loaded:
+        raise DataError(f"{where}: not statistics: it has no schema; give what a run wrote (--stats FILE, or stats=)")
     found = validate(Observed, loaded, where=where)
     counted = sum(found.fallbacks.values()) + sum(r.count for r in found.replays)
     if counted != found.microbatches:

@@ -70,6 +70,8 @@ def _check_parts(check: Check) -> Iterator[str | Table | Text]:
 
 def verdict(check: Check) -> str:
     """Whether the plan still fits, in one sentence."""
+    if check.contradicted:
+        return f"The plan is not what its own data and settings give: {', '.join(check.contradicted)} differ."
     if not check.buckets:
         return "Nothing to outgrow: the plan captures no graphs."
     fits = "fits" if check.holds else "does not fit"

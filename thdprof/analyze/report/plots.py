@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from thdprof.analyze.analysis import Analysis, answer
+from thdprof.analyze.caveats import MODELLED
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.profile.run_profile import make_profile
 from thdprof.analyze.report.contents import Report
@@ -113,10 +114,15 @@ class Result(Analysis):
 
     def __str__(self) -> str:
         """The answer of five lines, after what is refused: what to capture, what runs eagerly, what it saves, memory,
-        and what to do next.
+        and what to do next. What was assumed, notes and warnings follow.
         """
         refused, then = self.refused, _NEXT if self.recommendation.buckets else ""
         lines = [*(("refused", reason) for reason in refused), *answer(self, refused=refused, then=then)]
+        if self.assumptions:
+            lines.append(("assumed", ", ".join(f"{one.name}={one.value!r}" for one in self.assumptions)))
+        lines += [("note", note) for note in self.notes]
+        warnings = (text for text in self.warnings if text not in self.notes and not text.startswith(MODELLED))
+        lines += [("warning", text) for text in warnings]
         return "\n".join(f"{heading:<8} {line}" for heading, line in lines)
 
     def _repr_html_(self) -> str:

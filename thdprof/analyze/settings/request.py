@@ -234,6 +234,8 @@ def read_request(
     if training_args is not None:
         if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
+        if (loader := stronger.get("loader", "trainer")) != "trainer":
+            raise UsageError(f"--loader {loader}: --training-args are of Hugging Face's Trainer; leave one of them out")
         fields, given, own = _read_trainer(training_args, own, notes)
     script = None if launch is None else launch.read()
     if script is not None:

@@ -218,6 +218,9 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[
     if not found:
         from thdprof.analyze.sources import unrecognised
 
+        named = [path for path in listed if path.name.lower().endswith(candidates[0].suffixes)]
+        if len(candidates) == len(named) == 1:
+            return candidates[0], named  # reading it says what it lacks
         raise unrecognised.directory_error(directory, candidates, auto=len(candidates) > 1)
     for candidate, files in list(found):
         if len(found) > 1 and all(map(candidate.yields, files)):

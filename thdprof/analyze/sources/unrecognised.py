@@ -95,6 +95,8 @@ def _describe(path: Path) -> str:
             return f"its {name} begins with {json_lines.sniff(path)[:_MOST_BYTES]!r}"
     if head.startswith(b"#!"):
         return "it is a script, as --megatron-args takes"
+    if b"".join(head.split()).startswith(b"[{"):
+        return "it is one JSON array: write each of its objects on a line of its own"
     return f"it begins with {head!r}"
 
 

@@ -268,7 +268,8 @@ def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path, keys: Ke
     _require(values, dict, numbers, path, keys)
     key = next((key for key in keys if key in values[0]), None)
     if key is None:
-        raise DataError(f"{path}: line {numbers[0]}: has none of the keys {', '.join(keys)}")
+        has = ", ".join(values[0]) or "none"
+        raise DataError(f"{path}: line {numbers[0]}: has none of the keys {', '.join(keys)}; it has {has}")
     lacking = next((i for i, value in enumerate(values) if key not in value), None)
     if lacking is not None:
         raise DataError(f"{path}: line {numbers[lacking]}: has no key {key}, as lines before it have")
