@@ -215,7 +215,7 @@ def test_a_run_that_nothing_has_ended_changes_no_other_run_when_it_is_collected(
 @pytest.mark.parametrize("replay", [True, False])
 def test_compiled_layers_train_as_they_are(plan, tmp_path, monkeypatch, replay):
     """By graphs that are traced and run without Inductor, whose C++ takes half a minute; GPU tests run its kernels."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager" if replay else "eager"))
     torch.compiler.reset()
     alone = run(tmp_path, max_steps=2)
     alone.train()
