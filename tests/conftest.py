@@ -53,6 +53,17 @@ def pytest_collection_finish() -> None:
     fork_server()
 
 
+_FILES = set[str]()
+
+
+def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
+    """Leave what a file of tests has left out of collections, too: it is much by the end, and many tests collect."""
+    if location[0] not in _FILES:
+        _FILES.add(location[0])
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Let a few GPU tests run at a time, whichever processes run them, and one that measures the GPU by itself."""
