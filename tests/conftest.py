@@ -18,7 +18,7 @@ from typing import IO
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from support.command import ENVIRONMENT, run_in_process, unwrap
+from support.command import ENVIRONMENT, AnalysisHere, run_in_process, unwrap
 from support.paths import ROOT
 from support.rank_processes import fork_server
 from support.warm_tokenizer import counting
@@ -51,6 +51,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     fork_server()
+
+
+_FILES = set[str]()
+
+
+def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
+    """Leave what a file of tests has left out of collections, too: it is much by the end, and many tests collect."""
+    if location[0] not in _FILES:
+        _FILES.add(location[0])
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -112,6 +123,14 @@ def thdprof_process() -> Callable[..., subprocess.CompletedProcess]:
         return subprocess.run(command, **{**streams, "cwd": ROOT, "timeout": 120, **options}, env=environment)
 
     return run
+
+
+@pytest.fixture
+def analysis_here(monkeypatch) -> None:
+    """Lets a start of training analyse in the test's own process; other tests start the analysis, as users do."""
+    from thdprof.runtime import startup
+
+    monkeypatch.setattr(startup, "subprocess", AnalysisHere)
 
 
 @pytest.fixture

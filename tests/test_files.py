@@ -26,6 +26,8 @@ ALIASES_OF_ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: " + 5000 * "1" + "\n", "line 1: Exceeds the limit"),
         ("\n? [1]\n: 2\n", "line 2: while constructing a mapping, found unhashable key"),
         ("a: !!python/object:x.y {}\n", "line 1: could not determine a constructor for the tag"),
+        ("a:\n- [\t1]\n", "line 2: while scanning for the next token, found character '\\t' that cannot start any"),
+        ("- >#\n  f\n", "line 1: while scanning a block scalar, expected chomping or indentation indicators"),
         ("a: \0\n", "unacceptable character #x0000"),
         ("a:\n  b: 1\n  c: 2\n  b: 3\n", "line 4: b is given twice in one mapping"),
         ("[" * 5000, "is nested too deeply"),
@@ -48,6 +50,7 @@ def test_what_cannot_be_is_told_with_its_line(text, said):
         ("a: &a [1, 2]\nb: *a\nc: [*a, *a]\n", {"a": [1, 2], "b": [1, 2], "c": [[1, 2], [1, 2]]}),
         ("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n", {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}),
         ("a: &a {b: 1}\nc: [" + 3333 * "*a, " + "]\n", {"a": {"b": 1}, "c": 3333 * [{"b": 1}]}),
+        ("- !\n", [None]),
         ("a: &a " + 60 * "[" + 60 * "]" + "\nb: " + 39 * "[" + "*a" + 39 * "]" + "\n", None),
     ],
 )

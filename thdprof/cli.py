@@ -6,13 +6,14 @@ Heavy modules are imported inside the commands that use them, so that `--help` i
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -72,6 +73,12 @@ def _root(
     pass
 
 
+@functools.cache
+def build_parser() -> Any:
+    """The commands as typer builds them from their signatures, which takes milliseconds."""
+    return typer.main.get_command(app)
+
+
 class _Ended(BaseException):
     """A signal asks the process to end; raised so that temporary files are removed first."""
 
@@ -118,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(argv: Sequence[str] | None) -> int:
     """The command's exit code; its error, if any, is said."""
     try:
-        code = app(args=None if argv is None else list(argv), prog_name="thdprof", standalone_mode=False)
+        code = build_parser()(args=None if argv is None else list(argv), prog_name="thdprof", standalone_mode=False)
         sys.stdout.flush()
     except ThdprofError as error:
         return _fail(str(error), error.exit_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -171,8 +172,10 @@ def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
 
         depth = values = repeated = 0
 
-        def __init__(self, stream: str) -> None:
+        def __init__(self, stream: str, events: Any = None) -> None:
             super().__init__(stream)
+            for name in () if events is None else ("check_event", "peek_event", "get_event"):
+                setattr(self, name, getattr(events, name))
             self.sizes: dict[int, tuple[int, int]] = {}  # of each composed node: its values, its levels
             self.deepest = 0
 
@@ -217,8 +220,11 @@ def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
             except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
                 raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
+    if yaml.__with_libyaml__ and not re.search(r"[^\n -~]|[!?|>]", text):  # which libyaml reads in another way
+        with contextlib.suppress(yaml.YAMLError):  # errors have the words of PyYAML's own parser, below
+            return Loader("", yaml.CSafeLoader(text)).get_single_data()
     try:
-        return yaml.load(text, Loader)
+        return Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         said = ", ".join(part for part in (error.context, error.problem) if part)
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 import tempfile
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import sample_files
 from support.kept_shards import change_kept
+from support.rank_processes import ForkedProgram
 
 from thdprof.analyze.sources import engines, read_dataset
 from thdprof.analyze.sources.base import Shard
@@ -22,7 +25,13 @@ from thdprof.errors import DataError, UsageError
 
 
 @pytest.fixture
-def several(monkeypatch):
+def forked(monkeypatch):
+    """Processes are forked; other tests start them as users do."""
+    monkeypatch.setattr(engines, "subprocess", SimpleNamespace(Popen=ForkedProgram, PIPE=subprocess.PIPE))
+
+
+@pytest.fixture
+def several(monkeypatch, forked):
     """Several processes, from 20 files on."""
     monkeypatch.setattr(engines, "_MANY", 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
@@ -149,7 +158,7 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path, importable):
     assert len(list(tmp_path.glob("13-*"))) == 2
 
 
-def test_what_fails_twice_is_told_by_name(tmp_path, importable):
+def test_what_fails_twice_is_told_by_name(tmp_path, importable, forked):
     with pytest.raises(DataError, match=r"^13: failed twice while it was read: .*SIGKILL"):
         results(tmp_path, {13: "always"})
     with pytest.raises(OSError, match="cannot") as raised:

@@ -506,7 +506,7 @@ def test_an_error_that_leaves_main_leaves_signals_and_streams_as_they_were(monke
         raise RuntimeError("a defect")
 
     before = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.stdout, sys.stderr)
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(cli, "build_parser", lambda: broken)
     monkeypatch.setenv("THDPROF_DEBUG", "1")
     with pytest.raises(RuntimeError, match="a defect"):
         cli.main([])

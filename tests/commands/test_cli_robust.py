@@ -209,7 +209,7 @@ def test_a_signal_leaves_no_temporary_file(tmp_path, number):
         "    with files.replacing(Path(directory) / 'plan') as temporary:\n"
         "        print('writing', flush=True)\n"
         "        time.sleep(60)\n"
-        "cli.app = lambda **options: slow(sys.argv[1])\ncli.main()\n"
+        "cli.build_parser = lambda: lambda **options: slow(sys.argv[1])\ncli.main()\n"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

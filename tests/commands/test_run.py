@@ -315,10 +315,12 @@ def test_processes_that_load_data_do_not_keep_a_failed_script_from_ending(plan, 
     )
     script.write_text("\n".join(waiting))
     without_megatron = (
-        "import contextlib, sys",
+        "import contextlib, sys, types",
         "from thdprof.run import main",
-        "from thdprof.runtime.megatron.trainers import megatron_lm",
-        "megatron_lm.following = lambda *args, **kwargs: contextlib.nullcontext()",
+        "errors = dict.fromkeys(('SettingsError', 'VersionError'), ImportError)",
+        "stand_in = types.SimpleNamespace(following=lambda *args, **kwargs: contextlib.nullcontext(), **errors)",
+        "for name in ('refusals', 'trainers.megatron_lm', 'versions'):",
+        "    sys.modules[f'thdprof.runtime.megatron.{name}'] = stand_in",
         "sys.exit(main(sys.argv[1:]))",
     )
     argv = ["-c", "\n".join(without_megatron), "--plan", str(plan), str(script), *FITTING]

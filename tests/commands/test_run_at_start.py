@@ -88,6 +88,7 @@ def test_a_script_without_a_plan_trains_by_one_of_its_own(script, arguments, fol
     assert line.endswith(f"; training by {path}")
 
 
+@pytest.mark.usefixtures("analysis_here")
 def test_a_restarted_script_uses_the_plan_again_unless_its_data_changed(script, arguments, followed, data, capfd):
     assert run.main([str(script), *arguments]) == 0
     capfd.readouterr()
@@ -100,6 +101,7 @@ def test_a_restarted_script_uses_the_plan_again_unless_its_data_changed(script, 
     assert len(followed) == 3
 
 
+@pytest.mark.usefixtures("analysis_here")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

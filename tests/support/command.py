@@ -48,6 +48,26 @@ def run_in_process(
     return call_as_program(main, program, *args, package="thdprof", cwd=cwd, input=input, env=env)
 
 
+class AnalysisHere:
+    """What `thdprof.runtime.startup` uses of `subprocess`: `thdprof analyze` runs as of `run_in_process`."""
+
+    DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
+
+    class Popen:
+        """The process, which has ended when it has started."""
+
+        def __init__(self, command: list[str], **_: object) -> None:
+            assert command[1:3] == ["-m", "thdprof"]
+            self._done = run_in_process(*command[3:])
+            self.returncode = self._done.returncode
+
+        def communicate(self, timeout: float) -> tuple[str, str]:
+            return self._done.stdout, self._done.stderr
+
+        def poll(self) -> int:
+            return self.returncode
+
+
 def unwrap(text: str) -> str:
     """`text` with the lines joined again that `thdprof.words.wrap_text` has broken."""
     lines: list[str] = []

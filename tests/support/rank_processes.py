@@ -7,15 +7,21 @@ imported the training stack, which takes seconds.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, util
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from unittest import mock
+
+_LOCK = threading.Lock()
+"""Held where a program starts, which looks whether others have ended, and where its end is waited for."""
 
 
 def fork_server() -> None:
@@ -49,6 +55,41 @@ def start_ranks(function: Callable[..., None], world: int, *given: object) -> No
     import torch
 
     torch.multiprocessing.start_processes(function, given, nprocs=world, start_method="forkserver")
+
+
+class ForkedProgram:
+    """What the readers of many files use of `subprocess.Popen`, for a fork of the server that calls their function."""
+
+    def __init__(self, command: Sequence[str], **_: object) -> None:
+        *_, imported, call = command[3].split("; ")
+        module, function = imported.split()[1], call.removesuffix("()")
+        (given, sent), (received, returned) = (Pipe(duplex=False) for _ in range(2))
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_serve, args=(module, function, given, returned))
+        with _LOCK:
+            self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+        self.stdin, self.stdout = os.fdopen(os.dup(sent.fileno()), "wb"), os.fdopen(os.dup(received.fileno()), "rb")
+        for end in (given, sent, received, returned):
+            end.close()
+
+    def wait(self) -> int:
+        with _LOCK:
+            self._process.join()
+        return self._process.exitcode
+
+    def communicate(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+        self._process.join()
+
+
+def _serve(module: str, function: str, given: Connection, returned: Connection) -> None:
+    os.setsid()
+    os.dup2(given.fileno(), 0)
+    os.dup2(returned.fileno(), 1)
+    getattr(sys.modules[module], function)()
 
 
 def printed_by_ranks(function: Callable[[int, int, str], None], world: int, store: Path) -> list[str]:

@@ -39,7 +39,7 @@ def seem_to_have(monkeypatch, free_gib=79, name="NVIDIA H100 80GB HBM3"):
 
 
 @pytest.fixture
-def h100(monkeypatch):
+def h100(monkeypatch, analysis_here):
     """A process that seems to have an H100 to itself."""
     seem_to_have(monkeypatch)
 
@@ -57,7 +57,8 @@ def log(caplog):
     return lines
 
 
-def test_a_run_plans_when_it_starts(h100, tmp_path, log):
+def test_a_run_plans_when_it_starts(tmp_path, monkeypatch, log):
+    seem_to_have(monkeypatch)
     callback = PlanCallback(stats=tmp_path / "stats.jsonl")
     run(tmp_path, callback, gradient_accumulation_steps=2).train()
     plan = load_plan(tmp_path / "thdprof-plan.yaml")
@@ -201,6 +202,7 @@ def test_streamed_rows_go_on_without_graphs(h100, tmp_path, log):
     ]
 
 
+@pytest.mark.usefixtures("analysis_here")
 def test_a_gpu_without_the_memory_goes_on_without_graphs(tmp_path, monkeypatch, log):
     seem_to_have(monkeypatch, free_gib=2)
     callback = PlanCallback()
@@ -209,13 +211,15 @@ def test_a_gpu_without_the_memory_goes_on_without_graphs(tmp_path, monkeypatch, 
     assert callback.last is None
 
 
+@pytest.mark.usefixtures("analysis_here")
 def test_a_gpu_that_times_are_not_modelled_for_goes_on_without_graphs(tmp_path, monkeypatch, log):
     seem_to_have(monkeypatch, name="NVIDIA GeForce RTX 4090")
     run(tmp_path, PlanCallback()).train()
     assert "--gpu NVIDIA GeForce RTX 4090: choose one of h200" in log()[-1]
 
 
-def test_planning_that_hangs_is_ended_at_the_deadline(h100, tmp_path, monkeypatch, log):
+def test_planning_that_hangs_is_ended_at_the_deadline(tmp_path, monkeypatch, log):
+    seem_to_have(monkeypatch)
     hanging = tmp_path / "python"
     hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     hanging.chmod(0o755)
@@ -260,6 +264,7 @@ class Failing(TrainerCallback):
         raise RuntimeError("the disk is full")
 
 
+@pytest.mark.usefixtures("analysis_here")
 def test_a_model_that_another_run_has_left_changed_is_its_own_again(tmp_path, monkeypatch, log):
     model = small_model()
     with monkeypatch.context() as once:

@@ -220,9 +220,11 @@ def parameter_homes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn
     own = {id(p) for p in module.parameters()}
     homes: dict[int, dict[str, Any]] = {}  # each once: modules share objects, such as their configuration
     for owner in module.modules():
-        plain = (value for value in vars(owner).values() if not isinstance(value, (nn.Module, torch.Tensor)))
-        held = (home for value in plain if isinstance(home := getattr(value, "__dict__", None), dict))
-        homes |= {id(home): home for home in (owner._parameters, *held)}
+        homes[id(owner._parameters)] = owner._parameters
+        for value in vars(owner).values():
+            home = getattr(value, "__dict__", None)  # few values have one
+            if home and isinstance(home, dict) and not isinstance(value, (nn.Module, torch.Tensor)):
+                homes[id(home)] = home
     for home in homes.values():
         yield from ((home, name, value) for name, value in home.items() if id(value) in own)
 

@@ -32,7 +32,7 @@ MODEL = {
 
 
 @pytest.fixture
-def context(tmp_path, monkeypatch):
+def context(tmp_path, monkeypatch, analysis_here):
     """What Bridge gives a callback at the start of a run that could be planned."""
     rows = bridge_referee.write_packed_parquet(tmp_path / "rows.parquet", [[1000, 3096], [2048, 2048]] * 4)
     config = configuration(model_seq_length=4096, dataset_seq_length=4096)
