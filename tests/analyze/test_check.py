@@ -16,6 +16,7 @@ from support.sample_files import cost_table, write_bridge, write_bridge_npy, wri
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check, dispatch
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+from thdprof.compare.revision import revise
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan, parse_plan
@@ -144,6 +145,15 @@ def test_a_plan_that_its_own_data_contradict_does_not_hold(thdprof, plan, packs,
     assert "The plan is not what its own data and settings give" in " ".join(done.stderr.split())
     write_lines(packs, [*PACKS, [8]])  # other data may give anything, and graphs may be edited
     assert thdprof("check", tmp_path / "edited.yaml").returncode == 0
+
+
+def test_a_plan_that_a_run_has_revised_need_not_count_what_its_data_give(plan):
+    planned = load_plan(plan)
+    run = revise(planned, {Shape(4, 2, planned.graph_tokens): 30}, steps=30, source="a run").plan
+    found = check(run, max_fallback_rate=1)
+    assert (found.same_data, found.contradicted, found.holds) == (True, [], True)
+    counted = edited(run, microbatches={"exact": True})
+    assert "microbatches.count" in check(counted, max_fallback_rate=1).contradicted
 
 
 def test_buckets_may_be_edited(plan):

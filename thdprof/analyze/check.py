@@ -103,7 +103,8 @@ class Check:
     @property
     def contradicted(self) -> list[str]:
         """Fields of the plan that its own data and settings do not give: they were edited, or another version wrote
-        them. A predicted rate counts where it is too high and buckets are used as predicted. Empty for other data.
+        them. A predicted rate counts where it is too high and buckets are used as predicted. Empty for other data, and
+        for a plan that is not exact, such as one of the micro-batches that a run has seen.
         """
         before = self.plan.microbatches
         pairs = {
@@ -116,7 +117,7 @@ class Check:
         fields = [f"microbatches.{name}" for name, (planned, now) in pairs.items() if planned != now]
         if self.planned_rate > self.rate + _ROUNDING and all(b.share == b.planned_share for b in self.buckets):
             fields.append(f"predictions.fallback_rate.{self.level}")
-        return fields if self.same_data else []
+        return fields if self.same_data and before.exact else []
 
     @property
     def holds(self) -> bool:
