@@ -14,14 +14,21 @@ from support.schedules import analyzed_run, make_table
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.analysis import answer as answer_lines
 from thdprof.analyze.analysis import sentence
-from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
+from thdprof.analyze.buckets.cost_table import HOSTS, CostTable, EagerPoint, HostEnd, ReplayPoint
+from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Times
 from thdprof.analyze.report.analysis import to_dict, verdict_sentence
 from thdprof.analyze.times import answer
 from thdprof.analyze.times.answer import find_worth
 from thdprof.analyze.times.decoder import Decoder, Work, round_documents
 from thdprof.analyze.times.gpus import GPUS, find_gpu
-from thdprof.analyze.times.modelled_costs import LAUNCHES, STATED, HostRate, ModelledTimes
+from thdprof.analyze.times.modelled_costs import (
+    LAUNCHES,
+    STATED,
+    HostRate,
+    ModelledTimes,
+    extend_replays,
+)
 from thdprof.errors import UsageError
 from thdprof.training import Model, TrainingSettings
 
@@ -156,14 +163,18 @@ def times_outside(model: Model, **settings: Any) -> tuple[float, float]:
 
 def modelled(model: Model, *, host: HostRate = STATED, **settings: Any) -> ModelledTimes:
     """The times of micro-batches of 12 documents in 4096 tokens."""
-    run = analyzed_run(
-        make_table([12, 12, 40], ranks=1, num_microbatches=1, squared=[2e6] * 3),
+    return ModelledTimes(run_of(model, **settings), GPUS["h200"], host)
+
+
+def run_of(model: Model, *, most: int = 40, **settings: Any) -> AnalyzedRun:
+    """A run of two micro-batches of 12 documents in 4096 tokens, and one of `most`."""
+    return analyzed_run(
+        make_table([12, 12, most], ranks=1, num_microbatches=1, squared=[2e6] * 3),
         TrainingSettings(seq_length=4096, global_batch_size=8, **settings),
         n_tokens=4096,
         model=model,
         ends_at_router=settings.get("experts") == "dropless",
     )
-    return ModelledTimes(run, GPUS["h200"], host)
 
 
 TINY = replace(QWEN, vocab_size=None, num_layers=2, hidden_size=128, ffn_hidden_size=256)
@@ -350,6 +361,28 @@ def test_modelled_steps_and_their_share_are_no_surer_than_modelled_replays():
     assert high >= 1.08**2 * low
     middle = (share[0] * share[1]) ** 0.5
     assert share[1] / share[0] >= 1.08 ** (2 * (1 - middle)) * 0.9999 > 1.03
+
+
+def test_larger_caps_than_a_measured_table_has_replay_as_much_longer_as_they_are_modelled():
+    """Replays at the shape of Qwen3-0.6B, measured on an H200 (benchmarks/results/calibrated.md)."""
+    measured = {7: 41.2, 14: 43.1, 24: 40.5}
+    costs = CostTable(
+        name="Qwen3 0.6B", calibrated=True, hardware="NVIDIA H200", attention="", n_tokens=4096,
+        eager=[EagerPoint(n_seqs=10, ms=155.7)],
+        replay=[ReplayPoint(max_seqs=n, ms=ms) for n, ms in measured.items()],
+    )  # fmt: skip
+    run = run_of(QWEN, most=240)
+    found = extend_replays(costs, run)
+    assert {p.max_seqs: p.ms for p in found.replay if p.max_seqs in measured} == measured
+    at = {n: found.replay_ms(n, 4096) for n in (24, 30, 32, 33, 64, 128, 200, 256)}
+    assert at[24] == at[30] == at[32] < at[33] == at[64] < at[128] < at[200] == at[256]
+    for cap, more in ((64, 0.5), (128, 2.1), (256, 5.1)):  # than a cap of 32, documents of one length
+        assert at[cap] - at[32] == pytest.approx(more, abs=0.6)
+    wide = costs.model_copy(update={"replay": [*costs.replay, ReplayPoint(max_seqs=256, ms=44.1)]})
+    assert extend_replays(wide, run) is wide
+    assert extend_replays(costs, replace(run, model=None)) is costs
+    other = costs.model_copy(update={"hardware": "another"})
+    assert extend_replays(other, run) is other
 
 
 def test_json_says_it_so_that_others_can_check():

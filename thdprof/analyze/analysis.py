@@ -424,7 +424,12 @@ class Study:
     def _find_costs(self, run: AnalyzedRun) -> tuple[CostTable, ModelledTimes | None, list[str], str]:
         """The cost table; the model of times that made it, if one did; a note on its GPU; and how to get times."""
         if self.measured is not None:
-            return self.measured, None, [], FOREIGN_TABLE
+            from thdprof.analyze.times.modelled_costs import extend_replays
+
+            costs = extend_replays(self.measured, run) if self.measured.calibrated else self.measured
+            end = self.measured.measured_max_seqs()[-1]
+            ends = f"the cost table ends at {end} documents: larger caps replay as much longer as they are modelled"
+            return costs, None, [ends] if len(costs.replay) > len(self.measured.replay) else [], FOREIGN_TABLE
         unknown: str | None = UNKNOWN_MODEL
         if run.model is not None:
             from thdprof.analyze.times.modelled_costs import explain_missing_times, gpu_of, model_times

@@ -409,3 +409,22 @@ def local_gpu() -> Gpu | None:
 def name_gpu() -> str:
     """The first GPU's name by nvidia-smi, on virtual machines whose driver describes none; "" where it fails."""
     return _read_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
+
+
+def extend_replays(costs: CostTable, run: AnalyzedRun) -> CostTable:
+    """A measured table, with points for larger caps than it has: they replay as much longer as they are modelled.
+
+    The table itself where the run has no such caps, or times of its model on the table's GPU are not modelled.
+    """
+    gpu, last = known_gpu(costs.hardware), max(costs.replay, key=lambda point: point.max_seqs)
+    most = round_documents(run.profile.n_seqs.percentile(100.0))
+    if gpu is None or costs.needs_max_seqlen or most <= last.max_seqs or run.model is None:
+        return costs
+    if (run.model.fp8_recipe and gpu.fp8_tflops is None) or explain_missing_times(
+        run.settings, "transformer_engine", run.model
+    ):
+        return costs
+    times, ends = ModelledTimes(run, gpu, STATED), {most, *(n for n in _STEPS if last.max_seqs < n < most)}
+    caps = sorted(ends | {n + 1 for n in (last.max_seqs, *ends) if round_documents(n) == n < most})
+    ms = {n: last.ms + times.at(n, replayed=True).gpu_ms - times.at(last.max_seqs, replayed=True).gpu_ms for n in caps}
+    return costs.model_copy(update={"replay": [*costs.replay, *(ReplayPoint(max_seqs=n, ms=ms[n]) for n in caps)]})
