@@ -261,7 +261,7 @@ def test_a_result_says_what_training_would_refuse(thdprof, tmp_path):
     assert make_plan(result).predictions.refused == result.refused == told
     assert str(result).splitlines()[:2] == [f"refused  {reason}" for reason in told]
     fine = analyze_dataset(DOCUMENTS, training_args={**ARGUMENTS, "bf16": True})
-    shown = str(analyze_dataset(DOCUMENTS)).splitlines()[5:]
+    shown = str(analyze_dataset(DOCUMENTS * 40)).splitlines()[5:]
     assert [line[:9] for line in shown] == ["assumed  ", "note     ", "warning  "]
     assert shown[0].startswith("assumed  seq_length=4096, micro_batch_size=1, data_parallel_size=1, ")
     assert "packer='first_fit_decreasing'" in shown[0]

@@ -56,7 +56,7 @@ def test_whole_layers_are_captured_by_every_kind_that_can(impl, expected):
     ("changes", "options", "reason"),
     [
         ({"expert_model_parallel_size": 2}, {}, "expert_model_parallel_size is 2, and numbers of rows"),
-        ({"tensor_model_parallel_size": 2}, {}, "expert_tensor_parallel_size is 2, and numbers of rows"),
+        ({"tensor_model_parallel_size": 2}, {}, "expert_tensor_parallel_size is 2, and graphs with slices"),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, None),
         (
             {"fp8_recipe": "tensorwise"},

@@ -740,9 +740,11 @@ def test_five_lines_answer_first(sft, tmp_path):
 def test_python_prints_the_same_answer(thdprof, packs):
     from thdprof import analyze_dataset
 
-    *lines, then = str(analyze_dataset(packs, loader="single", seq_length=8)).splitlines()
+    *lines, then, assumed, warning = str(analyze_dataset(packs, loader="single", seq_length=8)).splitlines()
     assert [line.split()[0] for line in lines] == ["capture", "eager", "step", "memory"]
     assert then.startswith("next     thdprof.analyze.make_plan(result).save(")
+    assert assumed.startswith("assumed  micro_batch_size=1, ")
+    assert warning.startswith("warning  ")
     assert " ".join(" ".join(lines).split()) in " ".join(analyze(thdprof, packs).stdout.split())
 
 

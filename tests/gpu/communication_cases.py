@@ -151,6 +151,17 @@ CASES = {
         {**EXPERTS, "moe_router_force_load_balancing": True, "hidden_dropout": 0.1},
         plan={**WHOLE, "expert_room": 1.02, "layers_per_graph": 1},
     ),
+    "whole_experts_sliced": Communication(
+        sizes={"tensor_model_parallel_size": 2},
+        config={
+            **EXPERTS,
+            "expert_model_parallel_size": 1,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+        experts="dropless",
+        graphs={"impl": "chunk", "modules": []},
+    ),
     "experts_overlapped": _of_experts(OVERLAPPED),
     "experts_overlapped_delayed": _of_experts(DELAYED),
     "experts_overlapped_fp8": _of_experts({**OVERLAPPED, **FP8}),

@@ -9,6 +9,7 @@ import json
 import math
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -16,7 +17,7 @@ from torch import distributed
 
 from support import replayed_passes
 from support.grouped_layers import expert_layer, lay
-from thdprof.runtime.megatron.gathered_experts import GatheringDispatcher, Room
+from thdprof.runtime.megatron.gathered_experts import GatheringDispatcher, Room, make_dispatcher
 from thdprof.runtime.megatron.grouped_experts import find_expert_layers, grouped
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 16, 8, 3
@@ -31,8 +32,10 @@ CONFIGS = {
 }
 
 
-def start_megatron(rank: int, world: int, store: str) -> None:
-    """megatron-core's groups of `world` ranks that share their experts, on the host, as if it had a GPU."""
+def start_megatron(rank: int, world: int, store: str, *, slices: bool = False) -> None:
+    """megatron-core's groups of `world` ranks that share their experts, whole or in `slices`, on the host, as if it had
+    a GPU.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -41,7 +44,8 @@ def start_megatron(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     wait = timedelta(seconds=100)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait)
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
+    kind = "tensor_model_parallel_size" if slices else "expert_model_parallel_size"
+    parallel_state.initialize_model_parallel(**{kind: world})
     for owner, name, value in replayed_passes.stand_ins():
         setattr(owner, name, value)
     config.disable = True
@@ -78,6 +82,21 @@ def layer_of(rank: int, world: int, how: str, **settings):
         weights = [torch.randn(linear.weight0.shape, generator=everyones) / 4 for _ in range(EXPERTS)]
         for local, weight in enumerate(linear.parameters()):
             weight.data.copy_(weights[rank * number + local])
+        lay(list(linear.parameters()), how)
+    return layer
+
+
+def sliced_layer(rank: int, world: int, how: str, **settings):
+    """An MoELayer with this rank's slices of all experts, whose sequence the ranks share."""
+    layer = expert_layer(tensor_model_parallel_size=world, sequence_parallel=True, **settings)
+    for linear, dim in ((layer.experts.linear_fc1, 0), (layer.experts.linear_fc2, 1)):
+        everyones, shape = torch.Generator().manual_seed(linear.weight0.numel()), linear.weight0.shape
+        for number in range(EXPERTS):
+            weight = torch.randn(shape, generator=everyones) / 4
+            halves = weight.chunk(2) if dim == 0 and settings.get("gated_linear_unit") else (weight,)
+            mine = torch.nn.Parameter(torch.cat([half.chunk(world, dim)[rank] for half in halves]).clone())
+            mine.allreduce = True
+            setattr(linear, f"weight{number}", mine)
         lay(list(linear.parameters()), how)
     return layer
 
@@ -150,6 +169,26 @@ def compare(rank: int, world: int, name: str, microbatches: int) -> dict[str, in
                 assert all(torch.equal(a, b) for a, b in zip(eager, bounded, strict=True))
                 assert not any(t.isnan().any() for t in bounded)
     return counts
+
+
+def compare_slices(rank: int, world: int, name: str) -> int:
+    """Compare micro-batches of many routings whose ranks have slices of the experts; returns how many."""
+    theirs, ours = (sliced_layer(rank, world, how, **CONFIGS[name]) for how in ("own", "reversed"))
+    for number in range(MICRO_BATCHES // 2):
+        expected = passed(theirs, number, rank, 1, TOKENS)
+        with grouped(find_expert_layers([ours]), partial(make_dispatcher, room=None)):
+            found = passed(ours, number, rank, 1, TOKENS)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+    return MICRO_BATCHES // 2
+
+
+def main_of_slices(rank: int, world: int, store: str) -> None:
+    """Compare all configurations with slices of experts, and print how many micro-batches were compared."""
+    start_megatron(rank, world, store, slices=True)
+    print(json.dumps({name: compare_slices(rank, world, name) for name in CONFIGS}))
+    distributed.barrier()
+    distributed.destroy_process_group()
 
 
 def main(rank: int, world: int, store: str) -> None:

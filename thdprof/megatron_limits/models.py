@@ -240,11 +240,11 @@ GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
     _grouped(
         "expert_tensor_parallel_size",
         1,
-        _ONE_RANK,
+        "ranks with other tokens than those of the tensor-parallel group would share the experts",
         is_on=lambda run: (
-            (run.field("expert_tensor_parallel_size") or run.field("tensor_model_parallel_size") or 1) > 1
+            (run.field("expert_tensor_parallel_size") or 1) not in (1, run.field("tensor_model_parallel_size") or 1)
         ),
-        remedy="set it to 1, or analyse with graphs that end at the router",
+        remedy="set it to 1 or to tensor_model_parallel_size, or analyse with graphs that end at the router",
     ),
     _grouped("fp8", None, _IN_BF16),
     _grouped("fp4", None, _IN_BF16),

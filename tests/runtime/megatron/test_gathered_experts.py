@@ -25,6 +25,12 @@ def test_gathered_experts_give_what_the_exchange_of_megatron_core_gives(world, t
             assert all(rank[name]["without rows"] > 0 for rank in counted)
 
 
+def test_slices_of_experts_give_what_megatron_core_gives(tmp_path):
+    printed = printed_by_ranks(gathering_ranks.main_of_slices, 2, tmp_path / "store")
+    compared = [json.loads(out.splitlines()[-1]) for out in printed]
+    assert compared == [dict.fromkeys(gathering_ranks.CONFIGS, gathering_ranks.MICRO_BATCHES // 2)] * 2
+
+
 def test_a_micro_batch_without_room_runs_eagerly_and_leaves_no_trace_of_its_replay(tmp_path):
     """Losses, gradients, random states, counters and auxiliary losses are those of runs that never lacked room."""
     printed = printed_by_ranks(overflowing_ranks.main, 2, tmp_path / "store")

@@ -143,7 +143,13 @@ class Request(AnalysisOptions):
         if self.expert_loads is not None:
             known["expert_room"] = self.expert_loads.expected
             known["context_parallel_size"] = self.given.get("context_parallel_size")
-        return explain_router(kind, fields, **known)
+        reason, slices = explain_router(kind, fields, **known), fields["expert_tensor_parallel_size"] or 1
+        if reason is None and slices > 1:
+            return (
+                f"expert_tensor_parallel_size is {slices}, and graphs with slices of experts were not run on a GPU "
+                "(expert_tensor_parallel_size 1 would do)"
+            )
+        return reason
 
     def find_refusals(self, plan: Plan) -> tuple[list[str], str | None]:
         """A line for every setting with which training by `plan` would be refused; and why others are not known, or

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from megatron.core.utils import get_pg_size
 from torch import distributed
 
 from thdprof.runtime.megatron.grouped_experts import LocalDispatcher, Rows, move_hidden
@@ -187,3 +188,36 @@ class GatheringDispatcher(LocalDispatcher):
         rows, self._rows = self._rows, None
         sums: torch.Tensor = _Exchange.apply(move_hidden(hidden, rows, to_rows=False), self._group, False)
         return sums[: self._num_tokens].view(self._shape)
+
+
+class SlicingDispatcher(LocalDispatcher):
+    """A token dispatcher of megatron-core's interface whose ranks have a slice of every expert: expert-tensor
+    parallelism. It gathers the tokens of the ranks that share the sequence, and adds up what their slices give.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        """Dispatches to the slices of the experts of `layer`, an MoELayer without expert parallelism."""
+        super().__init__(layer)
+        self._group, self._own_shape = layer.experts.tp_group, torch.Size()
+
+    def dispatch_preprocess(
+        self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and probabilities of the rows of all ranks' tokens, from those of this rank's."""
+        self._own_shape = hidden.shape
+        routed_probs = torch.where(routing_map, probs, math.inf)
+        own = hidden.reshape(-1, hidden.shape[-1])
+        everyones, all_probs = (_Exchange.apply(each, self._group, True) for each in (own, routed_probs))
+        return super().dispatch_preprocess(everyones, all_probs.detach() != math.inf, all_probs)
+
+    def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of this rank's tokens, of the shape that they had, from what the slice gives for all rows."""
+        sums: torch.Tensor = _Exchange.apply(super().combine_postprocess(hidden), self._group, False)
+        return sums.view(self._own_shape)
+
+
+def make_dispatcher(layer: Any, room: Room | None) -> LocalDispatcher:
+    """The dispatcher of a layer with grouped experts, which has `room` for those that ranks share."""
+    if room is not None:
+        return GatheringDispatcher(layer, room)
+    return SlicingDispatcher(layer) if get_pg_size(layer.experts.tp_group) > 1 else LocalDispatcher(layer)

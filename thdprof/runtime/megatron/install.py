@@ -40,7 +40,7 @@ from thdprof.runtime.megatron.decoder.decoder import (
     passes_a_microbatch,
     prediction_layers,
 )
-from thdprof.runtime.megatron.gathered_experts import GatheringDispatcher, Room
+from thdprof.runtime.megatron.gathered_experts import Room, make_dispatcher
 from thdprof.runtime.megatron.kinds import chunk, layer_graphs, local
 from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
 from thdprof.runtime.megatron.opening import MetadataForm, Openings
@@ -118,8 +118,7 @@ def install(
     installation.replays = replay
     try:  # changes begin only here, after all that can fail; the first failure takes them back
         installation._attach(models, plan, config)
-        make_dispatcher = grouped_experts.LocalDispatcher if room is None else partial(GatheringDispatcher, room=room)
-        installation.until_closed(grouped_experts.grouped(experts, make_dispatcher))
+        installation.until_closed(grouped_experts.grouped(experts, partial(make_dispatcher, room=room)))
         if experts and _global_rank() == 0:
             say(f"dropless experts of {len(experts)} layers run as grouped products, in every pass of the run")
         if replay and capture_now and plan.captured:
