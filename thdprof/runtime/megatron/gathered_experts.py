@@ -7,6 +7,8 @@ any rank have no room. Then nothing of the replay is used, and the micro-batch r
 rows.
 
 Rows behind the last expert's are not multiplied. Their memory may hold anything, so that no sum reads it.
+
+Ranks with slices of every expert (expert-tensor parallelism) multiply all rows, of which there are always as many.
 """
 
 from __future__ import annotations
