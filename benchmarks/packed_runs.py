@@ -109,8 +109,7 @@ def run_grown(options: argparse.Namespace) -> None:
     """Train pretrain_gpt.py --sft on conversations that grow, by the plan of the short ones, and by the revised one."""
     directory, rng, steps = options.directory, np.random.default_rng(2), 100
     flags = sft_flags(directory, lm.SMALL)
-    short, grown = (fill_lines(rng, [longest] * 20 * 8 * steps, 1024) for longest in (3, 40))
-    short, grown = short[: 8 * steps], grown[: 8 * (steps + 10)]  # a run is compared in the step after every hundredth
+    short, grown = (fill_lines(rng, [longest] * 20 * 8 * steps, 1024)[: 8 * steps] for longest in (3, 40))
     both, plan = [*flags, "--data-path", str(conversations.write_lines(directory / "both.jsonl", short + grown))], None
     for name, lines in (("short", short), ("grown", grown)):
         data = ["--data-path", str(conversations.write_lines(directory / f"{name}.jsonl", lines))]
@@ -120,7 +119,7 @@ def run_grown(options: argparse.Namespace) -> None:
             most = load_plan(plan).microbatches
             cap = {"max_seqs": int(most.n_seqs.max), "max_seqlen": int(most.max_seqlen.max), "share": 1.0}
             lm.change_graphs(plan, plan, buckets=[cap])
-            words = [*both, "--train-iters", str(2 * steps + 10)]
+            words = [*both, "--train-iters", str(2 * steps)]
         if ran := train(options, words, name, plan):
             said = [line for line in ran.log.splitlines() if "the data is not what the plan" in line]
             print(f"{plan.name}: {ran.count('replayed')} replayed, {ran.eager} eager", *said, sep="\n", flush=True)

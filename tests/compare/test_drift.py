@@ -90,6 +90,18 @@ def alarm_by_definition(plan, seen, together) -> tuple[float, int, int] | None:
     return min(found, default=None, key=lambda alarm: alarm[0])
 
 
+def test_behind_the_last_micro_batch_in_order_an_alarm_needs_more_than_all_epochs_have(rng):
+    plan = plan_of_shares(SHARES, count=8000, steps=1000, dataset_format="lengths", packer="next_fit")
+    rows = planned_kinds(plan)
+    assert first_alarm(plan, np.tile(rows, 3)) is None
+    for _ in range(25):  # other rows of the same kinds
+        assert first_alarm(plan, np.concatenate([rows, rng.choice(4, 16_000, p=[0.05, 0.6, 0.25, 0.1])])) is None
+    look, moved = first_alarm(plan, np.concatenate([rows, np.zeros(8000, dtype=int)]))
+    assert (look, moved.bucket) == (11, None)
+    assert moved.observed_share == 1200 / 8800
+    assert moved.chance < 1e-6
+
+
 @pytest.mark.parametrize(
     ("settings", "together"),
     [

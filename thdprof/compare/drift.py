@@ -12,7 +12,8 @@ of a false alarm in a whole run, however long it is, stays under FALSE_ALARMS_PE
 Micro-batches that are made together (one step of a packer for whole steps, the rows that Megatron-Bridge collates for a
 step of a rank) count as one, for they resemble each other, and so do those that ranks decide on together. Where rows
 are read in the file's order, early shares tell nothing of the whole. Then an alarm needs more micro-batches of a kind
-than the whole plan has.
+than the whole plan has. Behind its last micro-batch it needs more than the plan has in as many epochs, and a count that
+chance does not explain either.
 """
 
 from __future__ import annotations
@@ -94,11 +95,11 @@ class DriftTest:
                 shares of buckets are not compared while there are any.
         """
         self._seen.append([undecided, by_shape, *(replays.get(bucket, 0) for bucket in self._buckets)])
-        if self._deal_in_order:
-            return self._impossible() if self._exact else None
         looks = len(self._seen) - 1
         spans = list(_spans(looks))
         allowed = FALSE_ALARMS_PER_RUN / (looks * (looks + 1)) / len(spans) / (2 * len(self._shares))
+        if self._deal_in_order:
+            return self._beyond_plan(allowed) if self._exact else None
         found = [moved for span in spans for moved in self._differences(span, allowed)]
         return min(found, key=lambda moved: moved.chance or 0.0, default=None)
 
@@ -135,14 +136,16 @@ class DriftTest:
         marked = min(others, ceil(share * others - _ROUNDING))
         return tail(floor(count * drawn / total), drawn, marked, others, enough=allowed)
 
-    def _impossible(self) -> Moved | None:
+    def _beyond_plan(self, allowed: float) -> Moved | None:
+        """The first count that the plan's rows, read in order as often as the run has read so many, do not have."""
         counts = self._seen[-1]
         total = sum(counts)
-        if total > self._planned:
-            return None  # what comes behind the plan's last micro-batch is not known
+        epochs = ceil(total / self._planned)
         for index, (share, count) in enumerate(zip(self._shares, counts[1:], strict=True)):
-            if count > round(share * self._planned):
-                return self._difference(index, count, total, None)
+            if count > epochs * round(share * self._planned):
+                chance = None if epochs == 1 else self._chance(count, total, share, allowed)
+                if chance is None or chance < allowed:
+                    return self._difference(index, count, total, chance)
         return None
 
 
