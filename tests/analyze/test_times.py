@@ -187,7 +187,7 @@ def launches_ms(count: float = LAUNCHES) -> tuple[float, float]:
 
 def test_launches_outside_the_decoder_hide_behind_a_replay_that_is_as_long():
     unknown, replayed = times_outside(replace(QWEN, vocab_size=None)), modelled(QWEN).at(12).gpu_ms
-    assert launches_ms()[1] < replayed  # so that only launches after the loop's read of the loss count
+    assert launches_ms()[1] < replayed  # so that few launches count
     assert unknown == pytest.approx(launches_ms(17))
     known = times_outside(QWEN)
     assert known[1] - known[0] == pytest.approx(unknown[1] - unknown[0])
@@ -380,7 +380,6 @@ def test_larger_caps_than_a_measured_table_has_replay_as_much_longer_as_they_are
         assert at[cap] - at[32] == pytest.approx(more, abs=0.6)
     wide = costs.model_copy(update={"replay": [*costs.replay, ReplayPoint(max_seqs=256, ms=44.1)]})
     assert extend_replays(wide, run) is wide
-    assert extend_replays(costs, replace(run, model=None)) is costs
     other = costs.model_copy(update={"hardware": "another"})
     assert extend_replays(other, run) is other
 

@@ -423,22 +423,21 @@ class Study:
 
     def _find_costs(self, run: AnalyzedRun) -> tuple[CostTable, ModelledTimes | None, list[str], str]:
         """The cost table; the model of times that made it, if one did; a note on its GPU; and how to get times."""
-        if self.measured is not None:
-            from thdprof.analyze.times.modelled_costs import extend_replays
-
-            costs = extend_replays(self.measured, run) if self.measured.calibrated else self.measured
-            end = self.measured.measured_max_seqs()[-1]
-            ends = f"the cost table ends at {end} documents: larger caps replay as much longer as they are modelled"
-            return costs, None, [ends] if len(costs.replay) > len(self.measured.replay) else [], FOREIGN_TABLE
         unknown: str | None = UNKNOWN_MODEL
         if run.model is not None:
-            from thdprof.analyze.times.modelled_costs import explain_missing_times, gpu_of, model_times
+            from thdprof.analyze.times.modelled_costs import explain_missing_times, extend_replays, gpu_of, model_times
 
             unknown = explain_missing_times(run.settings, self.request.attention, run.model)
-            if unknown is None:
-                gpu, note = gpu_of(self.request.gpu)
-                modelled = model_times(run, gpu, self.request.host)
-                return modelled.table(), modelled, [] if note is None else [note], FOREIGN_TABLE
+        if (measured := self.measured) is not None:
+            end = measured.measured_max_seqs()[-1]
+            if unknown is None and measured.calibrated:
+                measured = extend_replays(measured, run)
+            ends = f"the cost table ends at {end} documents: larger caps replay as much longer as they are modelled"
+            return measured, None, [] if measured is self.measured else [ends], FOREIGN_TABLE
+        if unknown is None:
+            gpu, note = gpu_of(self.request.gpu)
+            modelled = model_times(run, gpu, self.request.host)
+            return modelled.table(), modelled, [] if note is None else [note], FOREIGN_TABLE
         return built_in_costs(self.request.attention, run.n_tokens), None, [], unknown or FOREIGN_TABLE
 
     def _choose(

@@ -137,7 +137,7 @@ class DriftTest:
         return tail(floor(count * drawn / total), drawn, marked, others, enough=allowed)
 
     def _beyond_plan(self, allowed: float) -> Moved | None:
-        """The first count that the plan's rows, read in order as often as the run has read so many, do not have."""
+        """The first count that is larger than the plan's, in as many epochs as the run has begun."""
         counts = self._seen[-1]
         total = sum(counts)
         epochs = ceil(total / self._planned)

@@ -95,6 +95,15 @@ def test_a_contradiction_is_said_once(tmp_path, config, script):
     assert "--vocab-size 999: contradicts" in note
 
 
+def test_a_tokenizer_with_fewer_tokens_than_the_model_has_rows_is_no_contradiction(tmp_path, config, script):
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}')
+    tokenizer = f"--swiglu --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    script.write_text(SCRIPT.replace("--vocab-size 1000", tokenizer))
+    request = request_of(tmp_path, model=config, script=script)
+    assert not any("contradicts" in note for note in request.notes)
+    assert request.model.vocab_size == 1024
+
+
 def test_what_the_file_gives_need_not_be_settled_in_the_script(tmp_path, config, script):
     script.write_text(SCRIPT.replace("--hidden-size 64", "--hidden-size $HIDDEN --use-checkpoint-args"))
     assert request_of(tmp_path, script=script).model is None

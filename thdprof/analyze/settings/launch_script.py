@@ -534,14 +534,15 @@ class _ModelFlags(ModelReading):
         self._take("--padded-vocab-size", field)
         if field in self.values or field in self.unsettled:
             return
-        tokens = self._parsed("--vocab-size", field, _check_count) or self._count_tokens(field)
+        given = self._parsed("--vocab-size", field, _check_count)
+        tokens = given or self._count_tokens(field)
         multiple = self._parsed("--make-vocab-size-divisible-by", field, _check_count) or VOCAB_MULTIPLE
         if tokens is None or field in self.unsettled:
             return
         if any(self._one(flag, field) is not None for flag in table.UNPADDED):
             self._set(field, tokens, self._one("--vocab-size", field))
         else:
-            self.vocabulary = Vocabulary(tokens=tokens, multiple=multiple)
+            self.vocabulary = Vocabulary(tokens=tokens, multiple=multiple, is_counted=given is None)
 
     def _count_tokens(self, field: str) -> int | None:
         """Tokens of the tokenizer in a directory, as Megatron counts those of transformers; None: not known."""

@@ -47,6 +47,8 @@ class Vocabulary:
     """Tokens of the vocabulary."""
     multiple: int = VOCAB_MULTIPLE
     """Rows are padded to a multiple of this times tensor_model_parallel_size."""
+    is_counted: bool = False
+    """Whether the tokens were counted in a tokenizer, and nobody gives their number."""
 
     def rows(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding, by the rule of Megatron-LM's vocab_utils."""

@@ -175,7 +175,8 @@ def _note_contradictions(file: ModelReading, script: ModelReading | None, own: M
         if name in ARCHITECTURE and name not in own and script.values[name] != ours[name]
     ]
     theirs, vocabulary = script.vocabulary, file.vocabulary
-    if theirs and vocabulary and theirs.tokens != vocabulary.tokens and "vocab_size" not in own:
+    is_given = theirs and not theirs.is_counted and "vocab_size" not in own
+    if theirs and vocabulary and is_given and theirs.tokens != vocabulary.tokens:
         places.append(f"{script.source}: --vocab-size {theirs.tokens}")
     if not places:
         return []

@@ -30,8 +30,8 @@ _OF_ONE_END = 0.5
 """Share of them on the pipeline rank that makes most, where there are several: steps of two stages took as long as if
 each made half (benchmarks/results/trainer-rows.md)."""
 _UNHIDDEN = 17.0
-"""Number of these launches that the GPU waits for in a replayed micro-batch as well, after the loop has read its loss:
-10 to 22 in six models on H200s (benchmarks/results/calibrated.md)."""
+"""Number of these launches that a replayed micro-batch waits for all the same: 10 to 22 in six models on H200s
+(benchmarks/results/calibrated.md)."""
 _LOSS_US_AN_ELEMENT = 17.4e-6
 """Cross entropy over the vocabulary, forward and backward, for one token and one entry: unfused, in fp32."""
 _OPTIMIZER_MS_A_PARAMETER = 14e-9
@@ -414,15 +414,14 @@ def name_gpu() -> str:
 def extend_replays(costs: CostTable, run: AnalyzedRun) -> CostTable:
     """A measured table, with points for larger caps than it has: they replay as much longer as they are modelled.
 
-    The table itself where the run has no such caps, or times of its model on the table's GPU are not modelled.
+    The table itself where the run, whose times can be modelled, has no such caps, or the table's GPU is not known.
     """
+    assert run.model is not None
     gpu, last = known_gpu(costs.hardware), max(costs.replay, key=lambda point: point.max_seqs)
     most = round_documents(run.profile.n_seqs.percentile(100.0))
-    if gpu is None or costs.needs_max_seqlen or most <= last.max_seqs or run.model is None:
+    if gpu is None or (run.model.fp8_recipe and gpu.fp8_tflops is None):
         return costs
-    if (run.model.fp8_recipe and gpu.fp8_tflops is None) or explain_missing_times(
-        run.settings, "transformer_engine", run.model
-    ):
+    if costs.needs_max_seqlen or most <= last.max_seqs:
         return costs
     times, ends = ModelledTimes(run, gpu, STATED), {most, *(n for n in _STEPS if last.max_seqs < n < most)}
     caps = sorted(ends | {n + 1 for n in (last.max_seqs, *ends) if round_documents(n) == n < most})
