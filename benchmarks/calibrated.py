@@ -54,17 +54,19 @@ MODELS: Mapping[str, str] = {
 """Megatron-LM's flags of each model that is calibrated."""
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 MODELLED: Mapping[str, str] = {
-    "SmolLM2 135M": "--num-layers 30 --hidden-size 576 --ffn-hidden-size 1536 --num-attention-heads 9 --kv-channels 64 "
-    f"--group-query-attention --num-query-groups 3 --vocab-size 49152 {_DENSE}",
-    "SmolLM2 360M, FP8": "--num-layers 32 --hidden-size 960 --ffn-hidden-size 2560 --num-attention-heads 15 "
-    f"--kv-channels 64 --group-query-attention --num-query-groups 5 --vocab-size 49152 {_DENSE} {_FP8}",
-    "OLMo 2 1B": "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --kv-channels 128 "
-    f"--qk-layernorm --vocab-size 100352 {_DENSE}",
-    "Gemma 3 1B": "--num-layers 26 --hidden-size 1152 --ffn-hidden-size 6912 --num-attention-heads 4 --kv-channels 256 "
-    f"--group-query-attention --num-query-groups 1 --qk-layernorm --vocab-size 65536 {_DENSE}",
-    "Llama 3.2 1B, FP8, 8,192 tokens": f"{lm.SHAPES['llama3.2-1b']} --vocab-size 128256 {_FP8}",
+    "Qwen2.5 0.5B": "--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "
+    f"--kv-channels 64 --group-query-attention --num-query-groups 2 --add-qkv-bias --vocab-size 151936 {_DENSE}",
+    "TinyLlama 1.1B, FP8": "--num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 "
+    f"--kv-channels 64 --group-query-attention --num-query-groups 4 --vocab-size 32000 {_DENSE} {_FP8}",
+    "Qwen3 1.7B": "--num-layers 28 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 "
+    f"--kv-channels 128 --group-query-attention --num-query-groups 8 --qk-layernorm --vocab-size 151936 {_DENSE}",
+    "Falcon 3 1B, FP8": "--num-layers 18 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 8 "
+    f"--kv-channels 256 --group-query-attention --num-query-groups 4 --vocab-size 131072 {_DENSE} {_FP8}",
+    "Danube 3 500M, recomputed": "--num-layers 16 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 16 "
+    "--kv-channels 96 --group-query-attention --num-query-groups 8 --vocab-size 32000 "
+    f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {_DENSE}",
 }
-"""Models by the sizes of their layers; Gemma's attention has no window here, and its vocabulary is smaller."""
+"""Models by the sizes of their layers; none has tied embeddings."""
 Rows = tuple[list[list[str]], list[str]]
 """Lines of a page's table, and notes below it."""
 
