@@ -37,9 +37,9 @@ def eager_runs(plans, tmp_path_factory):
 
     def run(case):
         if case not in found:
-            model, options, _ = CASES[case]
+            model, options, impls = CASES[case]
             record = tmp_path_factory.mktemp("eager") / "run.jsonl"
-            found[case] = train(plans(2, model=model), record, model, *options.split(), replay=False)
+            found[case] = train(plans(2, model=model, impl=impls[0]), record, model, *options.split(), replay=False)
         return found[case]
 
     return run

@@ -171,6 +171,25 @@ def test_evaluation_has_router_logits_too():
         assert [len(logits) for logits in mine.router_logits] == [sum(LENGTHS[0])] * 2
 
 
+def test_an_evaluation_whose_logits_transformers_keeps_by_hooks_leaves_replays_as_they_were(monkeypatch):
+    model = small_model("qwen3_moe").train()
+    as_if_on_a_gpu(monkeypatch)
+    decoder = followed(model)
+    expected, given = batch_of(LENGTHS[0], output_router_logits=True)
+    masked = {**expected, "attention_mask": torch.ones_like(expected["input_ids"])}  # which tells no boundaries
+    with decoder.following():
+        losses = []
+        for _ in range(2):
+            losses.append(model(**given).loss)
+            losses[-1].backward()
+            with torch.no_grad():
+                evaluated = model.eval()(**masked)
+            assert len(evaluated.router_logits) == 2
+            model.train()
+        assert decoder.graphed.stats().replays.total() == 2
+    assert losses[0].item() == losses[1].item()
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_run_of_trl_with_its_usual_loss_of_routers_has_the_losses_of_one_without(compile, tmp_path, without_inductor):
     if CHECKPOINTS_ITSELF:

@@ -8,7 +8,7 @@ rope tables, masks, the last norm, the loss and the model's state_dict are what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -21,6 +21,7 @@ from thdprof.dispatch import Bucket, Dispatcher
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
+from thdprof.runtime.graphs.module_state import find_home
 from thdprof.runtime.padding import PackedSequence, boundaries_of, pack, pad_cu_seqlens, shape_of
 from thdprof.runtime.replacing import attributes, replaced, shared
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
@@ -137,6 +138,30 @@ def _restored(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(value, Place):
         return tensors[value.index]
     return tuple(_restored(part, tensors) for part in value) if isinstance(value, tuple) else value
+
+
+OUTPUT_HOOKS = "transformers.utils.output_capturing"
+"""Where transformers defines hooks that stay on layers after a call with output_hidden_states, and then do nothing."""
+_HAS_HOOKS = "_output_capturing_hooks_installed"
+"""The attribute that transformers gives a model with such hooks."""
+
+
+@contextmanager
+def _without_new_hooks(model: nn.Module) -> Iterator[None]:
+    """Take off, after the block, the hooks of transformers that a call in it was the first to need.
+
+    Graphs were captured without them, and would take them for a change of the model.
+    """
+    had = getattr(model, _HAS_HOOKS, False)
+    try:
+        yield
+    finally:
+        if not had:
+            for part in model.modules():
+                part.__dict__.pop(_HAS_HOOKS, None)
+                for key, hook in [*part._forward_hooks.items()]:
+                    if find_home(hook) == OUTPUT_HOOKS:
+                        del part._forward_hooks[key]
 
 
 _LOGITS = "router_logits"
@@ -395,9 +420,9 @@ class GraphedDecoder:
             )
         if self._routers is not None:
             self._routers.wanted = False
-        if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
-            return own(*args, **kwargs)
-        with replaced(self._config, "_attn_implementation", self._own_attention):
+        keeps = kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention()
+        attention = nullcontext() if keeps else replaced(self._config, "_attn_implementation", self._own_attention)
+        with attention, _without_new_hooks(self._model):
             return own(*args, **kwargs)
 
     def _run_stack(

@@ -18,6 +18,7 @@ from thdprof.runtime.graphs.module_state import describe_hooked_modules, find_ho
 from thdprof.training import find_defaults, find_unread_fields
 from thdprof.training.trainer_arguments import READ_ARGUMENTS, TRAINER_ARGUMENTS, trainer_settings
 from thdprof.transformers.attention import SOFTCAPPED, Backend
+from thdprof.transformers.decoder import OUTPUT_HOOKS
 
 _READ = """
 architectures attention_bias attention_dropout attn_logit_softcapping base_model_tp_plan bos_token_id
@@ -31,8 +32,6 @@ transformers_version use_bidirectional_attention use_cache use_mrope use_sliding
 """
 _READ_CONFIG: frozenset[str] = frozenset(_READ.split())
 """Fields of these families' configs that thdprof reads, or that layers were checked with in graphs."""
-_OUTPUT_HOOKS = "transformers.utils.output_capturing"
-"""Where transformers defines hooks that stay on layers after a call with output_hidden_states, and then do nothing."""
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
@@ -127,7 +126,7 @@ def _refuse_layers(decoder: nn.Module) -> Iterator[str]:
         )
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList)
-    if hooked := [*find_hooked_modules(layers, known=(_OUTPUT_HOOKS,), name="layers")]:
+    if hooked := [*find_hooked_modules(layers, known=(OUTPUT_HOOKS,), name="layers")]:
         yield describe_hooked_modules(hooked)
     parameter = next(find_hooked_parameters(layers, name="layers"), None)
     if parameter is not None:
