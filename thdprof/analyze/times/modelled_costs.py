@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
@@ -42,6 +42,9 @@ _LIGHT = 0.4
 """Host's time for a launch that comes in a row out of one call, beside one from Python."""
 _MEGATRON = 4.7
 """Host's time for a launch from Megatron's modules, beside one from torch's own, which is what can be measured."""
+_IN_FP8, _RECOMPUTED = 1.15, 1.2
+"""Host's time for a launch of Megatron's modules in FP8, and under full recompute, beside one in bf16: 1.13 to 1.22 on
+four hosts, and 1.18 and 1.26 on two (benchmarks/results/calibrated.md)."""
 _GAPS = 1.08
 """GPU time of an eager micro-batch whose launches all come early enough, beside that of a replay, at most."""
 _SHARP = 6
@@ -105,6 +108,12 @@ def _larger(gpu: float, host: float) -> float:
 STATED = HostRate(low_us=75.0, high_us=150.0, basis="server processors of 2021 to 2025")
 """The range of hosts on which eager Megatron training was measured: 36 of 38 rows that nothing was fitted to lie in it
 (benchmarks/results/decoder-times.md)."""
+
+
+def _slow_down(host: HostRate, model: Model) -> HostRate:
+    """The host's rate for launches from the modules of `model`, as Megatron trains it."""
+    factor = (_IN_FP8 if model.fp8_recipe else 1.0) * (_RECOMPUTED if model.recompute_granularity == "full" else 1.0)
+    return replace(host, low_us=host.low_us * factor, high_us=host.high_us * factor)
 
 
 @functools.cache
@@ -185,7 +194,8 @@ class ModelledTimes:
     def __init__(self, run: AnalyzedRun, gpu: Gpu, host: HostRate) -> None:
         """Times of `run`, whose model is known, on `gpu`, for which `host` launches."""
         assert run.model is not None
-        self.model, self.settings, self.gpu, self.host, self._run = run.model, run.settings, gpu, host, run
+        self.model, self.settings, self.gpu, self._run = run.model, run.settings, gpu, run
+        self.host = host if run.settings.is_of_trainer else _slow_down(host, run.model)
         self.decoder = Decoder(self.model, gpu, pipeline_size=self.settings.pipeline_parallel_size)
         self.typical = run.profile.n_seqs.percentile(50.0)
         """Documents of the median micro-batch."""
