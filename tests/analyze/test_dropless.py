@@ -215,17 +215,20 @@ def test_slices_of_experts_multiply_all_rows_in_part_of_the_width_and_exchange_t
     fast, slow = GPUS["h200"], replace(GPUS["h200"], link_gbps=GPUS["h200"].link_gbps / 2)
     sliced, whole = replace(QWEN, **SLICED), replace(QWEN, **SLICED, expert_tensor_parallel_size=1)
 
-    def gpu_ms(model, tokens=4096, gpu=fast):
-        return Decoder(model, gpu).time(Work(tokens=tokens, squared=2e6, max_seqs=12, grouped=True)).gpu_ms
+    def gpu_ms(model, tokens=4096, gpu=fast, **work):
+        work = {"squared": 2e6, "max_seqs": 12, "grouped": True, **work}
+        return Decoder(model, gpu).time(Work(tokens=tokens, **work)).gpu_ms
 
     def of_rows(model, tokens=4096):
         return gpu_ms(model, tokens) - gpu_ms(replace(model, moe_router_topk=4), tokens)
 
     assert of_rows(sliced) == pytest.approx(of_rows(replace(QWEN, moe_ffn_hidden_size=384)))
     assert of_rows(whole) == pytest.approx(of_rows(QWEN, 2048))  # its own tokens'
-    slower = [gpu_ms(model, gpu=slow) - gpu_ms(model) for model in (sliced, whole)]
-    (one,), (slowed,) = (Device(gpu).collective(4096 * 2048 * 2e-6, 2) for gpu in (fast, slow))
-    assert slower[0] - slower[1] == pytest.approx(8 * 4 * (slowed.us - one.us) / 1000)  # twice in each pass of a layer
+    for grouped, sent in ((True, 4096), (False, 4096 * 8)):  # tokens; eagerly a row for each of their experts
+        run = {"grouped": grouped}
+        slower = [gpu_ms(model, gpu=slow, **run) - gpu_ms(model, **run) for model in (sliced, whole)]
+        (one,), (slowed,) = (Device(gpu).collective(sent * 2048 * 2e-6, 2) for gpu in (fast, slow))
+        assert slower[0] - slower[1] == pytest.approx(8 * 4 * (slowed.us - one.us) / 1000)  # twice in each pass
 
 
 def test_slices_of_experts_hold_all_rows_the_gathered_tokens_and_a_slices_gradient():

@@ -544,6 +544,7 @@ class Decoder:
         permuted = device.scaled(8.1e-6 * routed * model.hidden_size)
         layer.backward.append(Kernels(kind="experts", us=permuted, launches=8))
         exchange = device.collective(routed * model.hidden_size * 2e-6, model.expert_model_parallel_size)
+        exchange += device.collective(received * model.hidden_size * 2e-6, share)  # of rows, gathered for the slices
         layer.forward += [*exchange, *exchange]
         layer.backward += [*exchange, *exchange]
         gate = model.gate_factor
