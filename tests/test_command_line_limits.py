@@ -294,6 +294,21 @@ def test_dropless_experts_up_to_the_router_are_served():
     assert refused("--num-experts", "8", "--moe-token-dispatcher-type", "flex", plan=plan) == []
 
 
+def test_slices_of_dropless_experts_are_served_in_chunks_alone():
+    dropless = {"training": dataclasses.replace(PLAN.training, experts="dropless")}
+    chunks, layers = (of_impl(kind).model_copy(update=dropless) for kind in ("chunk", "transformer_engine"))
+    flags = ["--num-experts", "8", "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]
+    flags += ["--disable-bias-linear", "--tensor-model-parallel-size", "2"]
+    assert refused(*flags, plan=chunks) == []
+    assert refused(*flags, "--expert-tensor-parallel-size", "1", plan=layers) == []
+    assert refused(*flags, plan=layers) == [
+        "--tensor-model-parallel-size 2: slices of experts were checked in graphs of model chunks alone; set "
+        "graphs.impl to chunk, or give --expert-tensor-parallel-size 1"
+    ]
+    (line,) = refused(*flags, "--expert-tensor-parallel-size", "4", plan=chunks)
+    assert line.startswith("--expert-tensor-parallel-size 4: ranks with other tokens than those of the tensor-parallel")
+
+
 @pytest.mark.parametrize(
     ("more", "line"),
     [

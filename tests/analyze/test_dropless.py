@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.buckets.saved_tensors import layer_tensors, pass_bytes
 from thdprof.analyze.report.analysis import to_dict
-from thdprof.analyze.times.decoder import Decoder, Work
+from thdprof.analyze.times.decoder import Decoder, Device, Work
 from thdprof.analyze.times.gpus import GPUS
 from thdprof.plan import load_plan
 from thdprof.training import Model
@@ -35,6 +36,10 @@ LENGTHS = [400] * 640
 RUN = {"seq_length": 4096, "loader": "single", "packer": "best_fit_decreasing", "global_batch_size": 8, "gpu": "h200"}
 
 
+SLICED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+"""Two ranks, each of which has a slice of every expert."""
+
+
 def plan_of(model=QWEN, *, impl=None, **options):
     analysis = analyze_dataset(LENGTHS, model=model, impl=impl, **{**RUN, **options})
     return analysis, make_plan(analysis, impl=impl)
@@ -56,8 +61,19 @@ def test_whole_layers_are_captured_by_every_kind_that_can(impl, expected):
     ("changes", "options", "reason"),
     [
         ({"expert_model_parallel_size": 2}, {}, "expert_model_parallel_size is 2, and numbers of rows"),
-        ({"tensor_model_parallel_size": 2}, {}, "expert_tensor_parallel_size is 2, and graphs with slices"),
-        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, None),
+        (SLICED, {}, None),
+        (SLICED, {"impl": "chunk"}, None),
+        ({**SLICED, "expert_tensor_parallel_size": 2}, {}, None),
+        ({**SLICED, "expert_tensor_parallel_size": 1}, {}, None),
+        ({**SLICED, "expert_tensor_parallel_size": 4}, {}, "expert_tensor_parallel_size is 4, and ranks with other"),
+        (SLICED, {"impl": "transformer_engine"}, "graphs.impl is transformer_engine where 2 ranks share every expert"),
+        (
+            {**SLICED, "moe_ffn_hidden_size": 24},
+            {},
+            "hidden_size is 2048 and moe_ffn_hidden_size 24, which 2 ranks share, and torch's grouped products take",
+        ),
+        ({**SLICED, "moe_ffn_hidden_size": 24, "expert_tensor_parallel_size": 1}, {}, None),
+        ({**SLICED, "expert_model_parallel_size": 2}, {}, "expert_model_parallel_size is 2, and numbers of rows"),
         (
             {"fp8_recipe": "tensorwise"},
             {"max_fallback_rate": 0.0},
@@ -92,6 +108,9 @@ FLAGS = (
 )
 
 
+SLICES = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
 @pytest.mark.parametrize(
     ("out", "more", "reason"),
     [
@@ -102,6 +121,10 @@ FLAGS = (
         ("--moe-token-dispatcher-type alltoall", "", "moe_token_dispatcher_type is 'allgather'"),
         ("", "--moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor is '1.5'"),
         ("", "--moe-shared-expert-overlap", None),
+        ("", SLICES, None),
+        ("", f"{SLICES} --moe-shared-expert-intermediate-size 512", None),
+        ("", f"{SLICES} --moe-shared-expert-intermediate-size 512 --moe-shared-expert-overlap", "moe_shared_expert_"),
+        ("", f"{SLICES} --expert-tensor-parallel-size 4", "expert_tensor_parallel_size is 4, and ranks with other"),
         ("", "--moe-latent-size 64", "moe_latent_size is 64"),
         ("", "--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm is True"),
         ("", "--overlap-moe-expert-parallel-comm --delay-wgrad-compute", "overlap_moe_expert_parallel_comm is True"),
@@ -111,7 +134,7 @@ FLAGS = (
 def test_a_launch_script_says_what_keeps_experts_out(out, more, reason, tmp_path, thdprof):
     (tmp_path / "rows.jsonl").write_text("[20, 30]\n[60]\n" * 8)
     (tmp_path / "run.sh").write_text(
-        f"WORLD_SIZE=1\npretrain_gpt.py {FLAGS.replace(out, '') if out else FLAGS} {more}\n"
+        f"WORLD_SIZE={4 if SLICES in more else 1}\npretrain_gpt.py {FLAGS.replace(out, '') if out else FLAGS} {more}\n"
     )
     plan = ["--json", "-o", tmp_path / "plan.yaml"]
     done = thdprof("analyze", tmp_path / "rows.jsonl", "--megatron-args", tmp_path / "run.sh", "--gpu", "h100", *plan)
@@ -188,6 +211,40 @@ def test_replays_are_modelled_from_grouped_products_of_all_experts():
     assert sum(one.us for one in few.backward) < sum(one.us for one in layer.backward) - 1000  # fewer weights
 
 
+def test_slices_of_experts_multiply_all_rows_in_part_of_the_width_and_exchange_tokens():
+    fast, slow = GPUS["h200"], replace(GPUS["h200"], link_gbps=GPUS["h200"].link_gbps / 2)
+    sliced, whole = replace(QWEN, **SLICED), replace(QWEN, **SLICED, expert_tensor_parallel_size=1)
+
+    def gpu_ms(model, tokens=4096, gpu=fast, **work):
+        work = {"squared": 2e6, "max_seqs": 12, "grouped": True, **work}
+        return Decoder(model, gpu).time(Work(tokens=tokens, **work)).gpu_ms
+
+    def of_rows(model, tokens=4096):
+        return gpu_ms(model, tokens) - gpu_ms(replace(model, moe_router_topk=4), tokens)
+
+    assert of_rows(sliced) == pytest.approx(of_rows(replace(QWEN, moe_ffn_hidden_size=384)))
+    assert of_rows(whole) == pytest.approx(of_rows(QWEN, 2048))  # its own tokens'
+    for grouped, sent in ((True, 4096), (False, 4096 * 8)):  # tokens; eagerly a row for each of their experts
+        run = {"grouped": grouped}
+        slower = [gpu_ms(model, gpu=slow, **run) - gpu_ms(model, **run) for model in (sliced, whole)]
+        (one,), (slowed,) = (Device(gpu).collective(sent * 2048 * 2e-6, 2) for gpu in (fast, slow))
+        assert slower[0] - slower[1] == pytest.approx(8 * 4 * (slowed.us - one.us) / 1000)  # twice in each pass
+
+
+def test_slices_of_experts_hold_all_rows_the_gathered_tokens_and_a_slices_gradient():
+    model = replace(QWEN, num_layers=2, **SLICED)
+    layer = layer_tensors(model, "attention+moe")
+    assert {"mlp.experts.linear_fc1": 8 * 2048 * 2.0, "mlp.experts.linear_fc2": 8 * 768}.items() <= {
+        one.module: one.bytes_per_token for one in layer
+    }.items()
+    hidden, gradient = 4000 * 2048 * 2, 128 * 2 * (768 // 2) * 2048 * 2
+    expected = pass_bytes([layer] * 2, 4000) + gradient + 2 * hidden + 32 * 2**20
+    assert plan_of(model)[0].costs.slot_bytes == expected
+    alone = replace(model, expert_tensor_parallel_size=1)
+    expected = pass_bytes([layer_tensors(alone, "attention+moe")] * 2, 4000) + 2 * gradient + 32 * 2**20
+    assert plan_of(alone)[0].costs.slot_bytes == expected
+
+
 def test_whole_layers_save_most_of_what_launching_takes():
     whole, _ = plan_of()
     ended, _ = plan_of(replace(QWEN, precision="fp16"))
@@ -195,3 +252,5 @@ def test_whole_layers_save_most_of_what_launching_takes():
     assert whole.times.relative_step_time[1] < 0.6 < ended.times.relative_step_time[1]
     assert not any("beside dropless experts" in warning for warning in whole.warnings)
     assert any("these were measured in one layer alone, of" in warning for warning in whole.warnings)
+    assert not any("slices of experts" in warning for warning in whole.warnings)
+    assert any("slices of experts never" in warning for warning in plan_of(replace(QWEN, **SLICED))[0].warnings)

@@ -67,7 +67,12 @@ def test_more_room_takes_more_memory():
     [
         ({}, {"expert_loads": "0.5"}, "--expert-loads 0.5: must be uniform"),
         ({}, {"expert_loads": "1.5", "impl": "transformer_engine"}, "graphs.impl transformer_engine"),
-        ({"expert_model_parallel_size": 1}, {"expert_loads": "uniform"}, "which several ranks share; leave it out"),
+        ({"expert_model_parallel_size": 1}, {"expert_loads": "uniform"}, "expert-parallel ranks share; leave it out"),
+        (
+            {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {"expert_loads": "uniform"},
+            "which several expert-parallel ranks share",  # slices have as many rows in every micro-batch
+        ),
         ({}, {"expert_loads": "uniform", "impl": "module"}, "it is for chunks of Megatron's models"),
         ({"fp8_recipe": "tensorwise"}, {"expert_loads": "uniform"}, "fp8 is 'tensorwise'"),
         (

@@ -84,6 +84,15 @@ BIASED = {
 }
 
 
+SLICED = Communication(
+    sizes={"tensor_model_parallel_size": 2},
+    config={**EXPERTS, "expert_model_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    experts="dropless",
+    graphs={"impl": "chunk", "modules": []},
+)
+"""Two ranks, each of which has a slice of every expert."""
+
+
 def _of_experts(config: dict[str, Any], *more: str, plan: dict[str, Any] | None = None) -> Communication:
     """Experts over two ranks, in graphs up to their routers and of these parts more, or as `plan` says."""
     graphs = {**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], *more]} if plan is None else plan
@@ -151,17 +160,8 @@ CASES = {
         {**EXPERTS, "moe_router_force_load_balancing": True, "hidden_dropout": 0.1},
         plan={**WHOLE, "expert_room": 1.02, "layers_per_graph": 1},
     ),
-    "whole_experts_sliced": Communication(
-        sizes={"tensor_model_parallel_size": 2},
-        config={
-            **EXPERTS,
-            "expert_model_parallel_size": 1,
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-        },
-        experts="dropless",
-        graphs={"impl": "chunk", "modules": []},
-    ),
+    "whole_experts_sliced": SLICED,
+    "whole_experts_sliced_layer_by_layer": replace(SLICED, graphs={**SLICED.graphs, "layers_per_graph": 1}),
     "experts_overlapped": _of_experts(OVERLAPPED),
     "experts_overlapped_delayed": _of_experts(DELAYED),
     "experts_overlapped_fp8": _of_experts({**OVERLAPPED, **FP8}),

@@ -30,6 +30,7 @@ CASES = {
     "whole_experts_recomputed": "1",
     "whole_experts_watched": "1",
     "whole_experts_sliced": "1",
+    "whole_experts_sliced_layer_by_layer": "1",
     "whole_experts_without_room": "1",
     "whole_experts_without_room_layer_by_layer": "1",
     "experts_overlapped": "8",

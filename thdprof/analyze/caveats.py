@@ -158,9 +158,10 @@ def warn_of_model(
                 "0.87 was. Time a few steps of both"
             )
         elif settings.experts == "dropless":
+            sliced = "" if model.expert_tensor_size == 1 else ", and slices of experts never"
             yield (
                 "replays of dropless experts are modelled from torch's grouped products, and these were measured in "
-                "one layer alone, of the shape of Qwen3-30B-A3B: time some steps"
+                f"one layer alone, of the shape of Qwen3-30B-A3B{sliced}: time some steps"
             )
     if graphs and model.fp8_recipe == "mxfp8":
         yield (

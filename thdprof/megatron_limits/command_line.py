@@ -80,6 +80,10 @@ CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "cached latents": ((SWITCHES["cache_mla_latents"],), _OUT),
     "unfused RoPE": (("--no-rope-fusion",), _OUT),
     "whole layers of dropless experts in SequentialMLP": (("--moe-grouped-gemm",), "give it"),
+    "slices of dropless experts in graphs of single layers": (
+        ("--expert-tensor-parallel-size", "--tensor-model-parallel-size"),
+        "set graphs.impl to chunk, or give --expert-tensor-parallel-size 1",
+    ),
     "variants of attention": ((TEXTS["experimental_attention_variant"],), _OUT),
     "wrappers other than DistributedDataParallel": (_FSDP, _OUT),
     "`quant_recipe` with quantizers of one's own or Kitchen's": (
@@ -90,10 +94,7 @@ CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "`quant_recipe` with overlapped expert communication": ((PRECISION_FILE,), f"leave {_OVERLAP} out"),
 }
 """Limits that no field turns on by itself: their names, the arguments that make the case, and what to change."""
-MISSING: Mapping[str, str] = {
-    "add_bias_linear": "--disable-bias-linear",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
-}
+MISSING: Mapping[str, str] = {"add_bias_linear": "--disable-bias-linear"}
 """Fields that must be off and are on by Megatron-LM's defaults: the argument to give."""
 _DEFAULT_DISPATCHER = "allgather"
 """Megatron-LM's dispatcher where no argument names one."""

@@ -183,10 +183,16 @@ def _shares_experts(run: Run) -> bool:
     return _whole_dropless(run) and is_shared and run.expert_room is not None
 
 
-def _expert_sizes(run: Run) -> list[int]:
-    """The sizes of an expert's weights, as far as they are known."""
-    sizes = run.field("hidden_size"), run.field("moe_ffn_hidden_size") or run.field("ffn_hidden_size")
-    return [size for size in sizes if isinstance(size, int)]
+def _count_slices(run: Run) -> int:
+    """Ranks that have a slice of every expert each."""
+    return run.field("expert_tensor_parallel_size") or run.field("tensor_model_parallel_size") or 1
+
+
+def _expert_sizes(run: Run) -> list[float]:
+    """The sizes of an expert's weights on one rank, as far as they are known."""
+    inner = run.field("moe_ffn_hidden_size") or run.field("ffn_hidden_size")
+    sizes = (run.field("hidden_size"), 1), (inner, _count_slices(run))
+    return [size / slices for size, slices in sizes if isinstance(size, int)]
 
 
 _grouped = partial(
@@ -241,9 +247,7 @@ GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
         "expert_tensor_parallel_size",
         1,
         "ranks with other tokens than those of the tensor-parallel group would share the experts",
-        is_on=lambda run: (
-            (run.field("expert_tensor_parallel_size") or 1) not in (1, run.field("tensor_model_parallel_size") or 1)
-        ),
+        is_on=lambda run: _count_slices(run) not in (1, run.field("tensor_model_parallel_size") or 1),
         remedy="set it to 1 or to tensor_model_parallel_size, or analyse with graphs that end at the router",
     ),
     _grouped("fp8", None, _IN_BF16),
@@ -276,8 +280,20 @@ GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _whole_dropless(run) and any(size % 8 for size in _expert_sizes(run)),
         reason="torch's grouped products take sizes of 16 bytes and multiples of them, which are 8 values in bf16",
         fields=Words(
-            "hidden_size is {hidden_size} and moe_ffn_hidden_size {moe_ffn_hidden_size}",
-            "use multiples of 8, or analyse with graphs that end at the router",
+            lambda run: (
+                "hidden_size is {hidden_size} and moe_ffn_hidden_size {moe_ffn_hidden_size}".format_map(run)
+                + (f", which {_count_slices(run)} ranks share" if _count_slices(run) > 1 else "")
+            ),
+            "use multiples of 8 on each rank, or analyse with graphs that end at the router",
+        ),
+    ),
+    Limit(
+        name="slices of dropless experts in graphs of single layers",
+        holds=lambda run: _whole_dropless(run) and _count_slices(run) > 1 and run.impl not in ("chunk", "module"),
+        reason="slices of experts were checked in graphs of model chunks alone",
+        fields=Words(
+            lambda run: f"graphs.impl is {run.impl} where {_count_slices(run)} ranks share every expert",
+            "set graphs.impl to chunk, or expert_tensor_parallel_size to 1",
         ),
     ),
 )

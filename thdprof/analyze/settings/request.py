@@ -115,7 +115,7 @@ class Request(AnalysisOptions):
         if reason is not None or experts != "dropless" or not (is_shared and is_chunk):
             why = reason or (
                 "it is for chunks of Megatron's models that are known and have dropless experts, "
-                "which several ranks share"
+                "which several expert-parallel ranks share"
             )
             raise UsageError(f"--expert-loads {self.expert_loads.basis}: {why}; leave it out")
         return reason
@@ -135,21 +135,13 @@ class Request(AnalysisOptions):
             fields["sequential_experts"] = fields.get("moe_grouped_gemm") is False
         if self.model is not None:
             fields |= _fields_of_model(self.model)
-        if fields.get("expert_tensor_parallel_size") is None:
-            fields["expert_tensor_parallel_size"] = fields.get("tensor_model_parallel_size")
         fields["groups_products"] = groups_products(self.gpu)
         kind, moved = impl or self.usual_impl, None if choice is None else tuple(choice.modules)
         known: dict[str, Any] = {"offload_modules": moved, "core_offload": moved_by_core(kind, experts)}
         if self.expert_loads is not None:
             known["expert_room"] = self.expert_loads.expected
             known["context_parallel_size"] = self.given.get("context_parallel_size")
-        reason, slices = explain_router(kind, fields, **known), fields["expert_tensor_parallel_size"] or 1
-        if reason is None and slices > 1:
-            return (
-                f"expert_tensor_parallel_size is {slices}, and graphs with slices of experts were not run on a GPU "
-                "(expert_tensor_parallel_size 1 would do)"
-            )
-        return reason
+        return explain_router(kind, fields, **known)
 
     def find_refusals(self, plan: Plan) -> tuple[list[str], str | None]:
         """A line for every setting with which training by `plan` would be refused; and why others are not known, or

@@ -538,12 +538,13 @@ class Decoder:
         local = max(1, experts // model.expert_model_parallel_size)
         share = model.expert_tensor_size
         inner = max(1, model.expert_ffn_size // share)
-        received = routed * (share if share > 1 else 1)
+        received = routed * share
         layer = self._router(tokens)
         layer.forward.append(device.moves(4 * routed * model.hidden_size * 2e-6, 5.0, kind="experts", launches=8))
         permuted = device.scaled(8.1e-6 * routed * model.hidden_size)
         layer.backward.append(Kernels(kind="experts", us=permuted, launches=8))
         exchange = device.collective(routed * model.hidden_size * 2e-6, model.expert_model_parallel_size)
+        exchange += device.collective(received * model.hidden_size * 2e-6, share)  # of rows, gathered for the slices
         layer.forward += [*exchange, *exchange]
         layer.backward += [*exchange, *exchange]
         gate = model.gate_factor
@@ -588,12 +589,13 @@ class Decoder:
     def _grouped_experts(self, work: Work) -> Layer:
         """Router, rows sorted by expert on the device, the experts of one rank as two grouped products, and the sum of
         each token's rows. Gradients of weights are products of their own, which are then added to those in fp32.
-        Ranks that share experts gather the tokens of all, and get the sums of all back.
+        Ranks that share experts, or have slices of each, gather the tokens of all, and get the sums of all back.
         """
-        model, device, tokens = self._model, self._device, work.tokens
-        ranks, inner, gate = model.expert_model_parallel_size, model.expert_ffn_size, model.gate_factor
-        experts = max(1, (model.num_experts or 1) // ranks)
-        rows = tokens * model.moe_router_topk
+        model, device, tokens = self._model, self._device, self._between(work)
+        slices, gate = model.expert_tensor_size, model.gate_factor
+        ranks, inner = model.expert_model_parallel_size * slices, max(1, model.expert_ffn_size // slices)
+        experts = max(1, (model.num_experts or 1) // model.expert_model_parallel_size)
+        rows = slices * tokens * model.moe_router_topk  # a slice has those of all ranks' tokens
         layer, moved = self._router(tokens), rows * model.hidden_size * 2e-6
 
         def gathered(megabytes: float, launches: float) -> Kernels:
@@ -610,7 +612,7 @@ class Decoder:
                 device.moves(experts * n * k * _ADDED_BYTES * 1e-6, 4.0, kind="experts"),
             ]
         layer.add(self._expert_activation(rows * inner, biased=0))
-        summed = ranks * (3 * moved + moved / model.moe_router_topk)  # gathered by token, and added up
+        summed = ranks * tokens * (3 * model.moe_router_topk + 1) * model.hidden_size * 2e-6  # gathered by token, added
         layer.forward += [gathered(summed, 3), *exchange]
         layer.backward.append(gathered(summed, 3))
         return layer

@@ -380,9 +380,10 @@ class _Layers:
     def __init__(self, run: AnalyzedRun) -> None:
         assert run.model is not None
         self._run, self._model, self._settings, self._n_tokens = run, run.model, run.settings, run.n_tokens
-        self._gathered = 0
-        if run.expert_room is not None:  # a layer's gathered hidden states, and sums for all of them
-            self._gathered = 2 * run.model.expert_model_parallel_size * hidden_bytes(run.model, run.n_tokens)
+        self._gathered, ranks = 0, run.model.expert_model_parallel_size * run.model.expert_tensor_size
+        if run.settings.experts == "dropless" and ranks > 1:  # a layer's gathered hidden states, and sums for all
+            self._gathered = 2 * ranks * hidden_bytes(run.model, run.n_tokens)
+        if run.expert_room is not None:
             self._model = replace(run.model, moe_expert_capacity_factor=run.expert_room)  # of as many rows
 
     def pass_bytes(self, chunks: Sequence[Sequence[Kind]], depths: int, *, recompute: bool = True) -> int:
@@ -420,7 +421,8 @@ class _Layers:
         if self._settings.experts != "dropless" or model.lora_dim is not None:
             return 0
         elements = model.gate_factor * model.expert_ffn_size * model.hidden_size
-        return model.element_bytes * (model.num_experts or 0) // model.expert_model_parallel_size * elements
+        ranks = model.expert_model_parallel_size * model.expert_tensor_size
+        return model.element_bytes * (model.num_experts or 0) * elements // ranks
 
     def watched_bytes(self, stage: Stage) -> int:
         """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""

@@ -11,7 +11,9 @@ pytest.importorskip("megatron.core")
 
 from support.refusals import FACTS, complaints, config
 
+from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.runtime.megatron import refusals
+from thdprof.training import Model
 
 
 def up_to_router(plan, **graphs):
@@ -198,6 +200,55 @@ def test_ranks_share_whole_experts_where_the_plan_has_room_for_rows(plan, change
         assert lines == []
     else:
         assert [line for line in lines if field in line]
+
+
+SLICED = Model(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_experts=4,
+    moe_ffn_hidden_size=64,
+    add_bias_linear=False,
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "impl", "reason"),
+    [
+        ({}, "chunk", None),
+        ({"expert_tensor_parallel_size": 2}, "chunk", None),
+        ({"expert_tensor_parallel_size": 1}, "transformer_engine", None),
+        ({}, "transformer_engine", "slices of experts were checked in graphs of model chunks alone"),
+        ({"expert_tensor_parallel_size": 4}, "chunk", "ranks with other tokens than those of the tensor-parallel"),
+        ({"expert_model_parallel_size": 2}, "chunk", "numbers of rows that ranks exchange are read on the host"),
+        ({"fp8_recipe": "tensorwise"}, "chunk", "experts inside a graph run by torch's grouped products, in bf16"),
+        ({"moe_ffn_hidden_size": 24}, "chunk", "torch's grouped products take sizes of 16 bytes and multiples of them"),
+        ({"add_bias_linear": True}, "chunk", "grouped products add no bias"),
+    ],
+)
+def test_slices_of_experts_are_planned_where_the_runtime_serves_them(changes, impl, reason):
+    """The runtime refuses a plan that was edited against the analysis, for the analysis's own reason."""
+    model = replace(SLICED, **changes)
+    chosen = None if reason and impl == "chunk" else impl  # which the analysis refuses by name
+    run = {"loader": "single", "seq_length": 64, "experts": "dropless", "data_parallel_size": 1, "gpu": "h200"}
+    analysis = analyze_dataset([16] * 64, model=model, impl=chosen, **run)
+    made = make_plan(analysis, impl=chosen)
+    sizes = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    names = (*sizes, "sequence_parallel", "add_bias_linear", "moe_ffn_hidden_size")
+    fields = {name: getattr(model, name) for name in names} | {"expert_tensor_parallel_size": model.expert_tensor_size}
+    fields |= {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+    fields |= {"fp8": model.fp8_recipe and "hybrid", "fp8_recipe": model.fp8_recipe}
+    if reason is None:
+        assert (analysis.router_reason, made.graphs.impl, made.graphs.modules) == (None, impl, [])
+        assert complaints(made, fields) == []
+        return
+    assert reason in analysis.router_reason
+    assert (made.graphs.impl, made.graphs.modules) == ("transformer_engine", ["attn", "moe_router"])
+    assert complaints(made, fields) == []
+    edited = made.model_copy(update={"graphs": made.graphs.model_copy(update={"impl": impl, "modules": []})})
+    assert [line for line in complaints(edited, fields) if reason in line]
 
 
 SHARED = [
