@@ -305,6 +305,17 @@ def test_adapters_are_launched_in_eager_layers_and_with_the_experts():
     assert of_experts[1] == of_experts[0] + 28 * 2 * 13
 
 
+@pytest.mark.parametrize(
+    ("setting", "factor"),
+    [({}, 1.0), ({"fp8_recipe": "tensorwise"}, 1.15), ({"recompute_granularity": "full"}, 1.2)],
+)
+def test_a_launch_takes_longer_in_fp8_and_under_full_recompute_where_megatron_trains(setting, factor):
+    model = replace(QWEN, **setting)
+    rate, of_trainer = modelled(model).host, modelled(model, loader="trainer").host
+    assert (rate.low_us, rate.high_us) == pytest.approx((75.0 * factor, 150.0 * factor))
+    assert of_trainer is STATED
+
+
 def test_eager_time_is_the_larger_of_the_gpus_and_the_hosts():
     host = HostRate(low_us=10.0, high_us=200.0, basis="")
     small = Decoder(QWEN, GPUS["h100"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))

@@ -43,7 +43,7 @@ _LIGHT = 0.4
 _MEGATRON = 4.7
 """Host's time for a launch from Megatron's modules, beside one from torch's own, which is what can be measured."""
 _IN_FP8, _RECOMPUTED = 1.15, 1.2
-"""Host's time for a launch of Megatron's modules in FP8, and under full recompute, beside one in bf16: 1.13 to 1.22 on
+"""Host's time for a launch of Megatron's modules in FP8, and under full recompute, beside one in bf16: 1.13 to 1.23 on
 four hosts, and 1.18 and 1.26 on two (benchmarks/results/calibrated.md)."""
 _GAPS = 1.08
 """GPU time of an eager micro-batch whose launches all come early enough, beside that of a replay, at most."""
