@@ -53,18 +53,17 @@ MODELS: Mapping[str, str] = {
 }
 """Megatron-LM's flags of each model that is calibrated."""
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+_SIZES = (
+    "--num-layers {} --hidden-size {} --ffn-hidden-size {} --num-attention-heads {} --kv-channels {} "
+    f"--group-query-attention --num-query-groups {{}} --vocab-size {{}} {_DENSE} "
+).format
 MODELLED: Mapping[str, str] = {
-    "Qwen2.5 0.5B": "--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "
-    f"--kv-channels 64 --group-query-attention --num-query-groups 2 --add-qkv-bias --vocab-size 151936 {_DENSE}",
-    "TinyLlama 1.1B, FP8": "--num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 "
-    f"--kv-channels 64 --group-query-attention --num-query-groups 4 --vocab-size 32000 {_DENSE} {_FP8}",
-    "Qwen3 1.7B": "--num-layers 28 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 "
-    f"--kv-channels 128 --group-query-attention --num-query-groups 8 --qk-layernorm --vocab-size 151936 {_DENSE}",
-    "Falcon 3 1B, FP8": "--num-layers 18 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 8 "
-    f"--kv-channels 256 --group-query-attention --num-query-groups 4 --vocab-size 131072 {_DENSE} {_FP8}",
-    "Danube 3 500M, recomputed": "--num-layers 16 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 16 "
-    "--kv-channels 96 --group-query-attention --num-query-groups 8 --vocab-size 32000 "
-    f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {_DENSE}",
+    "Qwen2.5 0.5B": _SIZES(24, 896, 4864, 14, 64, 2, 151_936) + "--add-qkv-bias",
+    "TinyLlama 1.1B, FP8": _SIZES(22, 2048, 5632, 32, 64, 4, 32_000) + _FP8,
+    "Qwen3 1.7B": _SIZES(28, 2048, 6144, 16, 128, 8, 151_936) + "--qk-layernorm",
+    "Falcon 3 1B, FP8": _SIZES(18, 2048, 8192, 8, 256, 4, 131_072) + _FP8,
+    "Danube 3 500M, recomputed": _SIZES(16, 1536, 4096, 16, 96, 8, 32_000)
+    + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 """Models by the sizes of their layers; none has tied embeddings."""
 Rows = tuple[list[list[str]], list[str]]
