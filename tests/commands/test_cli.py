@@ -764,7 +764,7 @@ def test_a_trainers_usual_arguments_are_not_refused(sft, tmp_path, changed):
     assert [line[:21] for line in json.loads(done.stdout)["refused"]] == wanted
 
 
-def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):
+def test_every_refusal_is_said_first_written_and_ends_with_3(sft, thdprof, tmp_path):
     plan = tmp_path / "plan.yaml"
     done = sft("-o", plan, model_type="mamba", deepspeed="zero3.json", torch_compile=True)
     assert done.returncode == 3
@@ -774,6 +774,8 @@ def test_every_refusal_is_said_first_written_and_ends_with_3(sft, tmp_path):
     assert all(any(text in line for line in load_plan(plan).predictions.refused) for text in told)
     assert "next     change what is refused, and analyse again\n" in done.stdout
     assert done.stderr.splitlines()[-1].endswith("and 2 more")
+    checked = thdprof("check", plan)
+    assert (checked.returncode, checked.stderr.splitlines()[-1]) == (3, done.stderr.splitlines()[-1])
     assert len(json.loads(sft("--json", deepspeed="zero3.json").stdout)["refused"]) == 1
     assert json.loads(sft("--json").stdout)["refused"] == []
 

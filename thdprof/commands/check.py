@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from thdprof.commands import streams
+from thdprof.commands.analyze import check_not_refused
 from thdprof.commands.options import JsonOutput, PlanFile
 from thdprof.dispatch import Level
 from thdprof.errors import GateError
@@ -41,7 +42,7 @@ def check(
     engine: Annotated[str, typer.Option(help="Where files are read: local, ray or ray:ADDRESS.")] = "local",
     json: JsonOutput = False,
 ) -> None:
-    """Check whether a plan still fits a dataset; exit with 3 where it does not.
+    """Check whether a plan still fits a dataset; exit with 3 where it does not, or training would be refused.
 
     The dataset is replayed with the plan's training settings, and every micro-batch is dispatched to the plan's buckets
     as training does it.
@@ -66,3 +67,4 @@ def check(
     streams.print_gate(result, json=json, to_dict=check_to_dict, print_text=print_check)
     if not result.holds:
         raise GateError(f"{streams.name_plan(plan)}: {verdict(result)} Analyse the dataset again")
+    check_not_refused(loaded)
