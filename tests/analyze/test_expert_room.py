@@ -53,7 +53,7 @@ def test_the_plan_captures_whole_experts_by_the_loads_alone():
 
 def test_a_note_says_how_far_off_modelled_times_were():
     runs = analyzed(expert_loads="uniform")[0], analyzed(impl="transformer_engine")[0]
-    assert [any("1.4 times what is modelled" in line for line in run.notes) for run in runs] == [True, False]
+    assert [any("1.35 times what is modelled" in line for line in run.notes) for run in runs] == [True, False]
 
 
 def test_more_room_takes_more_memory():

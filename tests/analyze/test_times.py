@@ -305,6 +305,16 @@ def test_adapters_are_launched_in_eager_layers_and_with_the_experts():
     assert of_experts[1] == of_experts[0] + 28 * 2 * 13
 
 
+def test_ranks_with_other_experts_do_not_share_the_optimizers_work_on_them():
+    dense = replace(QWEN, use_distributed_optimizer=True)
+    experts = replace(dense, num_experts=8, moe_ffn_hidden_size=3072)
+    alone, two = ({"data_parallel_size": size} for size in (1, 2))
+    assert modelled(dense, **two).optimizer() == pytest.approx(modelled(dense, **alone).optimizer() / 2)
+    shared = replace(experts, expert_model_parallel_size=2)
+    of_all, of_half = (modelled(model, experts="dropless", **two).optimizer() for model in (experts, shared))
+    assert of_half == pytest.approx(of_all)  # a rank has half of the experts, and all of their state
+
+
 @pytest.mark.parametrize(
     ("setting", "factor"),
     [({}, 1.0), ({"fp8_recipe": "tensorwise"}, 1.15), ({"recompute_granularity": "full"}, 1.2)],

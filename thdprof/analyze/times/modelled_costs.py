@@ -18,7 +18,7 @@ from thdprof.analyze.predictions import Range
 from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, Work, round_documents
 from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.memory import slot_bytes
-from thdprof.analyze.times.parameters import stage_parameters, stages
+from thdprof.analyze.times.parameters import expert_ranks, stage_parameters, stages
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_yaml
 from thdprof.training import Attention, Model, TrainingSettings
@@ -282,8 +282,9 @@ class ModelledTimes:
             stage_parameters(model, stage)
             for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
         ]
-        sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
-        most = max(count.dense + count.experts for count in counts) / sharers
+        ranks = settings.data_parallel_size * settings.context_parallel_size
+        dense, experts = (ranks, expert_ranks(model, ranks)) if model.use_distributed_optimizer else (1, 1)
+        most = max(count.dense / dense + count.experts / experts for count in counts)
         return most * _OPTIMIZER_MS_A_PARAMETER * 4.8 / self.gpu.memory_tbps
 
     def table(self) -> CostTable:
