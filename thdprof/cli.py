@@ -46,6 +46,7 @@ for _command in (analyze, sweep, pack, report, merge, export, compare, check, ca
 _MOST_LINES = 3
 """Lines of an error's message."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
+_INTERRUPTED = 130
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -127,10 +128,12 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         code = build_parser()(args=None if argv is None else list(argv), prog_name="thdprof", standalone_mode=False)
         sys.stdout.flush()
+        if code == _INTERRUPTED:  # typer makes an exit code of it
+            return _fail("interrupted", _INTERRUPTED)
     except ThdprofError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", _INTERRUPTED)
     except _Ended as ended:
         number = signal.Signals(ended.args[0])
         return _fail(f"ended by {number.name}", 128 + number)

@@ -48,6 +48,25 @@ def test_the_ranks_of_a_step_are_evened_out_in_every_format(name, demo, thdprof)
     assert random["after"]["packs"] == after["packs"]
 
 
+@pytest.mark.parametrize("more", [(), ("--micro-batch-size", 2)])
+def test_ranks_are_even_where_training_fills_the_tails_of_packs(more, thdprof, tmp_path):
+    rng, file = np.random.default_rng(1), tmp_path / "lengths.npy"
+    short, long = rng.normal(14_000, 300, 30_000), rng.normal(19_200, 400, 30_000)
+    np.save(file, np.clip(np.where(rng.random(30_000) < 0.6, short, long), 1, 32_768).astype(np.int64))
+    run = ("--seq-length", 32_768, "--data-parallel-size", 64, "--loader", "trainer", "--packer", "bfd", *more)
+    found = compared(thdprof, file, *run, "--dry-run")
+    assert found["after"]["slowest_over_mean"] <= 1.02 < found["before"]["slowest_over_mean"]
+    assert found["steps"]["ordered"]["slowest_over_mean"] <= 1.02
+
+
+def test_token_ids_that_rows_cannot_hold_are_refused(thdprof, tmp_path):
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "packs.parquet"
+    rows.write_text('{"input_ids": [1, 4294967301]}\n{"input_ids": [3]}\n')
+    done = thdprof("pack", rows, "--seq-length", 8, "--to", "trl", "-o", output)
+    assert (done.returncode, output.exists()) == (1, False)
+    assert done.stderr.splitlines()[-1] == f"thdprof: {rows}: input_ids holds 4294967301, no int32"
+
+
 def test_both_sides_are_what_analyze_says(demo, thdprof, tmp_path):
     output, plan = tmp_path / "packs.parquet", tmp_path / "plan.yaml"
     model = ("--model", demo / "config.json", "--gpu", "h100")
@@ -245,14 +264,14 @@ def test_the_table_shows_what_the_json_holds(demo, thdprof):
     ("arguments", "message"),
     [
         ((), "no output named: give -o FILE, or --dry-run"),
-        (("-o", "out.parquet", "--dry-run"), "--dry-run writes nothing"),
+        (("-o", "out.parquet", "--dry-run"), "--dry-run writes no packs"),
         (("-o", "taken.parquet"), "taken.parquet: exists; give --force to replace it"),
         (("--dry-run", "--max-docs", "0"), "--max-docs 0: give a number from 1 on, or auto"),
         (("--dry-run", "--max-docs", "1"), "--max-docs 1: training adds a document for an unused tail; use 2 or more"),
         (("--dry-run", "--weights", "1,2"), "--weights: pack each dataset of a blend for itself"),
         (("-o", "out.parquet", "--to", "trl"), "holds lengths and no input_ids, so there is nothing to write"),
         (("-o", "out.parquet", "--plan", "plan.yaml"), "--plan: an index is no data that training reads"),
-        (("--dry-run", "--report", "page.html"), "--dry-run writes nothing"),
+        (("--dry-run", "--report", "page.html"), "--dry-run writes no packs"),
         (("-o", "-"), "-: packs, plan and report cannot go to stdout; name files"),
         (("--settings", "taken.yaml", "-o", "taken.yaml", "--force"), "which is read; give another name"),
     ],

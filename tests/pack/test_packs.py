@@ -124,6 +124,28 @@ def test_a_tight_cap_costs_no_more_than_it_must():
     assert without_cap < tight < 1.05 * without_cap  # best fit pays 50%
 
 
+def test_long_documents_of_which_three_fit_in_few_ways_are_kept_as_best_fit_has_them():
+    rng = np.random.default_rng(1)
+    drawn = np.where(rng.random(60_000) < 0.9, rng.normal(100, 20, 60_000), rng.normal(2800, 150, 60_000))
+    lengths = np.clip(drawn, 1, 8192).astype(np.int64)
+    without_cap = int(pack_documents(lengths, seq_length=8192).max()) + 1
+    cap = 2 * -(-len(lengths) // without_cap)
+    packs = pack_documents(lengths, seq_length=8192, max_docs=cap)
+    counts = np.bincount(packs)
+    assert counts.min() > 0
+    assert counts.max() <= cap
+    assert np.bincount(packs, weights=lengths).max() <= 8192
+    assert len(counts) < 1.01 * without_cap  # spreading alone pays 4%
+
+
+def test_a_thousand_packs_have_a_spare_one_so_that_short_documents_are_not_heaped():
+    rng = np.random.default_rng(9)
+    drawn = np.where(rng.random(20_000) < 0.9, rng.lognormal(4, 0.5, 20_000), rng.lognormal(8.3, 0.4, 20_000))
+    counts = np.bincount(pack_documents(np.clip(drawn, 1, 8192).astype(np.int64), seq_length=8192))
+    assert len(counts) > 1000
+    assert counts.max() <= 3 * counts.mean()  # 27 times the mean by best fit
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="lengths: document 1 has 11 tokens; use 1 to seq_length 10"):
         pack([1, 11], 10)

@@ -45,7 +45,7 @@ def pack(
     output: Annotated[Path | None, output_option("-o", "--output", help="File of the packs.")] = None,
     plan: Annotated[Path | None, output_option(help="Write the plan of the packs here.")] = None,
     report: Annotated[Path | None, output_option(help="Write the report page of the packs here (HTML).")] = None,
-    dry_run: Annotated[bool, output_option("--dry-run", help="Print the comparison alone; write nothing.")] = False,
+    dry_run: Annotated[bool, output_option("--dry-run", help="Print the comparison alone; write no packs.")] = False,
     json: Json = False,
     force: Force = False,
 ) -> None:
@@ -57,7 +57,7 @@ def pack(
 
     cap = _read_cap(max_docs)
     if dry_run and (output, plan, report) != (None, None, None):
-        raise UsageError("--dry-run writes nothing; leave out -o, --plan and --report, or --dry-run")
+        raise UsageError("--dry-run writes no packs; leave out -o, --plan and --report, or --dry-run")
     if output is None and not dry_run:
         raise UsageError("no output named: give -o FILE, or --dry-run for the comparison alone")
     if "-" in map(str, (output, plan, report)):

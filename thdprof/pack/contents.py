@@ -122,8 +122,11 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
                 if not np.array_equal(ends, offsets):
                     row = sum(map(len, lengths)) - 1 + int((np.diff(ends) != np.diff(offsets)).argmax())
                     raise DataError(f"{path}: row {row}: {name} has not one value for each of {TOKENS}")
+                kept = values.astype(types[name])
+                if not np.array_equal(kept, values):
+                    raise DataError(f"{path}: {name} holds {values[kept != values][0]}, no {np.dtype(types[name])}")
                 with (directory / name).open("ab") as file:
-                    file.write(values.astype(types[name]).data)  # tofile does not say why it fails
+                    file.write(kept.data)  # tofile does not say why it fails
             lengths.append(np.diff(offsets))
     return Contents(
         columns={name: Column(path=directory / name, dtype=types[name]) for name in names or ()},

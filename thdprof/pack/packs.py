@@ -8,6 +8,8 @@ best fit: the shortest, which close gaps, or the longest, which may fit together
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,11 @@ from thdprof.analyze.schedule import compiled
 _SPREADS = ((0, 1), (0.01, 1), (0.01, 4), (0.01, 16))
 """What is tried for a number of packs, the most even packs first. Share of the tokens, in the shortest documents, that
 closes gaps between full packs. Part of a pack: longer documents go into the fullest pack with room as well."""
+_KEPT, _KEPT_FROM = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2), 4
+"""Shares of best fit's packs that are kept where spreading fails under a cap, and the steps from which that is tried:
+where three long documents fit into a pack in few ways only, those are best fit's, and others are spread in pairs."""
+_FOR_A_SPARE = 1000
+"""Number of packs from which there may be one more, so that the last ones are not filled with short documents."""
 _STEPS = 2000
 """The number of packs grows in steps of one in so many, until all documents have a place."""
 
@@ -23,8 +30,8 @@ _STEPS = 2000
 def pack_documents(lengths: NDArray[np.int64], *, seq_length: int, max_docs: int | None = None) -> NDArray[np.int32]:
     """Put every document, whole, into one pack.
 
-    There are at most 0.05% more packs than best fit decreasing makes under the same cap. Equal arguments give equal
-    packs.
+    There are at most 0.05% more packs than best fit decreasing makes under the same cap; from 1,000 packs on, one more.
+    Equal arguments give equal packs.
 
     Args:
         lengths: tokens of every document, 1 to `seq_length` each, int64, shape [documents].
@@ -83,34 +90,61 @@ def _spread_documents(
         return np.zeros(0, dtype=np.int32)
     tokens = np.cumsum(descending[::-1], dtype=np.int64)
 
-    def place(num_packs: int, spread: tuple[int, int]) -> NDArray[np.int32] | None:
-        args = (descending, seq_length, max_docs, num_packs, *spread)
-        packs, num_placed = compiled.run(_place_documents, 100 * size, *args)
-        return packs if num_placed == size else None
+    def place(
+        num_packs: int, spread: tuple[int, int] = (1, 1), most: int = max_docs, these: NDArray[np.int32] = descending
+    ) -> NDArray[np.int32] | None:
+        packs, num_placed = compiled.run(
+            _place_documents, 100 * len(these), these, seq_length, most, num_packs, *spread
+        )
+        return packs if num_placed == len(these) else None
+
+    @functools.cache
+    def find_fewest() -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Best fit without a cap, and its packs from those of the fewest documents on."""
+        packs = place(num_enough, most=size)
+        assert packs is not None
+        return packs, np.argsort(np.bincount(packs), kind="stable")
+
+    def keep(num_packs: int, share: float) -> NDArray[np.int32] | None:
+        """Keep a share of best fit's packs, those of the fewest documents, and spread all others over the rest."""
+        packs, fewest = find_fewest()
+        kept = fewest[: int(share * len(fewest))]
+        numbers = np.full(len(fewest), -1, dtype=np.int32)
+        numbers[kept] = np.arange(num_packs - len(kept), num_packs)
+        found: NDArray[np.int32] = numbers[packs]
+        others = place(num_packs - len(kept), spreads[1], these=descending[found < 0])
+        if others is None or np.bincount(found[found >= 0]).max(initial=0) > max_docs:
+            return None
+        found[found < 0] = others
+        return found
 
     # in best fit all packs but one are over half full or at their cap
-    best_fit = place(int(min(size, 2 * tokens[-1] // seq_length + size // max_docs + 2)), (1, 1))
+    num_enough = int(min(size, 2 * tokens[-1] // seq_length + size // max_docs + 2))
+    best_fit = place(num_enough)
     assert best_fit is not None
     num_best = int(best_fit.max()) + 1
     shares = np.searchsorted(tokens, [tokens[-1] * share for share, _ in _SPREADS], side="right")
     spreads = [
         (int(descending[-1 - at]), seq_length // part + 1) for at, (_, part) in zip(shares, _SPREADS, strict=True)
     ]
-    at_most = num_best + num_best // _STEPS
+    at_most = num_best + max(num_best // _STEPS, int(num_best >= _FOR_A_SPARE))
     at_least = at_least or at_most
     step = max(1, at_least // _STEPS)
     low, high = -1, 0  # steps that were too few, and those that are tried
+    ways = [functools.partial(place, spread=spread) for spread in spreads]
+    keeping = [functools.partial(keep, share=share) for share in _KEPT if max_docs < size]
     while at_least + high * step <= at_most:
-        for spread in spreads:
-            packs = place(at_least + high * step, spread)
+        for way in (*ways, *(keeping if high >= _KEPT_FROM else ())):
+            packs = way(at_least + high * step)
             if packs is None:
                 continue
             while high - low > 1:
                 middle = (low + high) // 2
-                fewer = place(at_least + middle * step, spread)
+                fewer = way(at_least + middle * step)
                 low, high, packs = (middle, high, packs) if fewer is None else (low, middle, fewer)
-            numbers = np.cumsum(np.bincount(packs) > 0, dtype=np.int32) - np.int32(1)  # without gaps
-            return numbers[packs]
+            numbers: NDArray[np.int32] = np.cumsum(np.bincount(packs) > 0, dtype=np.int32) - np.int32(1)
+            without_gaps: NDArray[np.int32] = numbers[packs]
+            return without_gaps
         low, high = high, max(1, 2 * high)
     return best_fit
 

@@ -15,6 +15,7 @@ from thdprof.analyze.analysis import Analysis, Progress, Study, analyze, read_re
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Range
+from thdprof.analyze.schedule.gpt_dataset import train_share
 from thdprof.analyze.schedule.packers import pad
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.sources.base import (
@@ -31,7 +32,7 @@ from thdprof.pack.documents import Documents, collect_documents, read_sources
 from thdprof.pack.order import OrderFigures, measure_order, order_packs
 from thdprof.pack.packs import pack_documents
 from thdprof.plan import Plan
-from thdprof.training import TRAINER_PACKERS, TRL_PACKERS, GraphKind, TrainingSettings
+from thdprof.training import TRAINER_PACKERS, TRL_PACKERS, GraphKind, TailPolicy, TrainingSettings
 
 _READ_SHARE = 0.4
 """Progress-bar estimate: the share of the work that ends with the analysis of the old packs."""
@@ -65,7 +66,8 @@ class Packs:
     tokens: NDArray[np.int32]
     """Tokens of the documents as training sees them, padded if it pads them, pack after pack, shape [documents]."""
     costs: NDArray[np.float64]
-    """Sum of the squared lengths of each pack's documents, by which packs are ordered, shape [packs]."""
+    """Sum of the squared lengths of each pack's documents as training sees them, by which packs are ordered, shape
+    [packs]."""
     seq_length: int
     """Most tokens of a pack."""
 
@@ -180,11 +182,18 @@ def repack(
     before = Study(old, dataset, measured, impl=impl).analyze()
     seq_length = request.given.get("seq_length") or before.settings.seq_length
     rule = _find_rule(dataset, before.settings, target)
-    usual = "append_dummy_seq" if rule == "trl" else before.settings.tail_policy
-    adds_tail = rule == "bridge" or request.given.get("tail_policy", usual) == "append_dummy_seq"
+    usual: TailPolicy = "append_dummy_seq" if rule == "trl" else before.settings.tail_policy
+    tail: TailPolicy = request.given.get("tail_policy", usual)
+    adds_tail = rule == "bridge" or tail == "append_dummy_seq"
+    if rule == "conversations":  # SFTDataset's padding belongs to the last one
+        tail = "extend_last"
+    elif rule == "bridge":
+        tail = "append_dummy_seq" if before.settings.pad_to_max_length else "none"
     new = replace(request, given=read_in_order(request.given, rule, before.settings, seq_length))
     one_epoch = replace(new, given=_without(new.given, _RUN_LENGTH))
-    make = partial(make_packs, dataset, before.settings, seq_length=seq_length, adds_tail=adds_tail, window=window)
+    make = partial(
+        make_packs, dataset, before.settings, seq_length=seq_length, adds_tail=adds_tail, tail=tail, window=window
+    )
 
     def try_cap(cap: int | None, done: float) -> _Trial:
         show("packing", _READ_SHARE + (1 - _READ_SHARE) * done, dataset.num_documents())
@@ -198,6 +207,12 @@ def repack(
     else:
         best = try_cap(max_docs, 0.0)
     chosen, packs, after = best
+    if rule == "conversations" and (left := chosen.packs % after.settings.global_batch_size):
+        note = (
+            f"the last {left} packs fill no step, and a second epoch of --sft begins behind them, where ranks are then "
+            "less even: train one epoch, or take these lines off"
+        )
+        packs = replace(packs, documents=replace(packs.documents, notes=(*packs.documents.notes, note)))
     old_packs, tokens = _count_packs(dataset, before, packs)
     sources = read_sources(packs.documents)
     result = Repacking(
@@ -297,6 +312,7 @@ def make_packs(
     *,
     seq_length: int,
     adds_tail: bool,
+    tail: TailPolicy,
     max_docs: int | None,
     window: int | None,
     for_bridge: bool = False,
@@ -304,8 +320,8 @@ def make_packs(
     """The packs of the dataset's documents, in the order of training.
 
     They are ordered by the sum of squared lengths: a micro-batch's time grows with that alone, where rows are padded.
-    `adds_tail` says that training appends a document for an unused tail, which counts for `max_docs`; `for_bridge` is
-    for `collect_documents`.
+    `adds_tail` says that training appends a document for an unused tail, which counts for `max_docs`; `tail` is what
+    attention sees of it. `for_bridge` is for `collect_documents`.
 
     Raises:
         DataError: no document is left to pack.
@@ -322,11 +338,16 @@ def make_packs(
     longest = max(1, seq_length // multiple * multiple)
     documents = collect_documents(dataset, settings, seq_length=longest, for_bridge=for_bridge)
     tokens = pad(documents.tokens.astype(np.int64), multiple)
-    tail = int(adds_tail)
-    if max_docs is not None and max_docs <= tail:
-        raise UsageError(f"--max-docs {max_docs}: training adds a document for an unused tail; use {tail + 1} or more")
-    pack = pack_documents(tokens, seq_length=seq_length, max_docs=None if max_docs is None else max_docs - tail)
+    more = int(adds_tail)
+    if max_docs is not None and max_docs <= more:
+        raise UsageError(f"--max-docs {max_docs}: training adds a document for an unused tail; use {more + 1} or more")
+    pack = pack_documents(tokens, seq_length=seq_length, max_docs=None if max_docs is None else max_docs - more)
     costs = np.bincount(pack, weights=np.square(tokens, dtype=np.float64))
+    if tail != "none":
+        last, rest = np.zeros_like(costs), seq_length - np.bincount(pack, weights=tokens)
+        if tail == "extend_last":
+            last[pack] = tokens
+        costs += rest * (2 * last + rest)
     read = order_packs(
         costs,
         **_describe_steps(settings),
@@ -384,8 +405,11 @@ def _count_packs(dataset: Dataset, before: Analysis, packs: Packs) -> tuple[int,
         case UnpackedDocuments() if before.packing_efficiency is not None:
             return round(tokens / (before.packing_efficiency * seq_length)), tokens
         case Conversations():
-            kept = sum(int(np.minimum(file.line_tokens(), seq_length).sum()) for file in dataset.content.files)
-            return dataset.num_rows(), kept
+            lines = [
+                file.line_tokens()[train_share(before.settings.split, len(file.line_numbers))]
+                for file in dataset.content.files
+            ]
+            return sum(map(len, lines)), sum(int(np.minimum(line, seq_length).sum()) for line in lines)
     return -(-tokens // seq_length), tokens
 
 
