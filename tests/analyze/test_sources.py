@@ -851,3 +851,24 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
                 compared += 1
         assert not any(recognises(path) for path in others)
     assert compared == 9 * 15
+
+
+def test_a_damaged_file_of_a_directory_is_named_and_not_left_out(tmp_path):
+    for number in range(3):
+        pq.write_table(pa.table({"length": [5, 6, 7]}), tmp_path / f"{number}.parquet")
+    (tmp_path / "README.md").write_text("Lengths.\n")
+    assert read_dataset([str(tmp_path)]).num_rows() == 9
+    for content in ((tmp_path / "1.parquet").read_bytes()[:-9], b""):
+        (tmp_path / "1.parquet").write_bytes(content)
+        with pytest.raises(DataError, match=r"1\.parquet: is not of format lengths, as 2 files beside it"):
+            read_dataset([str(tmp_path)])
+
+
+def test_a_missing_file_of_a_saved_dataset_is_named(tmp_path):
+    rows = huggingface.Dataset.from_dict({"lengths": [[5], [6], [7], [8]]})
+    rows.save_to_disk(tmp_path / "saved", num_shards=2)
+    (tmp_path / "saved" / "cache-0123.arrow").write_bytes(b"of datasets.map")  # belongs to no shard
+    assert read_dataset([str(tmp_path / "saved")]).num_rows() == 4
+    (tmp_path / "saved" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow: is missing, and state\.json beside it names it"):
+        read_dataset([str(tmp_path / "saved")])

@@ -260,8 +260,11 @@ def test_rows_in_the_files_order_alarm_only_past_what_the_whole_plan_holds():
     replayed[max(replayed)] = 801
     assert DriftTest(plan).moved(replayed, by_shape=0, undecided=8000 - 6001).bucket == max(replayed)
     assert DriftTest(plan).moved(replayed, by_shape=0, undecided=8001 - 6001) is None  # what follows is not known
-    drawn = plan_of_shares(SHARES, count=8000, steps=1000, dataset_format="lengths", packer="next_fit", exact=False)
-    assert first_alarm(drawn, np.zeros(8000, dtype=int)) is None
+    sample = plan_of_shares(SHARES, count=8000, steps=1000, dataset_format="lengths", packer="next_fit", exact=False)
+    assert first_alarm(sample, sorted_rows) is None
+    assert DriftTest(sample).moved({}, by_shape=410, undecided=7590) is None  # of which a sample had 400
+    look, moved = first_alarm(sample, np.zeros(8000, dtype=int))  # as in a run by a revised plan whose data goes on
+    assert (look, moved.bucket, moved.chance < 1e-12) == (1, None, True)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class DriftTest:
         spans = list(_spans(looks))
         allowed = FALSE_ALARMS_PER_RUN / (looks * (looks + 1)) / len(spans) / (2 * len(self._shares))
         if self._deal_in_order:
-            return self._beyond_plan(allowed) if self._exact else None
+            return self._beyond_plan(allowed)
         found = [moved for span in spans for moved in self._differences(span, allowed)]
         return min(found, key=lambda moved: moved.chance or 0.0, default=None)
 
@@ -137,13 +137,16 @@ class DriftTest:
         return tail(floor(count * drawn / total), drawn, marked, others, enough=allowed)
 
     def _beyond_plan(self, allowed: float) -> Moved | None:
-        """The first count that is larger than the plan's, in as many epochs as the run has begun."""
+        """The first count that is larger than the plan's, in as many epochs as the run has begun.
+
+        Chance does not excuse more than an exact plan has of its one epoch. A revised plan's counts are a sample.
+        """
         counts = self._seen[-1]
         total = sum(counts)
         epochs = ceil(total / self._planned)
         for index, (share, count) in enumerate(zip(self._shares, counts[1:], strict=True)):
             if count > epochs * round(share * self._planned):
-                chance = None if epochs == 1 else self._chance(count, total, share, allowed)
+                chance = None if epochs == 1 and self._exact else self._chance(count, total, share, allowed)
                 if chance is None or chance < allowed:
                     return self._difference(index, count, total, chance)
         return None

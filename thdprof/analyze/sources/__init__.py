@@ -20,6 +20,7 @@ from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick
 from thdprof.analyze.sources.readers.npy import MAGIC
 from thdprof.analyze.sources.remote import begins_with, find_matches, is_remote, locate, stamp
 from thdprof.errors import DataError, UsageError
+from thdprof.words import write_count
 
 _PLACES = {
     "megatron": "indexed.FORMAT",
@@ -205,9 +206,10 @@ def _split_of(directory: Path) -> Path:
 def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[Format, list[Path]]:
     """The only one of `candidates` that files in `directory` have, and these files.
 
-    The OSError of a file that cannot be read is passed on, because the file may belong to the dataset.
+    The OSError of a file that cannot be read is passed on, because the file may belong to the dataset. So may one that
+    no format recognises and that ends as they do.
     """
-    listed = sorted(path for path in directory.iterdir() if path.is_file())
+    listed = _files_of_state(directory) or sorted(path for path in directory.iterdir() if path.is_file())
     recognise = partial(_recognise, candidates=candidates)
     recognised = _map_remote(recognise, listed) if is_remote(str(directory)) else list(map(recognise, listed))
     found = [
@@ -228,7 +230,28 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[
     if len(found) > 1:
         kinds = ", ".join(f"{len(files)} of {candidate.name}" for candidate, files in found)
         raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
-    return found[0]
+    candidate, files = found[0]
+    endings = {path.suffix for path in files} - {".json"}  # of which many a file is no data
+    for path, number in zip(listed, recognised, strict=True):
+        if number is None and path.suffix in endings:
+            raise DataError(
+                f"{path}: is not of format {candidate.name}, as {write_count(len(files), 'file')} beside it: it may be "
+                "damaged; write it again, or take it out of the directory"
+            )
+    return candidate, files
+
+
+def _files_of_state(directory: Path) -> list[Path]:
+    """The files of a dataset that `save_to_disk` wrote, by its `state.json`; empty where there is none."""
+    try:
+        named = json.loads((directory / "state.json").read_bytes())["_data_files"]
+        files = sorted(directory / each["filename"] for each in named)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    for path in files:
+        if not path.is_file():
+            raise DataError(f"{path}: is missing, and state.json beside it names it: write the dataset again")
+    return files
 
 
 def _recognise(path: Path, candidates: Sequence[Format]) -> int | None:
