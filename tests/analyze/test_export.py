@@ -497,6 +497,18 @@ def test_a_packers_limit_is_that_of_the_fullest_micro_batch(target, changes, giv
     assert ("the packer will form more packs" in exported.text) == (cap < 358)
 
 
+@pytest.mark.parametrize("target", ["maxtext", "levanter"])
+def test_a_limit_of_rows_is_not_taken_from_micro_batches_of_several(target):
+    with pytest.raises(UsageError, match="limit is of one row, and the plan counts documents of 4 together"):
+        export_plan(make_plan(training__micro_batch_size=4), target)
+
+
+def test_maxtext_is_warned_of_other_packs_than_its_own():
+    other, own = (make_plan(training__packer=packer) for packer in ("next_fit", "maxtext_best_fit"))
+    assert "counted in packs of next_fit, and MaxText makes others" in export_plan(other, "maxtext").text
+    assert "counted in packs" not in export_plan(own, "maxtext").text
+
+
 @pytest.mark.referee
 def test_megatrons_reinforcement_learning_takes_the_limit(megatron_parser):
     args, unknown = megatron_parser.parse_known_args(words_of(export_plan(make_plan(), "megatron-rl")))

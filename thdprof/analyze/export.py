@@ -74,6 +74,8 @@ class Target:
     """Whether the cap is the limit of a packer at run time, so that no micro-batch exceeds it."""
     one_cap: bool = True
     """Whether the system takes one cap in place of a list of buckets."""
+    caps_rows: bool = False
+    """Whether the cap is of one row, and not of a micro-batch."""
 
 
 def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
@@ -109,6 +111,11 @@ def _choose_cap(name: str, plan: Plan, max_seqs: int | None) -> int | None:
         raise UsageError(f"--max-seqs {max_seqs}: target {name} gives the plan as it is and takes no cap; leave it out")
     if max_seqs is not None and not 1 <= max_seqs < 2**31:
         raise UsageError(f"--max-seqs {max_seqs}: must be at least 1 and less than 2**31")
+    if target.caps_rows and (rows := plan.training.micro_batch_size) > 1:
+        raise UsageError(
+            f"--to {name}: its limit is of one row, and the plan counts documents of {rows} together: analyse with "
+            "--micro-batch-size 1"
+        )
     if target.one_cap and plan.training.max_seqlen_per_dp_cp_rank is not None:
         raise UsageError(
             f"--to {name}: no graphs under dynamic context parallelism there, and a plan of --packer "
@@ -379,6 +386,11 @@ def _least_maxtext_cap(plan: Plan) -> int:
 
 def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
+    if not plan.training.packer.startswith("maxtext"):
+        comments.append(
+            f"counted in packs of {plan.training.packer}, and MaxText makes others, whose rows may hold more: analyse "
+            "with --packer maxtext_best_fit or maxtext_first_fit, as grain_packing_type is set"
+        )
     keys: dict[str, Value] = {"packing": True, "max_segments_per_seq": cap or 1}
     return _yaml_export(comments, keys | {"max_target_length": plan.training.seq_length})
 
@@ -437,9 +449,16 @@ TARGETS = {
     ),
     "axolotl": Target("axolotl.yaml", "Axolotl's configuration", _render_axolotl, limits_packer=True),
     "maxtext": Target(
-        "maxtext.yml", "MaxText's configuration", _render_maxtext, _least_maxtext_cap, limits_packer=True
+        "maxtext.yml",
+        "MaxText's configuration",
+        _render_maxtext,
+        _least_maxtext_cap,
+        limits_packer=True,
+        caps_rows=True,
     ),
-    "levanter": Target("levanter.yaml", "Levanter's configuration", _render_levanter, limits_packer=True),
+    "levanter": Target(
+        "levanter.yaml", "Levanter's configuration", _render_levanter, limits_packer=True, caps_rows=True
+    ),
     "verl": Target("verl_fsdp_overrides.txt", "verl's overrides", _render_verl, one_cap=False),
     "torch": Target("torch_compile.py", "torch.compile", _render_torch),
     "json": Target("plan.json", "", _render_json, one_cap=False),
