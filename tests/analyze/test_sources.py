@@ -684,6 +684,14 @@ class TestWhatPeopleHave:
             assert dataset.content.document_tokens.tolist() == sorted(steps)
             assert [Path(uri).name for uri in dataset.uris] == [name.format(step) for step in sorted(steps)]
 
+    def test_steps_of_unlike_sizes_are_noted(self, tmp_path):
+        for step, count in ((1, 3), (2, 2)):
+            files.write_lines(tmp_path / f"train_data_step{step}.jsonl", [{"input_lengths": 7}] * count)
+        (note,) = read_dataset([str(tmp_path)]).notes
+        assert note.startswith("files of this log hold 2 to 3 documents, and steps are made of --global-batch-size")
+        files.write_lines(tmp_path / "train_data_step2.jsonl", [{"input_lengths": 7}] * 3)
+        assert not read_dataset([str(tmp_path)]).notes
+
     @pytest.mark.parametrize("names", [("part-10.jsonl", "part-9.jsonl"), ("a_step10.jsonl", "b_step9.jsonl")])
     def test_other_files_are_read_in_the_order_of_their_names(self, tmp_path, names):
         for number, name in enumerate(names):

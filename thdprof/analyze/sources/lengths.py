@@ -89,7 +89,7 @@ def _scan(path: Path, keys: Keys) -> Shard:
 def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Reading) -> Dataset:
     """The dataset of all files, those of a log in the order of its steps."""
     content: Content
-    order = _order_of_steps(paths)
+    is_log, order = _order_of_steps(paths)
     paths, shards = [paths[at] for at in order], [shards[at] for at in order]
     sizes = [len(shard.arrays) for shard in shards]
     if len({*sizes}) > 1:
@@ -100,26 +100,34 @@ def _join(name: str, paths: Sequence[Path], shards: Sequence[Shard], reading: Re
         content = base.join_rows(shards, "concatenate")
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate([shard.arrays[0] for shard in shards]))
-    note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
-    tokens = any(shard.facts.get("tokens") for shard in shards)
+    notes: list[str] = []
+    if any(shard.facts.get("tokens") for shard in shards):
+        note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
+        notes.append(note)
+    counts = [len(shard.arrays[0]) for shard in shards]
+    if is_log and min(counts) < max(counts):
+        notes.append(
+            f"files of this log hold {min(counts):,} to {max(counts):,} documents, and steps are made of "
+            "--global-batch-size of them, so that a step may mix those of two files"
+        )
     packers = {shard.facts.get("packer") for shard in shards}
     return Dataset.from_content(
         name,
         paths,
         content,
         shards=shards,
-        notes=(note,) if tokens else (),
+        notes=tuple(notes),
         usual_packer=packers.pop() if len(packers) == 1 and isinstance(content, UnpackedDocuments) else None,
     )
 
 
-def _order_of_steps(paths: Sequence[Path]) -> list[int]:
-    """The places of a log's files in the order of their steps; those of other files as they are."""
+def _order_of_steps(paths: Sequence[Path]) -> tuple[bool, list[int]]:
+    """Whether the files are a log's, and their places in the order of its steps; those of other files as they are."""
     matches = [_STEP.fullmatch(path.name) for path in paths]
     steps = [(match["log"], int(match["step"])) for match in matches if match]
     if len(steps) < len(paths) or len({(path.parent, log) for path, (log, _) in zip(paths, steps, strict=True)}) > 1:
-        return list(range(len(paths)))
-    return sorted(range(len(paths)), key=lambda at: steps[at])
+        return False, list(range(len(paths)))
+    return True, sorted(range(len(paths)), key=lambda at: steps[at])
 
 
 def _scan_column(path: Path, keys: Keys) -> Shard:
