@@ -412,6 +412,9 @@ class TestDocumentEnds:
         refused(path, text)
         path.write_bytes(path.read_bytes()[:-1])
         refused(path, "is no NAME.ds.index of datatrove", format="datatrove")
+        files.write_datatrove(path, [3, 4, 5])
+        path.write_bytes(path.read_bytes()[:-8])
+        refused(path, "tells of 7 tokens, and a.ds has 24 bytes: write both again")
 
     @pytest.mark.parametrize(
         ("lines", "text"),
@@ -817,7 +820,9 @@ class TestNotRecognised:
     def test_how_to_write_lengths_of_webdatasets_is_told(self, tmp_path):
         (tmp_path / "energon" / ".nv-meta").mkdir(parents=True)
         (tmp_path / "energon" / "0.tar").write_bytes(b"a" * 512)
-        for path in (tmp_path / "energon", tmp_path / "energon" / "0.tar"):
+        (tmp_path / "tars").mkdir()
+        (tmp_path / "tars" / "0.tar").write_bytes(b"a" * 512)
+        for path in (tmp_path / "energon", tmp_path / "energon" / "0.tar", tmp_path / "tars"):
             refused(path, "only the run's own encoder tells: write them in pack_selected_samples, a line [tokens, ...]")
 
 

@@ -1,6 +1,6 @@
 """A server that speaks the part of S3 that reading needs, over a directory, and fails as it is told to.
 
-moto answers only as a healthy store does, and is no quick package to install; `tests/analyze/test_remote_moto.py`
+moto answers only as a healthy store does, and is no quick package to install; `tests/analyze/test_moto.py`
 compares both.
 """
 

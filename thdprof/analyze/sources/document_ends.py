@@ -39,6 +39,9 @@ def _read_index(path: Path) -> NDArray[np.int64]:
         raise DataError(
             f"{path}: document {wrong[0]}: ends at {ends[wrong[0]]}, before the end {before} of the last one"
         )
+    tokens, total = path.with_suffix(""), int(ends[-1]) if len(ends) else 0
+    if tokens.is_file() and (size := tokens.stat().st_size) not in (2 * total, 4 * total):
+        raise DataError(f"{path}: tells of {total} tokens, and {tokens.name} has {size} bytes: write both again")
     return lengths
 
 

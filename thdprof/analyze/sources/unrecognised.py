@@ -42,9 +42,9 @@ def file_error(path: Path, formats: Sequence[Format]) -> DataError:
 
 def directory_error(directory: Path, formats: Sequence[Format], *, auto: bool) -> DataError:
     """The error for a directory of which no file is of `formats`: all of them with `auto`, else the one asked for."""
-    if (directory / ".nv-meta").is_dir():
-        return DataError(f"{directory}: {_WEBDATASET}")
     files = sorted(path.name for path in directory.iterdir() if path.is_file())
+    if (directory / ".nv-meta").is_dir() or any(name.endswith(".tar") for name in files):
+        return DataError(f"{directory}: {_WEBDATASET}")
     directories = sorted(path.name for path in directory.iterdir() if path.is_dir())
     advice = "name the files, or say --format" if auto else "name the files, or another directory"
     if files:
@@ -63,7 +63,7 @@ def _columns(path: Path) -> str | None:
     named: list[str] | None
     if holds_columns(path):
         schema = schema_of(path)
-        named = None if schema is None else [f"{f.name} ({f.type})" for f in schema]
+        named = None if schema is None else [f"{f.name} ({str(f.type)[:30]})" for f in schema]
         kind = "parquet with the columns" if is_parquet(path) else "Arrow with the columns"
     elif path.name.lower().endswith((".csv", ".csv.gz")):
         kind, line = "CSV with the columns", json_lines.sniff(path).partition(b"\n")[0]
