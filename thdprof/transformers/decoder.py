@@ -156,7 +156,7 @@ def _without_new_hooks(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if not had:
+        if not had and getattr(model, _HAS_HOOKS, False):  # else transformers would not put them on again
             for part in model.modules():
                 part.__dict__.pop(_HAS_HOOKS, None)
                 for key, hook in [*part._forward_hooks.items()]:
