@@ -67,9 +67,9 @@ test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the 
 	$(NEWEST)/bin/python -m pytest -q -n logical --maxprocesses 16 --dist worksteal --ignore tests/runtime/megatron \
 		tests/runtime tests/transformers tests/examples/test_trl_example.py $(ARGS)
 
-test-ray: $(TEST_STAMP)  ## run the tests on a Ray cluster and on moto's S3, whose packages this adds to .venv
-	$(PY) $(INSTALL) -c constraints.txt -e '.[ray]' 'moto[server]>=5'
-	$(PY) -m pytest -q -n 0 tests/analyze/test_ray.py tests/analyze/test_moto.py $(ARGS)
+test-ray: $(TEST_STAMP)  ## run the tests on a Ray cluster, on moto's S3 and beside Grain, whose packages this adds to .venv
+	$(PY) $(INSTALL) -c constraints.txt -e '.[ray]' 'moto[server]>=5' 'grain>=0.2.18'
+	$(PY) -m pytest -q -n 0 tests/analyze/test_ray.py tests/analyze/test_moto.py tests/analyze/test_grain_packers.py $(ARGS)
 
 lint: $(TEST_STAMP)  ## format check, lint, types, boundaries
 	$(VENV)/bin/ruff format --check .

@@ -339,7 +339,11 @@ class _FsspecStore:
         told = self._filesystem.info(url)
         names = ("ETag", "etag", "md5", "sha256", "crc32c", "blob_id", "checksum", "mtime", "LastModified", "created")
         stamp = next((told[name] for name in names if told.get(name)), None) or self._filesystem.ukey(url)
-        return lambda start, size: self._filesystem.cat_file(url, start=start, end=start + size), str(stamp)
+        from fsspec import AbstractFileSystem
+
+        own = type(self._filesystem).cat_file is not AbstractFileSystem.cat_file  # the default reads ahead
+        more = {} if own else {"cache_type": "none"}
+        return lambda start, size: self._filesystem.cat_file(url, start=start, end=start + size, **more), str(stamp)
 
     @staticmethod
     def _entry(told: dict[str, Any]) -> Entry:
