@@ -146,6 +146,19 @@ def test_a_thousand_packs_have_a_spare_one_so_that_short_documents_are_not_heape
     assert counts.max() <= 3 * counts.mean()  # 27 times the mean by best fit
 
 
+@pytest.mark.parametrize("cap", [None, 40])
+def test_packs_fill_whole_steps_where_that_adds_few(cap):
+    lengths = pack_lengths.draw("chat 8k", 20_000)
+    plain, steps, many = (
+        np.bincount(pack_documents(lengths, seq_length=8192, max_docs=cap, multiple=size)) for size in (1, 16, 1000)
+    )
+    assert len(plain) % 16
+    assert len(steps) == -(-len(plain) // 16) * 16
+    assert steps.min() > 0
+    assert steps.max() <= min(cap or 10**9, 3 * steps.mean())
+    assert len(many) == len(plain)  # where half a step more would be
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="lengths: document 1 has 11 tokens; use 1 to seq_length 10"):
         pack([1, 11], 10)

@@ -194,6 +194,8 @@ def repack(
     make = partial(
         make_packs, dataset, before.settings, seq_length=seq_length, adds_tail=adds_tail, tail=tail, window=window
     )
+    if rule == "conversations":  # whose epochs follow each other without a gap
+        make = partial(make, per_step=before.settings.global_batch_size)
 
     def try_cap(cap: int | None, done: float) -> _Trial:
         show("packing", _READ_SHARE + (1 - _READ_SHARE) * done, dataset.num_documents())
@@ -315,13 +317,15 @@ def make_packs(
     tail: TailPolicy,
     max_docs: int | None,
     window: int | None,
+    per_step: int = 1,
     for_bridge: bool = False,
 ) -> Packs:
     """The packs of the dataset's documents, in the order of training.
 
     They are ordered by the sum of squared lengths: a micro-batch's time grows with that alone, where rows are padded.
     `adds_tail` says that training appends a document for an unused tail, which counts for `max_docs`; `tail` is what
-    attention sees of it. `for_bridge` is for `collect_documents`.
+    attention sees of it. The number of packs is a multiple of `per_step` where that adds few. `for_bridge` is for
+    `collect_documents`.
 
     Raises:
         DataError: no document is left to pack.
@@ -341,7 +345,8 @@ def make_packs(
     more = int(adds_tail)
     if max_docs is not None and max_docs <= more:
         raise UsageError(f"--max-docs {max_docs}: training adds a document for an unused tail; use {more + 1} or more")
-    pack = pack_documents(tokens, seq_length=seq_length, max_docs=None if max_docs is None else max_docs - more)
+    cap = None if max_docs is None else max_docs - more
+    pack = pack_documents(tokens, seq_length=seq_length, max_docs=cap, multiple=per_step)
     costs = np.bincount(pack, weights=np.square(tokens, dtype=np.float64))
     if tail != "none":
         last, rest = np.zeros_like(costs), seq_length - np.bincount(pack, weights=tokens)
