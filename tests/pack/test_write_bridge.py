@@ -76,23 +76,6 @@ def test_packed_rows_are_packed_anew_and_read_in_their_order(tmp_path, monkeypat
     assert dataset.pack_tokens == 2048
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_tokens_count_besides_their_squares_where_rows_are_not_padded(padded, tmp_path):
-    model = tmp_path / "config.json"
-    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
-    model.write_text(json.dumps({"model_type": "llama", "vocab_size": 32_000, **sizes}))
-    given = {"model": model, "gpu": "h100", "data_parallel_size": 2, "pad_to_max_length": padded}
-    packs = pack(write_demo(tmp_path / "demo").bridge, tmp_path / "packs.parquet", **given).packs
-    tokens = np.add.reduceat(packs.tokens, packs.offsets[:-1], dtype=np.float64)
-    squared = np.add.reduceat(np.square(packs.tokens, dtype=np.float64), packs.offsets[:-1])
-    more = packs.costs - squared
-    if padded:
-        np.testing.assert_allclose(more, np.square(2048 - tokens))
-    else:
-        assert more.min() > 0
-        np.testing.assert_allclose(more / tokens, more[0] / tokens[0])  # as many squares for every token
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_of_tokens_are_those_that_bridge_packs(masked, tmp_path):
     rng = np.random.default_rng(7)

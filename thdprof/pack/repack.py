@@ -66,8 +66,8 @@ class Packs:
     tokens: NDArray[np.int32]
     """Tokens of the documents as training sees them, padded if it pads them, pack after pack, shape [documents]."""
     costs: NDArray[np.float64]
-    """Sum of the squared lengths of each pack's documents as training sees them, and what its tokens count besides, by
-    which packs are ordered, shape [packs]."""
+    """Sum of the squared lengths of each pack's documents as training sees them, by which packs are ordered, shape
+    [packs]."""
     seq_length: int
     """Most tokens of a pack."""
 
@@ -194,8 +194,6 @@ def repack(
     make = partial(
         make_packs, dataset, before.settings, seq_length=seq_length, adds_tail=adds_tail, tail=tail, window=window
     )
-    if rule == "bridge" and tail == "none":  # whose rows differ in tokens
-        make = partial(make, squares_a_token=_weigh_tokens(before))
     if rule == "conversations":  # whose epochs follow each other without a gap
         make = partial(make, per_step=before.settings.global_batch_size)
 
@@ -320,13 +318,11 @@ def make_packs(
     max_docs: int | None,
     window: int | None,
     per_step: int = 1,
-    squares_a_token: float = 0.0,
     for_bridge: bool = False,
 ) -> Packs:
     """The packs of the dataset's documents, in the order of training.
 
     They are ordered by the sum of squared lengths: a micro-batch's time grows with that alone, where rows are padded.
-    Elsewhere each token counts as `squares_a_token` besides.
     `adds_tail` says that training appends a document for an unused tail, which counts for `max_docs`; `tail` is what
     attention sees of it. The number of packs is a multiple of `per_step` where that adds few. `for_bridge` is for
     `collect_documents`.
@@ -357,8 +353,6 @@ def make_packs(
         if tail == "extend_last":
             last[pack] = tokens
         costs += rest * (2 * last + rest)
-    if squares_a_token:
-        costs += squares_a_token * np.bincount(pack, weights=tokens)
     read = order_packs(
         costs,
         **_describe_steps(settings),
@@ -377,15 +371,6 @@ def make_packs(
         costs=costs[read],
         seq_length=seq_length,
     )
-
-
-def _weigh_tokens(analysis: Analysis) -> float:
-    """The squared tokens of which attention takes as long as a token takes of all else; 0 where no times are known."""
-    costs = analysis.costs
-    if not analysis.timed or not costs.ms_per_squared_token or costs.squared_tokens is None:
-        return 0.0
-    else_ms = min(point.ms for point in costs.replay) - costs.ms_per_squared_token * costs.squared_tokens
-    return max(0.0, else_ms) / costs.ms_per_squared_token / costs.n_tokens
 
 
 def read_in_order(given: Mapping[str, Any], rule: Rule, settings: TrainingSettings, seq_length: int) -> dict[str, Any]:
