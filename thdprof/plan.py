@@ -103,6 +103,41 @@ class Percentiles(Part):
     """Largest value of all micro-batches."""
 
 
+class FallbackRate(Part):
+    """How much runs eagerly, as three shares."""
+
+    microbatch: Share
+    """Share of micro-batches that run eagerly."""
+    rank_step: Share
+    """Share of (rank, step) pairs with at least one eager micro-batch."""
+    step: Share
+    """Share of steps with an eager micro-batch on any rank: a synchronous step waits for it."""
+
+
+class DrawnPart(Part):
+    """The least or the most of each figure over all draws."""
+
+    n_seqs: Percentiles
+    """Number of documents of a micro-batch."""
+    max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document."""
+    fallback_rate: FallbackRate
+    """Fallback rates of the plan's buckets."""
+    max_seqs: int = Field(ge=0)
+    """Documents of the largest bucket that a draw's own micro-batches would get; 0: no bucket."""
+
+
+class SpreadPart(Part):
+    """How much figures differ between draws."""
+
+    draws: Count
+    """Number of draws, the analysed one among them."""
+    least: DrawnPart
+    """The least of each figure."""
+    most: DrawnPart
+    """The most of each figure."""
+
+
 class MicrobatchesPart(Part):
     """The micro-batches that training will form."""
 
@@ -124,17 +159,8 @@ class MicrobatchesPart(Part):
     n_tokens_constant: bool
     """Whether all micro-batches have n_tokens_max tokens, as a graph needs; under dynamic context parallelism, whether
     all have max_seqlen_per_dp_cp_rank tokens on each of their ranks."""
-
-
-class FallbackRate(Part):
-    """How much runs eagerly, as three shares."""
-
-    microbatch: Share
-    """Share of micro-batches that run eagerly."""
-    rank_step: Share
-    """Share of (rank, step) pairs with at least one eager micro-batch."""
-    step: Share
-    """Share of steps with an eager micro-batch on any rank: a synchronous step waits for it."""
+    spread: SpreadPart | None = None
+    """How much figures differ between draws; null where lengths and packs are not drawn."""
 
 
 class BucketPart(Part):

@@ -23,11 +23,16 @@ def reference(model: type[BaseModel] = Plan) -> str:
     root = model.model_json_schema(by_alias=True)
     parts: Mapping[str, Schema] = {model.__name__: root, **root.get("$defs", {})}
     titles = {
-        name: "The whole file" if paths == [""] else ", ".join(f"`{path}`" for path in paths)
+        name: "The whole file" if paths == [""] else ", ".join(f"`{path}`" for path in _shallow(paths))
         for name, paths in _places(parts, model.__name__).items()
     }
     text = "\n\n".join(_section(parts, name, title) for name, title in titles.items() if parts[name])
     return re.sub(r"\(#(\w+)\)", lambda link: f"(#{_anchor(titles[link[1]])})", text)
+
+
+def _shallow(paths: list[str]) -> list[str]:
+    """The paths that a title names: the deep ones only where a part stands nowhere else."""
+    return [path for path in paths if path.count(".") < 3] or paths
 
 
 def _anchor(title: str) -> str:

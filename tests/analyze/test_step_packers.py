@@ -8,11 +8,12 @@ import json
 import numpy as np
 import pytest
 
+from thdprof.analyze import analyze_dataset
 from thdprof.analyze.schedule.replay import replay
 from thdprof.analyze.schedule.step_packers import pack_steps
 from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
 from thdprof.errors import DataError, UsageError
-from thdprof.training import MEGATRON_RL_PACKERS, RL_PACKERS, TrainingSettings
+from thdprof.training import DRAWN_PACKERS, MEGATRON_RL_PACKERS, RL_PACKERS, TrainingSettings
 
 RECORDED = {
     "concatenative": "2ea776ce742b5a45",  # NeMo-RL 7ea279ab
@@ -42,7 +43,7 @@ def by_rank(documents: list[int], **values) -> list[list[list[list[int]]]]:
     return [[[next(packs) for _ in range(count)] for _ in ranks] for count in counts.tolist()]
 
 
-@pytest.mark.parametrize("packer", [name for name in RL_PACKERS if name not in MEGATRON_RL_PACKERS])
+@pytest.mark.parametrize("packer", [n for n in RL_PACKERS if n not in (*MEGATRON_RL_PACKERS, *DRAWN_PACKERS)])
 def test_packs_equal_those_of_the_source(packer):
     rng, steps = np.random.default_rng(7), []
     for case in range(60):
@@ -57,6 +58,23 @@ def test_packs_equal_those_of_the_source(packer):
         assert sorted(length for pack in packs for length in pack) == sorted(documents)
     assert len(steps) == 60
     assert hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16] == RECORDED[packer]
+
+
+def test_shuffled_packs_are_first_fit_of_a_drawn_order():
+    documents = np.random.default_rng(3).integers(1, 60, 64).tolist()
+    given = {"packer": "nemo_first_fit_shuffle", "seq_length": 100, "global_batch_size": 32}
+    steps = by_rank(documents, **given)
+    for number, ((packs,), own) in enumerate(zip(steps, (documents[:32], documents[32:]), strict=True)):
+        order = np.random.default_rng(1234).permuted(np.array(documents).reshape(2, 32), axis=1)[number].tolist()
+        assert sorted(order) == sorted(own)
+        expected: list[list[int]] = []
+        for length in order:
+            room = next((pack for pack in expected if sum(pack) + length <= 100), None)
+            if room is None:
+                expected.append(room := [])
+            room.append(length)
+        assert packs == expected
+    assert by_rank(documents, **given, seed=5) != steps
 
 
 def draw_limits(case: int) -> tuple[int, int]:
@@ -90,6 +108,15 @@ class TestRuns:
         assert table.n_tokens.tolist() == [12, 4, 12, 12, 12, 4]
         assert table.n_seqs.tolist() == [2, 1, 1, 1, 2, 1]
         assert run.schedule.notes == ("1 documents longer than 12 tokens were cut to that",)
+
+    def test_shuffled_packs_are_not_exact(self):
+        given = {"packer": "nemo_first_fit_shuffle", "global_batch_size": 4}
+        assert not self.replay([6, 3, 3, 12], **given).schedule.table.exact
+        result = analyze_dataset([6, 3, 3, 9, 5, 2, 2, 7] * 20, seq_length=12, **given)
+        spread = result.spread
+        assert spread.draws == 8
+        assert spread.least.max_seqlen.mean < spread.most.max_seqlen.mean
+        assert any("Python's generator" in note for note in result.notes)
 
     def test_the_fullest_pack_gives_documents_until_the_ranks_are_even(self):
         run = self.replay([1, 1, 1, 12], packer="concatenative", global_batch_size=4, data_parallel_size=4)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captured, recommend
-from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, make_run
+from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, fallback_rate, make_run
 from thdprof.analyze.caveats import caveats, find_gpu_memory, note_order
 from thdprof.analyze.expert_room import ExpertRoom, choose_room
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
@@ -21,9 +23,10 @@ from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, show_nothing
+from thdprof.dispatch import Shapes, decide_all
 from thdprof.errors import UsageError
-from thdprof.plan import DatasetPart, Percentiles
-from thdprof.training import Model, TrainingSettings
+from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, Percentiles, SpreadPart
+from thdprof.training import DRAWN_PACKERS, Model, TrainingSettings
 from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
 
 if TYPE_CHECKING:
@@ -111,6 +114,8 @@ class Analysis(Predictions):
     warnings: tuple[str, ...]
     """Sentences that the user should know before trusting the numbers: settings without effect, the notes, and the
     conditions under which the figures hold."""
+    spread: SpreadPart | None = None
+    """How much figures differ between draws; None where lengths and packs are not drawn."""
 
     @property
     def steps(self) -> int:
@@ -119,8 +124,9 @@ class Analysis(Predictions):
 
     @property
     def drawn(self) -> bool:
-        """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
-        return self.microbatches.drawn
+        """Whether micro-batches were drawn, because their lengths or the order in which training reads rows is not
+        known."""
+        return self.microbatches.drawn or self.spread is not None
 
     @property
     def timed(self) -> bool:
@@ -232,6 +238,8 @@ def sentence(analysis: Analysis) -> str:
     return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
+_DRAWS = 8
+"""Draws of a packer that shuffles by a state that no setting tells."""
 Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
@@ -327,12 +335,23 @@ class Study:
     """Keeps intermediate results for the next study of this dataset."""
 
     def analyze(self) -> Analysis:
-        """Replay the schedule of the dataset, and recommend buckets.
+        """Replay the schedule of the dataset, and recommend buckets; of what is drawn, also the spread over draws.
 
         Raises:
             DataError: the dataset has contents that training would refuse.
             UsageError: the settings or limits contradict each other or the dataset.
         """
+        first = self._analyze()
+        others = [Study(self.request, replace(self.dataset, content=draw(), other_draws=()), self.measured,
+                        offload=self.offload, impl=self.impl) for draw in self.dataset.other_draws]  # fmt: skip
+        if not others and first.settings.packer in DRAWN_PACKERS:
+            seeds = [{**self.request.given, "seed": first.settings.seed + number} for number in range(1, _DRAWS)]
+            others = [replace(self, request=replace(self.request, given=given), memo=FORGETFUL) for given in seeds]
+        if not others:
+            return first
+        return replace(first, spread=_find_spread(first, [first, *(other._analyze() for other in others)]))
+
+    def _analyze(self) -> Analysis:
         request, dataset, documents = self.request, self.dataset, self.dataset.num_documents()
 
         def tick(done: float) -> None:
@@ -484,6 +503,35 @@ class Study:
             price=self.request.gpu_hour_price,
             gbps=self.request.data_parallel_gbps,
         )
+
+
+def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:
+    """The least and the most of the figures of all `draws`; fallback rates are those of the buckets of the first."""
+    rates, buckets = [], first.recommendation.buckets
+    for draw in draws:
+        table, size = draw.microbatches, np.array([first.settings.context_parallel_size])
+        shapes = Shapes(
+            n_seqs=table.joint(table.n_seqs),
+            max_seqlen=table.joint(table.max_seqlen),
+            n_tokens=np.array([first.graph_tokens]),
+            cp_size=size if table.groups is None else table.groups.cp_size,
+        )
+        rates.append(fallback_rate(table, decide_all(buckets, shapes).choice < 0))
+
+    def reduce(function: Callable[[Iterable[Any]], Any]) -> DrawnPart:
+        def reduce_part(parts: Sequence[Percentiles] | Sequence[FallbackRate]) -> Any:
+            return type(parts[0])(
+                **{name: function(getattr(part, name) for part in parts) for name in type(parts[0]).model_fields}
+            )
+
+        return DrawnPart(
+            n_seqs=reduce_part([draw.n_seqs for draw in draws]),
+            max_seqlen=reduce_part([draw.max_seqlen for draw in draws]),
+            fallback_rate=reduce_part(rates),
+            max_seqs=function(max((b.max_seqs for b in draw.recommendation.buckets), default=0) for draw in draws),
+        )
+
+    return SpreadPart(draws=len(draws), least=reduce(min), most=reduce(max))
 
 
 def _summarize_cp_sizes(run: AnalyzedRun, profiles: Mapping[int, Profile]) -> tuple[CpSize, ...]:

@@ -45,11 +45,18 @@ def note_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if not table.drawn:
         return []
-    if settings.packer in AXOLOTL_PACKERS:
+    if settings.packer == "nemo_first_fit_shuffle":
+        return [
+            "NeMo-RL shuffles with Python's generator, whose state no setting tells: micro-batches were drawn with "
+            f"--seed {settings.seed}"
+        ]
+    if settings.packer in AXOLOTL_PACKERS and settings.sampling == "random":
         return [
             "Axolotl's order of documents is known with curriculum_sampling alone: micro-batches were drawn with "
             f"--seed {settings.seed}; {suggest_setting('sampling', 'sequential')} replays the file's order"
         ]
+    if settings.loader is not None:
+        return []
     return [
         "the order in which training reads these rows is not known: micro-batches were drawn with "
         f"--seed {settings.seed}; --loader single or cyclic replays one"

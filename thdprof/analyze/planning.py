@@ -85,6 +85,7 @@ def make_plan(
             max_seqlen=analysis.max_seqlen,
             n_tokens_max=analysis.n_tokens_max,
             n_tokens_constant=analysis.share_of_full_size == 1.0,
+            spread=analysis.spread,
         ),
         graphs=_graphs(analysis, captures),
         predictions=_predictions(analysis),

@@ -30,7 +30,10 @@ output_option = functools.partial(typer.Option, rich_help_panel="Output")
 
 Datasets = Annotated[
     list[str] | None,
-    dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
+    dataset_argument(
+        help="Files, globs, directories or Megatron prefixes of one dataset, or a distribution of lengths.",
+        metavar="DATASET",
+    ),
 ]
 PlanFile = Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -177,6 +177,8 @@ def repack(
         )
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, show = read_requested(request, progress)
+    if dataset.other_draws:
+        raise UsageError(f"{dataset.uris[0]}: lengths that are drawn are no data to pack; thdprof analyze counts packs")
     stored = ("seq_length",) if isinstance(dataset.content, PackedRows) else ()
     old = replace(request, given=_without(request.given, (*_RUN_LENGTH, *stored)))
     before = Study(old, dataset, measured, impl=impl).analyze()

@@ -10,6 +10,7 @@ from thdprof.training.model import check_model as check_model
 from thdprof.training.model import model_definitions as model_definitions
 from thdprof.training.settings import AXOLOTL_PACKERS as AXOLOTL_PACKERS
 from thdprof.training.settings import DEFAULT_PROMPT_FORMAT as DEFAULT_PROMPT_FORMAT
+from thdprof.training.settings import DRAWN_PACKERS as DRAWN_PACKERS
 from thdprof.training.settings import DYNAMIC_CP as DYNAMIC_CP
 from thdprof.training.settings import GRAIN_PACKERS as GRAIN_PACKERS
 from thdprof.training.settings import MEGATRON_RL_PACKERS as MEGATRON_RL_PACKERS

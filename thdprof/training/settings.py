@@ -247,6 +247,7 @@ Packer = Literal[
     "multipack_sequential",
     "concatenative",
     "nemo_first_fit_decreasing",
+    "nemo_first_fit_shuffle",
     "modified_first_fit_decreasing",
     "karmarkar_karp",
     "megatron_rl_fifo",
@@ -262,8 +263,11 @@ DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 """Packers that give every micro-batch a context-parallel size of its own."""
 MEGATRON_RL_PACKERS = ("megatron_rl_fifo", "megatron_rl_round_robin")
 """Packers of Megatron-LM's reinforcement learning, by its --rl-sequence-packing-algo."""
-RL_PACKERS = ("concatenative", "nemo_first_fit_decreasing", "modified_first_fit_decreasing", "karmarkar_karp",
-              *MEGATRON_RL_PACKERS)  # fmt: skip
+DRAWN_PACKERS = ("nemo_first_fit_shuffle",)
+"""Packers that shuffle by the state of a generator that no setting tells."""
+NEMO_PACKERS = ("concatenative", "nemo_first_fit_decreasing", "modified_first_fit_decreasing", *DRAWN_PACKERS)
+"""Packers of NeMo-RL, by its policy.sequence_packing.algorithm."""
+RL_PACKERS = (*NEMO_PACKERS, "karmarkar_karp", *MEGATRON_RL_PACKERS)
 """Packers of reinforcement learning: NeMo-RL's, verl's balanced partitions, and Megatron-LM's bins."""
 GRAIN_PACKERS = ("torchtitan_first_fit", "maxtext_first_fit", "maxtext_best_fit")
 """Packers of trainers that pack with Grain, which read the documents in Grain's order."""

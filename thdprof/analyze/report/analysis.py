@@ -28,7 +28,7 @@ from thdprof.analyze.report.shared import (
     trainer_weights_sentence,
 )
 from thdprof.megatron_limits import UP_TO_ROUTER
-from thdprof.plan import CostsPart
+from thdprof.plan import CostsPart, Percentiles, SpreadPart
 from thdprof.training import name_setting
 from thdprof.words import percent, percentile_name, write_count, write_saved_share
 
@@ -119,6 +119,9 @@ def _parts(
     yield ""
     yield _percentiles(analysis)
     yield ""
+    if analysis.spread is not None:
+        yield Text(_spread_sentence(analysis.spread))
+        yield ""
     if analysis.cp_sizes:
         yield _cp_sizes(analysis)
         yield ""
@@ -154,9 +157,27 @@ def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
 def _percentiles(analysis: Analysis) -> Table:
     table = plain_table(["micro-batch"], ["mean", "P50", "P90", "P95", "P99", "P99.9", "max"])
     for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
-        values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
-        table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
+        _add_percentiles(table, label, p)
+        if (spread := analysis.spread) is not None:
+            name = "n_seqs" if label == "documents" else "max_seqlen"
+            _add_percentiles(table, f"  least of {spread.draws} draws", getattr(spread.least, name))
+            _add_percentiles(table, "  most", getattr(spread.most, name))
     return table
+
+
+def _add_percentiles(table: Table, label: str, p: Percentiles) -> None:
+    values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
+    table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
+
+
+def _spread_sentence(spread: SpreadPart) -> str:
+    """The fallbacks under the recommended graphs, and the graphs that each draw alone would get."""
+    ends = spread.least, spread.most
+    eager, largest = [percent(end.fallback_rate.step) for end in ends], [f"{end.max_seqs:,}" for end in ends]
+    return (
+        f"over {spread.draws} draws: {' to '.join(dict.fromkeys(eager))} of steps have an eager micro-batch by these "
+        f"graphs; the largest graph by each draw alone is for {' to '.join(dict.fromkeys(largest))} documents"
+    )
 
 
 def _cp_sizes(analysis: Analysis) -> Table:
@@ -256,8 +277,8 @@ def _coverage_of_run(analysis: Analysis) -> str:
 
 
 def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON object as a dict, with why training would be `refused`. It has the key `offload` if activations are
-    moved to the host, and `overlap` if data-parallel communication overlaps.
+    """The JSON object as a dict, with why training would be `refused`. It has the key `spread` if lengths or packs are
+    drawn, `offload` if activations are moved to the host, and `overlap` if data-parallel communication overlaps.
     """
     chosen, timed, overlap = analysis.recommendation, analysis.timed, analysis.overlap
     value: dict[str, Any] = {
@@ -270,6 +291,7 @@ def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
         "exact": analysis.microbatches.exact,
         "microbatches": len(analysis.microbatches),
         **{name: getattr(analysis, name) for name in _MEASURES},
+        **({} if analysis.spread is None else {"spread": analysis.spread}),
         "verdict": analysis.verdict.ruling,
         "verdict_reason": analysis.verdict.reason,
         "times": analysis.times,

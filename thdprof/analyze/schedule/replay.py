@@ -18,6 +18,7 @@ from thdprof.analyze.sources.base import Content, Conversations, Dataset, Packed
 from thdprof.plan import DatasetPart
 from thdprof.training import (
     AXOLOTL_PACKERS,
+    DRAWN_PACKERS,
     DYNAMIC_CP,
     GRAIN_PACKERS,
     RL_PACKERS,
@@ -67,7 +68,7 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         if settings.packer in RL_PACKERS:
             from thdprof.analyze.schedule.step_packers import pack_steps as pack
         packing = pack(documents.document_tokens, settings)
-        exact = settings.loader == "single"
+        exact = settings.loader == "single" and settings.packer not in DRAWN_PACKERS
         table = fill_rows(packing.rows, settings).table(settings, packing.num_microbatches, exact=exact)
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(packing.rows.document_tokens))
         return Schedule(table=table, distinct=one_epoch, **packing.summarize())
@@ -207,6 +208,8 @@ def replay(
     if settings.shared_capture_ranks > 1 and schedule.table.groups is None:
         together = replace(schedule.table, shared_capture_ranks=settings.shared_capture_ranks)
         schedule = replace(schedule, table=together)
+    if dataset.other_draws:
+        schedule = replace(schedule, table=replace(schedule.table, exact=False))
     guessed = fullest is not None and given.get("seq_length") is None
     if planned_guess:
         guessed = dataset.pack_tokens != settings.seq_length

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import packers, samplers
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
-from thdprof.training import MEGATRON_RL_PACKERS, TrainingSettings
+from thdprof.training import DRAWN_PACKERS, MEGATRON_RL_PACKERS, TrainingSettings
 
 Packs = list[list[int]]
 """Documents of every pack, in tokens."""
@@ -29,9 +29,10 @@ Packs = list[list[int]]
 def pack_steps(document_tokens: NDArray[np.int32], settings: TrainingSettings) -> packers.Packing:
     """Pack every `global_batch_size` documents, in their order, into micro-batches of at most `seq_length` tokens.
 
-    - `concatenative`, `nemo_first_fit_decreasing`, `modified_first_fit_decreasing` (NeMo-RL): documents are padded to
-      `pad_seq_to_mult`. Until the packs are a multiple of the ranks, the pack with the most documents gives its last
-      one to a new pack. Rank r takes each so-many-th pack from the r-th on.
+    - `concatenative`, `nemo_first_fit_decreasing`, `nemo_first_fit_shuffle`, `modified_first_fit_decreasing` (NeMo-RL):
+      documents are padded to `pad_seq_to_mult`, and for the third shuffled by a draw of `seed`. Until the packs are a
+      multiple of the ranks, the pack with the most documents gives its last one to a new pack. Rank r takes each
+      so-many-th pack from the r-th on.
     - `karmarkar_karp` (verl): ranks get equally many documents of about equal work. Each parts its own into as many
       micro-batches of about equal work as the rank with most tokens needs, and into more while any is too long.
     - `megatron_rl_fifo`, `megatron_rl_round_robin` (Megatron-LM): next-fit, the longest document first, into bins of at
@@ -48,6 +49,8 @@ def pack_steps(document_tokens: NDArray[np.int32], settings: TrainingSettings) -
     notes: list[str] = []
     lengths = packers.cut(document_tokens.astype(np.int64), settings.seq_length, settings.pad_seq_to_mult, notes)
     by_step = samplers.gather_documents(lengths, replace(settings, data_parallel_size=1, micro_batch_size=1))
+    if settings.packer in DRAWN_PACKERS:
+        by_step = np.random.default_rng(settings.seed).permuted(by_step, axis=1)
     deal = {"karmarkar_karp": _deal_verl, **dict.fromkeys(MEGATRON_RL_PACKERS, _deal_megatron)}.get(
         settings.packer, _deal_nemo
     )
@@ -100,11 +103,10 @@ def _next_fit(lengths: list[int], capacity: int, cap: int | None = None) -> Pack
     return packs
 
 
-def _first_fit_decreasing(lengths: list[int], capacity: int) -> Packs:
-    placed = sorted(lengths, reverse=True)
-    numbers = packers.first_fit(np.array(placed, dtype=np.int64), capacity, packers.NO_CAP)
+def _first_fit(lengths: list[int], capacity: int) -> Packs:
+    numbers = packers.first_fit(np.array(lengths, dtype=np.int64), capacity, packers.NO_CAP)
     packs: Packs = [[] for _ in range(int(numbers.max()) + 1)]
-    for length, pack in zip(placed, numbers.tolist(), strict=True):
+    for length, pack in zip(lengths, numbers.tolist(), strict=True):
         packs[pack].append(length)
     return packs
 
@@ -142,7 +144,8 @@ def _modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Packs:
 
 _NEMO: dict[str, Callable[[list[int], int], Packs]] = {
     "concatenative": _next_fit,
-    "nemo_first_fit_decreasing": _first_fit_decreasing,
+    "nemo_first_fit_decreasing": lambda lengths, capacity: _first_fit(sorted(lengths, reverse=True), capacity),
+    "nemo_first_fit_shuffle": _first_fit,
     "modified_first_fit_decreasing": _modified_first_fit_decreasing,
 }
 

@@ -6,6 +6,7 @@ A new format is one module with a `FORMAT`, listed here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,8 @@ _PLACES = {
 }
 _INDEXES = {".bin": ".idx", ".ds": ".ds.index", ".npy": ".csv.gz"}
 """Endings of token files -> those of the files that hold their documents' lengths: Megatron, datatrove, OLMo-core."""
+_DRAWN = re.compile(r"[a-z]+:[a-z]+=.*")
+"""A distribution of lengths in place of files, as in lognormal:mean=900,sigma=1.1."""
 FORMATS = tuple(_PLACES)
 """Names of the formats, in the order in which a file is tried."""
 
@@ -65,6 +68,8 @@ def read_dataset(
 ) -> Dataset:
     """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes, which lack the `.idx`.
 
+    A distribution in their place, as `lengths.draw_lengths` describes, has lengths drawn.
+
     Args:
         format: name of the format, or "auto".
         settings: those of the run by their names in `thdprof.training.TrainingOptions`. Text is counted by some of
@@ -77,12 +82,19 @@ def read_dataset(
     Raises:
         DataError: a location does not exist or cannot be read, the format is not recognised, or the content is not
             valid in its format.
-        UsageError: no such format, no location, text without a tokenizer, or conversations of which nobody says who
-            trains on them.
+        UsageError: no such format, no location, text without a tokenizer, conversations of which nobody says who
+            trains on them, or a distribution that cannot be drawn from.
     """
     if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix; --help tells more")
     engines.check_engine(engine)
+    drawn = [text for text in locations if _DRAWN.fullmatch(text) and not Path(text).exists()]
+    if drawn:
+        from thdprof.analyze.sources.lengths import draw_lengths
+
+        if len(locations) > 1 or format not in ("auto", "lengths"):
+            raise UsageError(f"{drawn[0]}: its lengths are drawn: give it alone, and no --format but lengths")
+        return draw_lengths(drawn[0])
     reading = Reading.from_settings(settings, cache=cache, digest=digest, engine=engine, tick=tick)
     try:
         chosen, paths = _find(locations, _candidates(format, reading))

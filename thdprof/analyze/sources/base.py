@@ -226,6 +226,8 @@ class Dataset:
     """The packer of those who train on such files, where the Trainer does; None: Megatron-Bridge's default."""
     stored_rows: tuple[int, ...] = ()
     """Rows of each file; empty for data that lie in none."""
+    other_draws: tuple[Callable[[], Content], ...] = ()
+    """Makes of further draws, where the content is a draw and no data; empty for data."""
 
     @classmethod
     def from_content(

@@ -10,6 +10,8 @@ Integers are documents that a packer has yet to pack; lists are packed rows. A l
 is the run's `length_column`, else the first of `KEYS`. Where there is none of them, each list `TOKENS` is a document.
 Only its length is read, in parquet and Arrow without the tokens themselves.
 
+Lengths may also be drawn from a named distribution, which `draw_lengths` describes.
+
 ms-swift's cached datasets have lists of one length in a column `lengths` beside the data: documents, no rows.
 Axolotl's prepared datasets have `input_ids` and `position_ids` beside `length`.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,8 @@ from thdprof.analyze.sources.readers import arrow, json_lines, npy
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USUAL_KEYS, Keys
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
 from thdprof.analyze.sources.remote import begins_with
-from thdprof.errors import DataError
+from thdprof.errors import DataError, UsageError
+from thdprof.words import list_choices
 
 _SWIFT = "lengths"
 """Column in which ms-swift lists the length of each example."""
@@ -233,3 +236,87 @@ def make_format(reading: Reading) -> Format:
         key=lambda paths, reading: reading.length_column,
         yields=partial(_holds_tokens, keys=keys),
     )
+
+
+# --- lengths that are drawn -------------------------------------------------------------------------------------------
+
+_MOST = 2**31 - 1
+_COMMON: Mapping[str, tuple[int, int, int]] = {
+    "min": (1, 1, _MOST),
+    "max": (_MOST, 1, _MOST),
+    "documents": (10_000, 1, 100_000_000),
+    "draws": (8, 2, 1000),
+    "seed": (1234, 0, 2**32 - 1),
+}
+"""Parameters that are whole numbers -> the default, the least and the largest."""
+_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "lognormal": ("mean", "sigma"),
+    "gamma": ("mean", "shape"),
+    "exponential": ("mean",),
+    "uniform": ("min", "max"),
+}
+"""Distribution -> the parameters that have to be given."""
+
+
+def draw_lengths(location: str) -> Dataset:
+    """The documents of a location such as `lognormal:mean=900,sigma=1.1,max=8192`, several times drawn.
+
+    The mean is that before lengths under `min` become `min`, and those over `max`, as of answers that are cut, `max`.
+    `sigma` is the standard deviation of the logarithm, `shape` that of a gamma distribution.
+
+    Raises:
+        UsageError: no such distribution, or a parameter that cannot be.
+    """
+    name, _, text = location.partition(":")
+    if name not in _DISTRIBUTIONS:
+        raise UsageError(f"{location}: no distribution {name}: choose one of {list_choices(name, [*_DISTRIBUTIONS])}")
+    needed = _DISTRIBUTIONS[name]
+    known = [*dict.fromkeys((*needed, *_COMMON))]
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in known or key in values:
+            what = "given twice" if key in values else f"no parameter of it; choose one of {list_choices(key, known)}"
+            raise UsageError(f"{location}: {key} is {what}")
+        values[key] = _read_parameter(location, key, value)
+    if lacking := [key for key in needed if key not in values]:
+        example = "min=64,max=4096" if name == "uniform" else ",".join(f"{key}={_EXAMPLES[key]}" for key in needed)
+        raise UsageError(f"{location}: lacks {' and '.join(lacking)}; give them as in {name}:{example}")
+    values = {key: default for key, (default, _, _) in _COMMON.items()} | values
+    if values["min"] > values["max"]:
+        raise UsageError(f"{location}: min {values['min']} is more than max {values['max']}")
+    draws, count = int(values["draws"]), int(values["documents"])
+    made = [partial(_draw, name, values, number) for number in range(draws)]
+    note = f"lengths are drawn: {count:,} documents, {draws} times; the micro-batches are those of the first draw"
+    return Dataset.from_content("lengths", [location], made[0](), other_draws=tuple(made[1:]), notes=(note,))
+
+
+_EXAMPLES = {"mean": 900, "sigma": 1.1, "shape": 2}
+
+
+def _read_parameter(location: str, key: str, text: str) -> float:
+    _, least, most = _COMMON.get(key, (0, 0, _MOST))
+    try:
+        value = int(text) if key in _COMMON else float(text)
+    except ValueError:
+        value = -1
+    if not least <= value <= most or (key not in _COMMON and value == 0):
+        what = f"a whole number from {least} to {most}" if key in _COMMON else f"a number above 0, at most {most}"
+        raise UsageError(f"{location}: {key} {text!r:.40} must be {what}")
+    return value
+
+
+def _draw(name: str, values: Mapping[str, float], number: int) -> UnpackedDocuments:
+    """The documents of draw `number`, from 0."""
+    random, size = np.random.default_rng([int(values["seed"]), number]), int(values["documents"])
+    least, most = int(values["min"]), int(values["max"])
+    if name == "uniform":
+        drawn = random.integers(least, most, size, endpoint=True).astype(np.float64)
+    elif name == "lognormal":
+        sigma = values["sigma"]
+        with np.errstate(over="ignore"):  # infinite lengths are cut
+            drawn = random.lognormal(np.log(values["mean"]) - sigma**2 / 2, sigma, size)
+    else:
+        shape = values.get("shape", 1.0)
+        drawn = random.gamma(shape, values["mean"] / shape, size)
+    return UnpackedDocuments(document_tokens=np.clip(np.rint(drawn), least, most).astype(np.int32))
