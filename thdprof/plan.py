@@ -159,6 +159,8 @@ class MicrobatchesPart(Part):
     n_tokens_constant: bool
     """Whether all micro-batches have n_tokens_max tokens, as a graph needs; under dynamic context parallelism, whether
     all have max_seqlen_per_dp_cp_rank tokens on each of their ranks."""
+    unfilled: Share | None = None
+    """Share of the packed rows' tokens that hold no document; null where thdprof did not pack."""
     spread: SpreadPart | None = None
     """How much figures differ between draws; null where lengths and packs are not drawn."""
 
@@ -276,6 +278,17 @@ class TimesPart(Part):
     """Mean step time with all micro-batches run eagerly, in milliseconds: likewise."""
 
 
+class PackerLimitPart(Part):
+    """What a limit of documents costs, to which a packer keeps while training."""
+
+    max_docs: Count
+    """The limit, as max_docs_per_pack has it."""
+    packs_more: float
+    """Share by which packs become more than as analysed; below 0 where they become fewer."""
+    unfilled: Share
+    """Share of the packs' tokens that hold no document then."""
+
+
 class PredictionsPart(Part):
     """Predictions for a run by this plan, over the analysed micro-batches."""
 
@@ -297,6 +310,8 @@ class PredictionsPart(Part):
     graph_memory_bytes: int | None = None
     """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
     table has no memory, or is of another model."""
+    packer_limits: list[PackerLimitPart] | None = None
+    """What limits of documents cost, ascending; null where training's packer keeps to none."""
     refused: list[str] = []
     """Why training by this plan would be refused, as far as the run's settings tell; empty where nothing was found."""
     offload_host_bytes: int | None = None

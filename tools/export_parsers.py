@@ -87,16 +87,16 @@ def read_export(plan: Plan, target: str, directory: Path) -> str:
 
 
 def main() -> None:
-    """Analyze the demo's packs, and feed the plan's exports to the trainers."""
+    """Analyze the demo's packs, for MaxText its own, and feed the plans' exports to the trainers."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         command = [sys.executable, "-m", "thdprof"]
         subprocess.run([*command, "demo", directory / "demo"], check=True, capture_output=True)
-        plan = directory / "plan.yaml"
-        subprocess.run(
-            [*command, "analyze", directory / "demo" / "bridge", "-o", plan], check=True, capture_output=True
-        )
         for target in sys.argv[1:] or READERS:
+            plan = directory / f"{target}.yaml"
+            packed = ["lengths", "--packer", "maxtext_best_fit"] if target == "maxtext" else ["bridge"]
+            words = [*command, "analyze", directory / "demo" / packed[0], *packed[1:], "-o", plan]
+            subprocess.run(words, check=True, capture_output=True)
             print(read_export(load_plan(plan), target, directory), flush=True)
 
 

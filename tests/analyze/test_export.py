@@ -93,11 +93,23 @@ def make_plan(**changes) -> Plan:
         part = values
         for key in parts:
             part = part[key]
-        assert last in part or name == "graphs__overflow", name
+        assert last in part or name in ("graphs__overflow", "predictions__packer_limits", "microbatches__unfilled"), (
+            name
+        )
         part[last] = value
     if values["graphs"]["impl"] == "none":
         values["graphs"]["buckets"] = []
     return parse_plan(values, where="plan")
+
+
+OWN_PACKERS = {"maxtext": "maxtext_best_fit", "nemo-rl": "modified_first_fit_decreasing"}
+"""Packers of the targets that take no other's plans."""
+
+
+def plan_for(target: str, **changes) -> Plan:
+    """`make_plan` for a target, by a packer that it takes."""
+    packer = {"training__packer": OWN_PACKERS[target]} if target in OWN_PACKERS else {}
+    return make_plan(**packer, **changes)
 
 
 def words_of(exported) -> list[str]:
@@ -114,9 +126,10 @@ def words_of(exported) -> list[str]:
 
 def test_targets_describe_what_they_give():
     megatron = ["megatron-lm", "megatron-lm-dev", "megatron-bridge", "megatron-rl"]
-    assert list(TARGETS) == [*megatron, "axolotl", "maxtext", "levanter", "verl", "torch", "json"]
+    others = ["axolotl", "torchtitan", "maxtext", "levanter", "nemo-rl", "verl", "torch", "json"]
+    assert list(TARGETS) == [*megatron, *others]
     for name, target in TARGETS.items():
-        exported = export_plan(make_plan(), name)
+        exported = export_plan(plan_for(name), name)
         assert exported.text.endswith("\n")
         assert target.title in exported.text.split("\n")[0]
 
@@ -465,7 +478,7 @@ def test_offloading_that_is_not_exported_is_told(target):
     assert "# graphs.offload is left out" in export_plan(Plan.model_validate(values), target).text
 
 
-@pytest.mark.parametrize("target", ["axolotl", "maxtext", "levanter", "megatron-rl"])
+@pytest.mark.parametrize("target", ["axolotl", "torchtitan", "maxtext", "levanter", "megatron-rl"])
 @pytest.mark.parametrize(
     ("changes", "given", "cap"),
     [
@@ -480,11 +493,18 @@ def test_offloading_that_is_not_exported_is_told(target):
 def test_a_packers_limit_is_that_of_the_fullest_micro_batch(target, changes, given, cap):
     if target == "maxtext" and cap < 358:
         with pytest.raises(UsageError, match="use --max-seqs 358, or repack with max_docs_per_pack 64"):
-            export_plan(make_plan(**changes), target, given)
+            export_plan(plan_for(target, **changes), target, given)
         return
-    exported = export_plan(make_plan(**changes), target, given)
+    exported = export_plan(plan_for(target, **changes), target, given)
     if target == "megatron-rl":
         found = words_of(exported)[-1]
+    elif target == "torchtitan":
+        *comments, line = exported.text.splitlines()
+        assert "no release has max_num_documents" in " ".join(comments)
+        assert "pull request 4156" in " ".join(comments)
+        config = SimpleNamespace(dataloader=SimpleNamespace(max_num_documents=None))
+        exec(line, {"config": config})
+        found = config.dataloader.max_num_documents
     elif target == "levanter":
         written = yaml.safe_load(exported.text)
         found = written["data"]["components"]["train"]["pack"]
@@ -500,13 +520,43 @@ def test_a_packers_limit_is_that_of_the_fullest_micro_batch(target, changes, giv
 @pytest.mark.parametrize("target", ["maxtext", "levanter"])
 def test_a_limit_of_rows_is_not_taken_from_micro_batches_of_several(target):
     with pytest.raises(UsageError, match="limit is of one row, and the plan counts documents of 4 together"):
-        export_plan(make_plan(training__micro_batch_size=4), target)
+        export_plan(plan_for(target, training__micro_batch_size=4), target)
 
 
-def test_maxtext_is_warned_of_other_packs_than_its_own():
-    other, own = (make_plan(training__packer=packer) for packer in ("next_fit", "maxtext_best_fit"))
-    assert "counted in packs of next_fit, and MaxText makes others" in export_plan(other, "maxtext").text
-    assert "counted in packs" not in export_plan(own, "maxtext").text
+@pytest.mark.parametrize("target", OWN_PACKERS)
+@pytest.mark.parametrize("max_seqs", [None, 5000])
+def test_plans_of_other_packs_than_a_trainers_own_are_refused(target, max_seqs):
+    with pytest.raises(UsageError) as error:
+        export_plan(make_plan(training__packer="next_fit"), target, None if target == "nemo-rl" else max_seqs)
+    assert str(error.value).startswith(
+        f"--to {target}: the plan counts packs of next_fit, which say nothing of those that {target} makes: analyse "
+    )
+    assert OWN_PACKERS[target] in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_a_lower_limit_says_what_it_costs():
+    limits = [{"max_docs": n, "packs_more": more, "unfilled": 0.2 + more} for n, more in ((16, 0.25), (64, 0.0125))]
+    plan = make_plan(predictions__packer_limits=limits, training__packer="torchtitan_first_fit")
+    comments = {cap: " ".join(export_plan(plan, "torchtitan", cap).text.split("# ")) for cap in (64, 63, 8, 358)}
+    comments = {cap: " ".join(text.split()) for cap, text in comments.items()}
+    assert "more packs (1.25% more, 21.25% of their tokens unfilled), and other ones" in comments[64]
+    assert "more packs (at most 25.00% more, at most 45.00% of their tokens unfilled), and" in comments[63]
+    assert "more packs, and other ones" in comments[8]
+    assert "more packs" not in comments[358]
+
+
+def test_nemo_rl_packs_as_analysed_and_says_that_there_is_no_cap():
+    plan = make_plan(training__packer="nemo_first_fit_shuffle")
+    text = export_plan(plan, "nemo-rl").text
+    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+        "policy.sequence_packing.enabled=true",
+        "policy.sequence_packing.train_mb_tokens=2048",
+        "policy.sequence_packing.algorithm=first_fit_shuffle",
+    ]
+    assert "NeMo-RL has no cap of documents" in text
+    with pytest.raises(UsageError, match="takes no cap"):
+        export_plan(plan, "nemo-rl", 5)
 
 
 @pytest.mark.referee
@@ -526,6 +576,9 @@ def test_verl_pads_to_the_tokens_of_the_plan():
             f"actor_rollout_ref.actor.{engine}.pad_to_length=true",
             f"actor_rollout_ref.actor.{engine}.pad_to_length_bucket=4096",
         ]
+    assert "at the cost of padding\n" in exported.text
+    padded = export_plan(make_plan(microbatches__unfilled=0.125), "verl").text
+    assert "at the cost of padding, 12.50% of all tokens" in " ".join(padded.replace("#", "").split())
     with pytest.raises(UsageError, match="takes no cap"):
         export_plan(make_plan(), "verl", 5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +18,16 @@ from thdprof.analyze.caveats import caveats, find_gpu_memory, note_order
 from thdprof.analyze.expert_room import ExpertRoom, choose_room
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import Replay, replay, summarize_dataset
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
+from thdprof.analyze.schedule.replay import Replay, build_schedule, replay, summarize_dataset
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Dataset, show_nothing
+from thdprof.analyze.sources.base import Dataset, UnpackedDocuments, show_nothing
 from thdprof.dispatch import Shapes, decide_all
-from thdprof.errors import UsageError
-from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, Percentiles, SpreadPart
-from thdprof.training import DRAWN_PACKERS, Model, TrainingSettings
+from thdprof.errors import DataError, UsageError
+from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, SpreadPart
+from thdprof.training import DRAWN_PACKERS, LIMITED_PACKERS, Model, TrainingSettings, suggest_setting
 from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class Analysis(Predictions):
     conditions under which the figures hold."""
     spread: SpreadPart | None = None
     """How much figures differ between draws; None where lengths and packs are not drawn."""
+    packer_limits: tuple[PackerLimitPart, ...] = ()
+    """What each single cap costs as a limit that the packer keeps to, ascending; empty where it keeps to none."""
 
     @property
     def steps(self) -> int:
@@ -148,7 +151,10 @@ def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool, exp
 
 
 def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
-    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done."""
+    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done.
+
+    A packer that keeps to a limit of documents while training has a line of its own.
+    """
     chosen, offload = analysis.recommendation, analysis.offload
     unseen = ""
     if chosen.buckets:
@@ -186,6 +192,7 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     return [
         ("capture", _captured(analysis)),
         ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
+        *([("limit", _explain_limits(analysis))] if analysis.packer_limits else []),
         ("step", step),
         ("memory", memory),
         *([("next", then)] if then else []),
@@ -238,6 +245,8 @@ def sentence(analysis: Analysis) -> str:
     return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
+_FEW_PACKS = 0.003
+"""Share of packs that a limit may add and still count as cheap, as `thdprof pack --max-docs auto` has it."""
 _DRAWS = 8
 """Draws of a packer that shuffles by a state that no setting tells."""
 Progress = Callable[[str, float, int], None]
@@ -333,6 +342,8 @@ class Study:
     """Called with the stage, the share of the whole work that is done, and the number of documents."""
     memo: Memo = FORGETFUL
     """Keeps intermediate results for the next study of this dataset."""
+    prices_limits: bool = True
+    """Whether it tells what limits of documents cost, for which documents are packed once for each cap."""
 
     def analyze(self) -> Analysis:
         """Replay the schedule of the dataset, and recommend buckets; of what is drawn, also the spread over draws.
@@ -342,14 +353,17 @@ class Study:
             UsageError: the settings or limits contradict each other or the dataset.
         """
         first = self._analyze()
-        others = [Study(self.request, replace(self.dataset, content=draw(), other_draws=()), self.measured,
-                        offload=self.offload, impl=self.impl) for draw in self.dataset.other_draws]  # fmt: skip
+        others = [
+            replace(self, dataset=replace(self.dataset, content=draw(), other_draws=()))
+            for draw in self.dataset.other_draws
+        ]
         if not others and first.settings.packer in DRAWN_PACKERS:
             seeds = [{**self.request.given, "seed": first.settings.seed + number} for number in range(1, _DRAWS)]
-            others = [replace(self, request=replace(self.request, given=given), memo=FORGETFUL) for given in seeds]
+            others = [replace(self, request=replace(self.request, given=given)) for given in seeds]
         if not others:
             return first
-        return replace(first, spread=_find_spread(first, [first, *(other._analyze() for other in others)]))
+        draws = [replace(other, memo=FORGETFUL, prices_limits=False)._analyze() for other in others]
+        return replace(first, spread=_find_spread(first, [first, *draws]))
 
     def _analyze(self) -> Analysis:
         request, dataset, documents = self.request, self.dataset, self.dataset.num_documents()
@@ -377,6 +391,7 @@ class Study:
         predicted = Predictions(times=Times(origin="none", basis=unknown), verdict=Verdict(ruling=None, reason=unknown))
         if request.model is not None or self.measured is not None:
             predicted = self._predict(run, costs, chosen, moved, replayed, modelled, unknown)
+        caps = [candidate.max_seqs for candidate in chosen.candidates]
         full_size = len(table) - _count_other_sizes(table, settings)
         notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
         if room is not None and chosen.buckets:
@@ -419,6 +434,7 @@ class Study:
             pack_size_guessed=replayed.pack_size_guessed,
             packing_efficiency=schedule.packing_efficiency,
             packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
+            packer_limits=_price_limits(dataset, settings, schedule, caps if self.prices_limits else []),
             notes=notes,
             warnings=(*replayed.notes, *notes, *schedule.warnings, *warnings),
         )
@@ -503,6 +519,52 @@ class Study:
             price=self.request.gpu_hour_price,
             gbps=self.request.data_parallel_gbps,
         )
+
+
+_MOST_PRICED = 50_000
+"""Documents, the first ones, that are packed anew to tell what a limit costs."""
+
+
+def _price_limits(
+    dataset: Dataset, settings: TrainingSettings, schedule: Schedule, caps: Sequence[int]
+) -> tuple[PackerLimitPart, ...]:
+    """What each of `caps` costs as the packer's limit, over one epoch; empty where the packer keeps to none."""
+    content = dataset.content
+    if settings.packer not in LIMITED_PACKERS or not isinstance(content, UnpackedDocuments):
+        return ()
+    priced = replace(dataset, content=replace(content, document_tokens=content.document_tokens[:_MOST_PRICED]))
+
+    def pack_anew(limit: int | None) -> float:
+        one_epoch = replace(settings, max_docs_per_pack=limit, train_samples=None, train_epochs=None)
+        return build_schedule(priced, one_epoch).packing_efficiency or 0.0
+
+    efficiency: dict[int | None, float] = {}
+    for limit in (settings.max_docs_per_pack, *caps):
+        with suppress(DataError, UsageError):  # the packer cannot keep to it
+            efficiency[limit] = (schedule.measure_limit or pack_anew)(limit)
+    now = efficiency.get(settings.max_docs_per_pack)
+    return tuple(
+        PackerLimitPart(max_docs=cap, packs_more=now / used - 1, unfilled=max(0.0, 1 - used))
+        for cap in caps
+        if now and (used := efficiency.get(cap))
+    )
+
+
+def _explain_limits(analysis: Analysis) -> str:
+    """The least limit of documents that costs hardly a pack, else the next below the fullest micro-batch."""
+    own, limits = analysis.settings.max_docs_per_pack, analysis.packer_limits
+    most = own or analysis.n_seqs.max
+    free = f"{most}, {'as now' if own else 'the fullest micro-batch'}, costs none"
+    if analysis.dataset.documents > _MOST_PRICED and analysis.settings.packer not in ("next_fit", "multipack"):
+        free += f" (by the first {_MOST_PRICED:,} documents)"
+    lower = [limit for limit in limits if limit.max_docs < most]
+    if not lower:
+        return f"as the packer's own, {free}"
+    cheap = next((limit for limit in lower if limit.packs_more <= _FEW_PACKS), lower[-1])
+    return (
+        f"as the packer's own, {cheap.max_docs} costs {percent(max(0.0, cheap.packs_more))} more packs, with "
+        f"{percent(cheap.unfilled)} of tokens unfilled ({suggest_setting('max_docs_per_pack', cheap.max_docs)}); {free}"
+    )
 
 
 def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:

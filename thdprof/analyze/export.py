@@ -13,10 +13,12 @@
   largest max_samples_per_bin of the metadata's list and pads `cu_seqlens` of every row to max_samples_per_bin + 2
   entries. So a row has room for max_samples_per_bin stored documents and one tail. Bridge leaves a row with more
   documents unpadded, without a warning; therefore the cap is never below the documents of the fullest row.
-- `megatron-rl`, `axolotl`, `maxtext`, `levanter`: trainers that pack at run time, by a limit of documents that the
-  packer keeps to. A smaller limit costs more packs instead of fallbacks, so the limit is that of the plan, or its
-  fullest micro-batch. Levanter pads the room that is left in a pack.
-  MaxText hands the limit on to attention, which may crash or give wrong results above it; it is never lower there.
+- `megatron-rl`, `axolotl`, `torchtitan`, `maxtext`, `levanter`: trainers that pack at run time, by a limit of documents
+  that the packer keeps to. A smaller limit costs more packs instead of fallbacks, so the limit is that of the plan, or
+  its fullest micro-batch. Levanter pads the room that is left in a pack, and torchtitan reserves room for padding.
+  MaxText hands the limit on to attention, which may crash or give wrong results above it; there it is never lower,
+  and a plan of another packer is refused.
+- `nemo-rl`: has no limit of documents; packer and tokens of a micro-batch are set, so that it packs as analysed.
 - `verl`: pads every packed micro-batch to a multiple of `pad_to_length_bucket` tokens, here the plan's tokens.
 - `torch`: the lengths of padded `cu_seqlens` for which torch.compile captures graphs; other lengths run without.
 - `json`: the plan itself.
@@ -32,7 +34,7 @@ from dataclasses import dataclass, field
 from thdprof.errors import UsageError
 from thdprof.files import json_text
 from thdprof.plan import Plan
-from thdprof.training import suggest_setting
+from thdprof.training import NEMO_PACKERS, suggest_setting
 from thdprof.words import join_words, wrap_text
 
 Flag = tuple[str, ...]
@@ -76,6 +78,8 @@ class Target:
     """Whether the system takes one cap in place of a list of buckets."""
     caps_rows: bool = False
     """Whether the cap is of one row, and not of a micro-batch."""
+    packers: tuple[str, ...] = ()
+    """Packers whose plans alone hold for this system; empty: any."""
 
 
 def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
@@ -93,15 +97,24 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
     most = plan.microbatches.n_seqs.max
     if chosen.one_cap and cap is None:
         comments.append(f"no graphs: {_eager_reason(plan)}")
-    elif chosen.limits_packer and cap is not None and cap < most:
+    elif chosen.limits_packer and cap is not None and cap < (plan.training.max_docs_per_pack or most):
         comments.append(
-            f"packs analysed have up to {most} documents: the packer will form more packs, and other ones; "
-            f"{suggest_setting('max_docs_per_pack', cap)} analyses them"
+            f"packs analysed have up to {most} documents: the packer will form more packs{_price(plan, cap)}, and "
+            f"other ones; {suggest_setting('max_docs_per_pack', cap)} analyses them"
         )
     caps = [bucket.max_seqs for bucket in plan.graphs.buckets]
     if chosen.one_cap and cap is not None and caps and {*caps} != {cap}:
         comments.append(f"one cap of {cap} documents: the plan's times are of caps {join_words([*map(str, caps)])}")
     return chosen.render(plan, cap, comments)
+
+
+def _price(plan: Plan, cap: int) -> str:
+    """What a limit of `cap` documents costs at most, by the plan; empty where it does not say."""
+    lower = [limit for limit in plan.predictions.packer_limits or () if limit.max_docs <= cap]
+    if not lower:
+        return ""
+    most = "" if lower[-1].max_docs == cap else "at most "
+    return f" ({most}{lower[-1].packs_more:.2%} more, {most}{lower[-1].unfilled:.2%} of their tokens unfilled)"
 
 
 def _choose_cap(name: str, plan: Plan, max_seqs: int | None) -> int | None:
@@ -111,6 +124,11 @@ def _choose_cap(name: str, plan: Plan, max_seqs: int | None) -> int | None:
         raise UsageError(f"--max-seqs {max_seqs}: target {name} gives the plan as it is and takes no cap; leave it out")
     if max_seqs is not None and not 1 <= max_seqs < 2**31:
         raise UsageError(f"--max-seqs {max_seqs}: must be at least 1 and less than 2**31")
+    if target.packers and plan.training.packer not in target.packers:
+        raise UsageError(
+            f"--to {name}: the plan counts packs of {plan.training.packer}, which say nothing of those that {name} "
+            f"makes: analyse lengths with --packer {' or '.join(target.packers)}, as its configuration has it"
+        )
     if target.caps_rows and (rows := plan.training.micro_batch_size) > 1:
         raise UsageError(
             f"--to {name}: its limit is of one row, and the plan counts documents of {rows} together: analyse with "
@@ -386,13 +404,17 @@ def _least_maxtext_cap(plan: Plan) -> int:
 
 def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
-    if not plan.training.packer.startswith("maxtext"):
-        comments.append(
-            f"counted in packs of {plan.training.packer}, and MaxText makes others, whose rows may hold more: analyse "
-            "with --packer maxtext_best_fit or maxtext_first_fit, as grain_packing_type is set"
-        )
     keys: dict[str, Value] = {"packing": True, "max_segments_per_seq": cap or 1}
     return _yaml_export(comments, keys | {"max_target_length": plan.training.seq_length})
+
+
+def _render_torchtitan(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
+    """A line of Python for a configuration function of torchtitan; its packers keep to the limit."""
+    comments.append(
+        "needs torchtitan's main branch with pull request 4156: no release has max_num_documents, 0.3.0 neither"
+    )
+    comments.append("documents of padding do not count: torchtitan reserves room for them besides")
+    return Exported(text=f"{_comment(comments)}config.dataloader.max_num_documents = {cap or 1}\n")
 
 
 def _render_levanter(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
@@ -410,13 +432,28 @@ def _render_levanter(plan: Plan, cap: int | None, comments: list[str]) -> Export
 
 def _render_verl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     tokens = plan.training.seq_length * plan.training.micro_batch_size
-    comments.append("verl has no cap of documents: this makes the number of tokens constant, at the cost of padding")
+    cost = "" if plan.microbatches.unfilled is None else f", {plan.microbatches.unfilled:.2%} of all tokens"
+    comments.append(
+        f"verl has no cap of documents: this makes the number of tokens constant, at the cost of padding{cost}"
+    )
     fsdp, megatron = (
         f"actor_rollout_ref.actor.{engine}.pad_to_length=true\n"
         f"actor_rollout_ref.actor.{engine}.pad_to_length_bucket={tokens}\n"
         for engine in ("fsdp_config", "megatron")
     )
     return Exported(text=_comment(comments) + fsdp, extra_files={"verl_megatron_overrides.txt": megatron})
+
+
+def _render_nemo(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
+    """Overrides of NeMo-RL by which its packer makes the packs of the plan."""
+    algorithm = plan.training.packer.removeprefix("nemo_")
+    comments.append(
+        "NeMo-RL has no cap of documents, neither 0.7.0 nor its main branch of 2026-08-22 (PyPI has no release): "
+        "cu_seqlens changes its length, and the plan's graphs cannot be set; this packs as analysed"
+    )
+    keys = {"enabled": "true", "train_mb_tokens": plan.training.seq_length, "algorithm": algorithm}
+    lines = "".join(f"policy.sequence_packing.{key}={value}\n" for key, value in keys.items())
+    return Exported(text=_comment(comments) + lines)
 
 
 def _render_torch(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
@@ -448,6 +485,7 @@ TARGETS = {
         "megatron_rl_args.sh", "Megatron-LM's flags for reinforcement learning", _render_rl, limits_packer=True
     ),
     "axolotl": Target("axolotl.yaml", "Axolotl's configuration", _render_axolotl, limits_packer=True),
+    "torchtitan": Target("torchtitan.py", "torchtitan's configuration", _render_torchtitan, limits_packer=True),
     "maxtext": Target(
         "maxtext.yml",
         "MaxText's configuration",
@@ -455,9 +493,13 @@ TARGETS = {
         _least_maxtext_cap,
         limits_packer=True,
         caps_rows=True,
+        packers=("maxtext_first_fit", "maxtext_best_fit"),
     ),
     "levanter": Target(
         "levanter.yaml", "Levanter's configuration", _render_levanter, limits_packer=True, caps_rows=True
+    ),
+    "nemo-rl": Target(
+        "nemo_rl_overrides.txt", "NeMo-RL's overrides", _render_nemo, one_cap=False, packers=NEMO_PACKERS
     ),
     "verl": Target("verl_fsdp_overrides.txt", "verl's overrides", _render_verl, one_cap=False),
     "torch": Target("torch_compile.py", "torch.compile", _render_torch),

@@ -12,8 +12,8 @@ from thdprof.commands.options import Overwrite, PlanFile
 from thdprof.errors import UsageError
 
 _TARGETS = (
-    "Target: megatron-lm, megatron-lm-dev, megatron-bridge, megatron-rl, axolotl, maxtext, levanter, verl, torch "
-    "or json."
+    "Target: megatron-lm, megatron-lm-dev, megatron-bridge, megatron-rl, axolotl, torchtitan, maxtext, levanter, "
+    "nemo-rl, verl, torch or json."
 )
 
 

@@ -13,7 +13,9 @@ from thdprof.training.settings import DEFAULT_PROMPT_FORMAT as DEFAULT_PROMPT_FO
 from thdprof.training.settings import DRAWN_PACKERS as DRAWN_PACKERS
 from thdprof.training.settings import DYNAMIC_CP as DYNAMIC_CP
 from thdprof.training.settings import GRAIN_PACKERS as GRAIN_PACKERS
+from thdprof.training.settings import LIMITED_PACKERS as LIMITED_PACKERS
 from thdprof.training.settings import MEGATRON_RL_PACKERS as MEGATRON_RL_PACKERS
+from thdprof.training.settings import NEMO_PACKERS as NEMO_PACKERS
 from thdprof.training.settings import PACKER_ALIASES as PACKER_ALIASES
 from thdprof.training.settings import RL_PACKERS as RL_PACKERS
 from thdprof.training.settings import STEP_PACKERS as STEP_PACKERS

@@ -279,6 +279,10 @@ SWIFT_PACKERS = ("binpack", "swift_sequential")
 """Packers of ms-swift's packing strategies, whose rows its own sampler reads."""
 AXOLOTL_PACKERS = ("multipack", "multipack_sequential")
 """Packers of Axolotl's sample packing, which makes whole micro-batches of the documents of an epoch in their order."""
+LIMITED_PACKERS = ("next_fit", "multipack", *MEGATRON_RL_PACKERS, "torchtitan_first_fit", "maxtext_first_fit",
+                   "dp_balanced")  # fmt: skip
+"""Packers at run time that keep to a limit of documents, which costs packs and no fallbacks; Levanter's is `next_fit`.
+"""
 TRAINER_PACKERS = ("greedy_knapsack", *SWIFT_PACKERS, *AXOLOTL_PACKERS)
 """Packers of trainers that Hugging Face's Trainer runs, besides TRL's."""
 PackerAlias = Literal["bfd", "bfd_split", "ffd"]

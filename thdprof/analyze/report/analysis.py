@@ -203,7 +203,14 @@ def _caps(analysis: Analysis, block: str) -> Table:
     if is_timed:
         fused = "\nwith compile=True" if analysis.costs.slower_kernels != 1 else ""
         table.add_column(f"step time, eager = 1{fused}")
+    limits = {limit.max_docs: limit for limit in analysis.packer_limits}
+    if limits:
+        table.add_column("as a limit:\nmore packs", justify="right")
+        table.add_column("tokens\nunfilled", justify="right")
     for candidate in analysis.recommendation.candidates:
+        limit = limits.get(candidate.max_seqs)
+        more = 0.0 if limit is None else limit.packs_more
+        price = ["", ""] if limit is None else [percent(more) if more > 0 else f"{more:.1%}", percent(limit.unfilled)]
         time = candidate.relative_step_time or 0.0
         bar = block * max(1, round(min(time, 1.5) * _BAR))
         table.add_row(
@@ -212,6 +219,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
             percent(candidate.coverage),
             percent(candidate.fallback_rate.step),
             *([f"{time:.3f} {bar}"] if is_timed else []),
+            *(price if limits else []),
         )
     return table
 
@@ -278,7 +286,8 @@ def _coverage_of_run(analysis: Analysis) -> str:
 
 def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
     """The JSON object as a dict, with why training would be `refused`. It has the key `spread` if lengths or packs are
-    drawn, `offload` if activations are moved to the host, and `overlap` if data-parallel communication overlaps.
+    drawn, `packer_limits` if the packer keeps to a limit, `offload` if activations are moved to the host, and `overlap`
+    if data-parallel communication overlaps.
     """
     chosen, timed, overlap = analysis.recommendation, analysis.timed, analysis.overlap
     value: dict[str, Any] = {
@@ -292,6 +301,7 @@ def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
         "microbatches": len(analysis.microbatches),
         **{name: getattr(analysis, name) for name in _MEASURES},
         **({} if analysis.spread is None else {"spread": analysis.spread}),
+        **({"packer_limits": analysis.packer_limits} if analysis.packer_limits else {}),
         "verdict": analysis.verdict.ruling,
         "verdict_reason": analysis.verdict.reason,
         "times": analysis.times,

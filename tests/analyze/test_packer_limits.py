@@ -1,0 +1,93 @@
+"""What a cap costs as a limit that a packer keeps to: more packs and unfilled tokens in place of fallbacks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.sample_files import write_lines
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.analysis import answer
+from thdprof.plan import load_plan
+from thdprof.training import LIMITED_PACKERS
+
+LENGTHS = np.clip(np.random.default_rng(5).lognormal(4.5, 1.2, 3000), 1, 1024).astype(int)
+RUN = {"seq_length": 1024, "global_batch_size": 32, "data_parallel_size": 2}
+
+
+def analyze(packer, lengths=LENGTHS, **given):
+    loader = {} if packer == "multipack" else {"loader": "single"}
+    return analyze_dataset(lengths, packer=packer, **RUN, **loader, **given)
+
+
+@pytest.mark.parametrize("packer", LIMITED_PACKERS)
+def test_every_cap_costs_what_the_packer_makes_of_it(packer):
+    result = analyze(packer)
+    limits, now = result.packer_limits, result.packing_efficiency
+    assert [limit.max_docs for limit in limits] == [each.max_seqs for each in result.recommendation.candidates]
+    lower = [limit for limit in limits if limit.max_docs < result.n_seqs.max]
+    assert len(lower) > 3
+    for limit in (lower[0], lower[-1]):
+        used = analyze(packer, max_docs_per_pack=limit.max_docs).packing_efficiency
+        assert limit.unfilled == pytest.approx(1 - used)
+        assert limit.packs_more == pytest.approx(now / used - 1)
+    assert lower[0].packs_more > 0.05
+    assert limits[-1].packs_more == pytest.approx(0, abs=1e-9)
+    assert make_plan(result).predictions.packer_limits == list(limits)
+    assert make_plan(result).microbatches.unfilled == pytest.approx(1 - now)
+
+
+@pytest.mark.parametrize("packer", ["maxtext_best_fit", "karmarkar_karp", "first_fit_decreasing"])
+def test_packers_without_a_limit_at_run_time_have_no_cost(packer):
+    result = analyze(packer)
+    assert result.packer_limits == ()
+    assert make_plan(result).predictions.packer_limits is None
+    assert "limit" not in dict(answer(result))
+
+
+def test_rows_that_are_packed_already_have_no_cost():
+    assert analyze_dataset([[3, 4], [5], [1, 1, 1]] * 9, seq_length=8, loader="single").packer_limits == ()
+
+
+def test_the_recommendation_names_the_cost_of_the_least_limit_that_is_cheap():
+    result = analyze("torchtitan_first_fit")
+    cheap = next(limit for limit in result.packer_limits if limit.packs_more <= 0.003)
+    assert cheap.max_docs < result.n_seqs.max
+    line = dict(answer(result))["limit"]
+    assert line.startswith(f"as the packer's own, {cheap.max_docs} costs ")
+    assert f"{cheap.unfilled:.1%} of tokens unfilled (max_docs_per_pack {cheap.max_docs} in --settings)" in line
+    assert line.endswith(f"; {result.n_seqs.max}, the fullest micro-batch, costs none")
+    assert "limit    as the packer's own" in str(result)
+    bins = analyze("megatron_rl_fifo")
+    assert dict(answer(bins))["limit"].endswith("; 50, as now, costs none")
+    alone = analyze("next_fit", np.full(300, 1024))
+    assert dict(answer(alone))["limit"] == "as the packer's own, 1, the fullest micro-batch, costs none"
+
+
+def test_a_limit_under_which_steps_cannot_be_dealt_is_left_out():
+    result = analyze_dataset([1024] * 96 + [3] * 32, packer="dp_balanced", seq_length=1024, global_batch_size=2,
+                             data_parallel_size=2, tail_policy="append_dummy_seq")  # fmt: skip
+    caps = [each.max_seqs for each in result.recommendation.candidates]
+    assert [cap for cap in caps if cap not in {limit.max_docs for limit in result.packer_limits}] == [1]
+    assert len(caps) > 1
+
+
+def test_table_and_json_have_the_cost(thdprof, tmp_path):
+    data = write_lines(tmp_path / "lengths.jsonl", LENGTHS.tolist())
+    run = ("--packer", "maxtext_first_fit", "--seq-length", 1024, "--global-batch-size", 32, "--data-parallel-size", 2)
+    plan = tmp_path / "plan.yaml"
+    text = thdprof("analyze", data, *run, "-o", plan).stdout
+    limits = json.loads(thdprof("analyze", data, *run, "--json").stdout)["packer_limits"]
+    assert limits == [limit.model_dump() for limit in load_plan(plan).predictions.packer_limits]
+    assert "as a limit:" in text
+    first = limits[0]
+    row = next(line.split() for line in text.splitlines() if line.split()[:2] == [str(first["max_docs"]), "P50"])
+    assert row[-2:] == [f"{first['packs_more']:.1%}", f"{first['unfilled']:.1%}"]
+    most = load_plan(plan).microbatches.n_seqs.max
+    refused = thdprof("export", plan, "--to", "maxtext", "--max-seqs", most - 1)
+    assert refused.returncode == 2
+    assert "packer_limits" not in json.loads(
+        thdprof("analyze", data, "--seq-length", 1024, "--loader", "single", "--json").stdout
+    )
