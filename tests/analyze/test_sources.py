@@ -687,6 +687,24 @@ class TestWhatPeopleHave:
             assert dataset.content.document_tokens.tolist() == sorted(steps)
             assert [Path(uri).name for uri in dataset.uris] == [name.format(step) for step in sorted(steps)]
 
+    def test_logs_of_validation_beside_those_of_training_are_left_out(self, tmp_path):
+        for step in (1, 2, 10):
+            lines = [{"content": "a", "input_lengths": 10 * step + i, "token_ids": [1, 2]} for i in range(2)]
+            files.write_lines(tmp_path / f"train_data_step{step}.jsonl", lines)
+        files.write_lines(tmp_path / "val_data_step10.jsonl", [{"content": ["a"], "rewards": [1.0]}] * 2)
+        dataset = read_dataset([str(tmp_path)])
+        assert dataset.content.document_tokens.tolist() == [10, 11, 20, 21, 100, 101]
+        files.write_lines(tmp_path / "other_step10.jsonl", [{"content": ["a"], "rewards": [1.0]}])
+        with pytest.raises(DataError, match=r"other_step10\.jsonl: is not of format lengths"):
+            read_dataset([str(tmp_path)])
+
+    def test_rows_of_packs_in_several_files_are_joined(self, tmp_path):
+        for name, lines in (("a", [[3, 4, 5], [10]]), ("b", [[6, 1]])):
+            files.write_lines(tmp_path / f"{name}.jsonl", [{"lengths": row} for row in lines])
+        content = read_dataset([str(tmp_path)]).content
+        assert content.document_tokens.tolist() == [3, 4, 5, 10, 6, 1]
+        assert content.row_offsets.tolist() == [0, 3, 4, 6]
+
     def test_steps_of_unlike_sizes_are_noted(self, tmp_path):
         for step, count in ((1, 3), (2, 2)):
             files.write_lines(tmp_path / f"train_data_step{step}.jsonl", [{"input_lengths": 7}] * count)

@@ -245,7 +245,7 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[
     candidate, files = found[0]
     endings = {path.suffix for path in files} - {".json"}  # of which many a file is no data
     for path, number in zip(listed, recognised, strict=True):
-        if number is None and path.suffix in endings:
+        if number is None and path.suffix in endings and not (candidate.aside and candidate.aside.fullmatch(path.name)):
             raise DataError(
                 f"{path}: is not of format {candidate.name}, as {write_count(len(files), 'file')} beside it: it may be "
                 "damaged; write it again, or take it out of the directory"

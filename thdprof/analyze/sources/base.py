@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -306,6 +307,8 @@ class Format:
     """In place of `scan`: reads many files on all cores by itself, and takes so long that shards are always kept."""
     yields: Callable[[Path], bool] = lambda path: False
     """Whether a file that is recognised may be left out where a directory also holds files of another format."""
+    aside: re.Pattern[str] | None = None
+    """Names of files in a directory that are none of the dataset's where they are not recognised."""
 
 
 def fingerprint(parts: Iterable[bytes | memoryview | NDArray[np.generic]]) -> str:

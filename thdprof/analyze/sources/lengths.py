@@ -51,6 +51,9 @@ _SWIFT = "lengths"
 _STEP = re.compile(r"(?P<log>|.*step[-_]?)(?P<step>[0-9]{1,18})\.jsonl(?:\.gz|\.zst)?")
 """Name of a file that a log writes for each step, such as NeMo-RL's `train_data_step10.jsonl` or verl's `10.jsonl`."""
 
+_VALIDATION = re.compile(r"val_data_step[0-9]+\.jsonl")
+"""Logs of validation, without lengths, that NeMo-RL writes beside those of training."""
+
 _INDEX = ("pack", "position", "length")
 """Columns that tell an index of packs: in the order of training, a row for each document."""
 
@@ -235,6 +238,7 @@ def make_format(reading: Reading) -> Format:
         join=_join,
         key=lambda paths, reading: reading.length_column,
         yields=partial(_holds_tokens, keys=keys),
+        aside=_VALIDATION,
     )
 
 
