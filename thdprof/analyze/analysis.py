@@ -153,7 +153,7 @@ def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool, exp
 def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
     """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done.
 
-    A packer that keeps to a limit of documents while training has a line of its own.
+    A limit of documents that the packer or attention has in training gets a line of its own.
     """
     chosen, offload = analysis.recommendation, analysis.offload
     unseen = ""
@@ -192,7 +192,7 @@ def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -
     return [
         ("capture", _captured(analysis)),
         ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
-        *([("limit", _explain_limits(analysis))] if analysis.packer_limits else []),
+        *([("limit", limit)] if (limit := _explain_limits(analysis)) else []),
         ("step", step),
         ("memory", memory),
         *([("next", then)] if then else []),
@@ -551,8 +551,17 @@ def _price_limits(
 
 
 def _explain_limits(analysis: Analysis) -> str:
-    """The least limit of documents that costs hardly a pack, else the next below the fullest micro-batch."""
+    """The least limit of documents that costs hardly a pack, else the next below the fullest micro-batch; nothing where
+    the packer takes no limit.
+    """
     own, limits = analysis.settings.max_docs_per_pack, analysis.packer_limits
+    if analysis.settings.packer == "maxtext_best_fit":
+        return (
+            f"max_segments_per_seq of at least {analysis.n_seqs.max}, the fullest micro-batch: best fit keeps to none, "
+            "and attention may crash or give wrong results above it"
+        )
+    if not limits:
+        return ""
     most = own or analysis.n_seqs.max
     free = f"{most}, {'as now' if own else 'the fullest micro-batch'}, costs none"
     if analysis.dataset.documents > _MOST_PRICED and analysis.settings.packer not in ("next_fit", "multipack"):

@@ -80,7 +80,8 @@ def analyze_dataset(
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
 
     Args:
-        locations: files, globs, directories or Megatron prefixes of one dataset. Or, alone, the lengths of its
+        locations: files, globs, directories or Megatron prefixes of one dataset. Or, alone, a distribution from which
+            lengths are drawn, such as "lognormal:mean=900,sigma=1.1,max=8192". Or, alone, the lengths of its
             documents in tokens: a list or array of whole numbers for documents that are not packed yet, shape
             [documents]; a list of such lists or arrays for packed rows. Or, alone, a `datasets.Dataset`, a pandas
             data frame or an Arrow table, which are read as a file of these columns; or one of their columns: whole

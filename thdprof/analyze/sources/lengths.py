@@ -318,8 +318,7 @@ def _draw(name: str, values: Mapping[str, float], number: int) -> UnpackedDocume
         drawn = random.integers(least, most, size, endpoint=True).astype(np.float64)
     elif name == "lognormal":
         sigma = values["sigma"]
-        with np.errstate(over="ignore"):  # infinite lengths are cut
-            drawn = random.lognormal(np.log(values["mean"]) - sigma**2 / 2, sigma, size)
+        drawn = random.lognormal(np.log(values["mean"]) - sigma**2 / 2, sigma, size)
     else:
         shape = values.get("shape", 1.0)
         drawn = random.gamma(shape, values["mean"] / shape, size)
