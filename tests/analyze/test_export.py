@@ -23,6 +23,7 @@ def percentiles(most: int) -> dict:
     return {"mean": most / 4, "p50": most, "p90": most, "p95": most, "p99": most, "p99_9": most, "max": most}
 
 
+OPTIONAL = ("graphs__overflow", "predictions__packer_limits", "microbatches__unfilled", "microbatches__spread")
 RATES = {"microbatch": 0.04, "rank_step": 0.28, "step": 0.93}
 
 
@@ -93,9 +94,7 @@ def make_plan(**changes) -> Plan:
         part = values
         for key in parts:
             part = part[key]
-        assert last in part or name in ("graphs__overflow", "predictions__packer_limits", "microbatches__unfilled"), (
-            name
-        )
+        assert last in part or name in OPTIONAL, name
         part[last] = value
     if values["graphs"]["impl"] == "none":
         values["graphs"]["buckets"] = []
@@ -533,6 +532,20 @@ def test_plans_of_other_packs_than_a_trainers_own_are_refused(target, max_seqs):
     )
     assert OWN_PACKERS[target] in str(error.value)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("target", ["maxtext", "torchtitan", "megatron-lm-dev", "megatron-bridge"])
+def test_the_limit_of_drawn_lengths_holds_every_draw(target):
+    most, least = (
+        {"n_seqs": percentiles(n), "max_seqlen": percentiles(9), "fallback_rate": RATES, "max_seqs": 64}
+        for n in (400, 300)
+    )
+    spread = {"draws": 8, "least": least, "most": most}
+    drawn, alone = (
+        export_plan(plan_for(target, microbatches__n_seqs=percentiles(n), microbatches__spread=drawn), target)
+        for n, drawn in ((358, spread), (400, None))
+    )
+    assert drawn == alone
 
 
 def test_a_lower_limit_says_what_it_costs():

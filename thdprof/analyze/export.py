@@ -94,7 +94,7 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
         raise UsageError(f"--to {target}: unknown; choose one of {', '.join(TARGETS)}")
     chosen = TARGETS[target]
     cap, comments = _choose_cap(target, plan, max_seqs), _header(plan, chosen.title)
-    most = plan.microbatches.n_seqs.max
+    most = _count_fullest(plan)
     if chosen.one_cap and cap is None:
         comments.append(f"no graphs: {_eager_reason(plan)}")
     elif chosen.limits_packer and cap is not None and cap < (plan.training.max_docs_per_pack or most):
@@ -106,6 +106,12 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
     if chosen.one_cap and cap is not None and caps and {*caps} != {cap}:
         comments.append(f"one cap of {cap} documents: the plan's times are of caps {join_words([*map(str, caps)])}")
     return chosen.render(plan, cap, comments)
+
+
+def _count_fullest(plan: Plan) -> int:
+    """Documents of the fullest micro-batch; of what was drawn, over all draws."""
+    drawn = plan.microbatches.spread
+    return plan.microbatches.n_seqs.max if drawn is None else drawn.most.n_seqs.max
 
 
 def _price(plan: Plan, cap: int) -> str:
@@ -141,7 +147,7 @@ def _choose_cap(name: str, plan: Plan, max_seqs: int | None) -> int | None:
         )
     eager = plan.graphs.one_cap is None or plan.graphs.impl == "none"
     if max_seqs is None and target.limits_packer:
-        return plan.training.max_docs_per_pack or plan.microbatches.n_seqs.max
+        return plan.training.max_docs_per_pack or _count_fullest(plan)
     if max_seqs is None and eager:
         return None
     if target.least_cap is None:
@@ -241,7 +247,7 @@ def _least_dev_cap(plan: Plan) -> int:
     - `extend_last`: there is no dummy.
     - `none`: the plan's rows have no dummy, and the dev branch appends one to every row that is not full.
     """
-    most = plan.microbatches.n_seqs.max
+    most = _count_fullest(plan)
     if plan.graphs.tail_policy == "extend_last":
         return most
     if plan.graphs.tail_policy == "none":
@@ -278,7 +284,7 @@ def _render_dev(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
 
 def _least_bridge_cap(plan: Plan) -> int:
     """Documents of the fullest row, its tail included; pad_cu_seqlens requires pad_to_max_length, which adds tails."""
-    return plan.microbatches.n_seqs.max + (0 if _tails_counted(plan) else 1)
+    return _count_fullest(plan) + (0 if _tails_counted(plan) else 1)
 
 
 def _tails_counted(plan: Plan) -> bool:
@@ -399,7 +405,7 @@ def _render_axolotl(plan: Plan, cap: int | None, comments: list[str]) -> Exporte
 
 
 def _least_maxtext_cap(plan: Plan) -> int:
-    return plan.microbatches.n_seqs.max
+    return _count_fullest(plan)
 
 
 def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
