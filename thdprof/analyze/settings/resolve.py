@@ -300,7 +300,7 @@ def _find_problems(settings: TrainingSettings, dataset_format: str, num_datasets
         yield (
             f"{num_datasets} files of conversations",
             "Megatron's --sft blends several files by weights alone; give --weights and --train-samples or "
-            "--train-iters, or join the files",
+            "--train-iters, or join the files, as NeMo-RL does",
         )
 
 
