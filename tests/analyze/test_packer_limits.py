@@ -72,6 +72,14 @@ def test_the_recommendation_names_the_cost_of_the_least_limit_that_is_cheap():
     assert dict(answer(alone))["limit"] == "as the packer's own, 1, the fullest micro-batch, costs none"
 
 
+def test_the_fullest_micro_batch_of_drawn_lengths_is_that_of_all_draws():
+    for packer in ("maxtext_best_fit", "maxtext_first_fit"):
+        result = analyze_dataset("lognormal:mean=90,sigma=1.2,max=1024,documents=3000,seed=3", packer=packer, **RUN)
+        most = result.spread.most.n_seqs.max
+        assert most > result.n_seqs.max
+        assert f"{most}, the fullest micro-batch" in dict(answer(result))["limit"]
+
+
 def test_a_limit_under_which_steps_cannot_be_dealt_is_left_out():
     result = analyze_dataset([1024] * 96 + [3] * 32, packer="dp_balanced", seq_length=1024, global_batch_size=2,
                              data_parallel_size=2, tail_policy="append_dummy_seq")  # fmt: skip

@@ -554,15 +554,16 @@ def _explain_limits(analysis: Analysis) -> str:
     """The least limit of documents that costs hardly a pack, else the next below the fullest micro-batch; nothing where
     the packer takes no limit.
     """
-    own, limits = analysis.settings.max_docs_per_pack, analysis.packer_limits
+    own, limits, spread = analysis.settings.max_docs_per_pack, analysis.packer_limits, analysis.spread
+    fullest = analysis.n_seqs.max if spread is None else spread.most.n_seqs.max
     if analysis.settings.packer == "maxtext_best_fit":
         return (
-            f"max_segments_per_seq of at least {analysis.n_seqs.max}, the fullest micro-batch: best fit keeps to none, "
+            f"max_segments_per_seq of at least {fullest}, the fullest micro-batch: best fit keeps to none, "
             "and attention may crash or give wrong results above it"
         )
     if not limits:
         return ""
-    most = own or analysis.n_seqs.max
+    most = own or fullest
     free = f"{most}, {'as now' if own else 'the fullest micro-batch'}, costs none"
     if analysis.dataset.documents > _MOST_PRICED and analysis.settings.packer not in ("next_fit", "multipack"):
         free += f" (by the first {_MOST_PRICED:,} documents)"

@@ -43,7 +43,7 @@ from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, USU
 from thdprof.analyze.sources.readers.parquet import holds_columns, open_columns, schema_of
 from thdprof.analyze.sources.remote import begins_with
 from thdprof.errors import DataError, UsageError
-from thdprof.words import list_choices
+from thdprof.words import list_choices, write_count
 
 _SWIFT = "lengths"
 """Column in which ms-swift lists the length of each example."""
@@ -291,7 +291,8 @@ def draw_lengths(location: str) -> Dataset:
         raise UsageError(f"{location}: min {values['min']} is more than max {values['max']}")
     draws, count = int(values["draws"]), int(values["documents"])
     made = [partial(_draw, name, values, number) for number in range(draws)]
-    note = f"lengths are drawn: {count:,} documents, {draws} times; the micro-batches are those of the first draw"
+    documents = write_count(count, "document")
+    note = f"lengths are drawn: {documents}, {draws} times; the micro-batches are those of the first draw"
     return Dataset.from_content("lengths", [location], made[0](), other_draws=tuple(made[1:]), notes=(note,))
 
 
