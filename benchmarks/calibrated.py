@@ -58,11 +58,11 @@ _SIZES = (
     f"--group-query-attention --num-query-groups {{}} --vocab-size {{}} {_DENSE} "
 ).format
 MODELLED: Mapping[str, str] = {
-    "Qwen2.5 0.5B": _SIZES(24, 896, 4864, 14, 64, 2, 151_936) + "--add-qkv-bias",
-    "TinyLlama 1.1B, FP8": _SIZES(22, 2048, 5632, 32, 64, 4, 32_000) + _FP8,
-    "Qwen3 1.7B": _SIZES(28, 2048, 6144, 16, 128, 8, 151_936) + "--qk-layernorm",
-    "Falcon 3 1B, FP8": _SIZES(18, 2048, 8192, 8, 256, 4, 131_072) + _FP8,
-    "Danube 3 500M, recomputed": _SIZES(16, 1536, 4096, 16, 96, 8, 32_000)
+    "SmolLM2 1.7B": _SIZES(24, 2048, 8192, 32, 64, 32, 49_152),
+    "InternLM 2 1.8B, FP8": _SIZES(24, 2048, 8192, 16, 128, 8, 92_544) + _FP8,
+    "MobileLLM 600M": _SIZES(40, 1152, 3072, 18, 64, 6, 32_000),
+    "Qwen1.5 0.5B, FP8": _SIZES(24, 1024, 2816, 16, 64, 16, 151_936) + f"--add-qkv-bias {_FP8}",
+    "Yi Coder 1.5B, recomputed": _SIZES(24, 2048, 5504, 16, 128, 16, 64_000)
     + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 """Models by the sizes of their layers; none has tied embeddings."""

@@ -7,7 +7,8 @@
 `trl` and `sft` train one epoch on one GPU, by SFTTrainer and by Megatron-LM's own pretrain_gpt.py. `ranks` times each
 micro-batch of packs of --row tokens on one GPU; a step of two ranks takes as long as the slower of its two. `grown`
 trains pretrain_gpt.py on conversations that grow after the steps that its plan is of, and by the plan that this run
-wrote. With `--dry` all are tiny: `trl` and `ranks` train on a processor, and the others end before the training.
+wrote; `grown-trl` trains SFTTrainer so. With `--dry` all are tiny: SFTTrainer trains on a processor, and the others end
+before the training.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def run_trl(options: argparse.Namespace) -> None:
     mean, sigma = (6.5, 1.6) if alone else (5.5, 1.3)
     if options.dry:
         row, rows = row // 16, rows // 8
-    directory, config = options.directory, options.directory / "config.json"
+    directory = options.directory
     for side in SIDES:
         (directory / side).mkdir(parents=True, exist_ok=True)
-    config.write_text(json.dumps({**SAME, **TRL_SHAPES[shape], "tie_word_embeddings": True}))
+    config, order = write_settings(directory, shape)
     before, after = (directory / side / "packed.parquet" for side in SIDES)
     rng = np.random.default_rng(0)
     drawn = np.clip(rng.lognormal(mean, sigma, rows * row).astype(int), 8, row)
@@ -53,8 +54,6 @@ def run_trl(options: argparse.Namespace) -> None:
     words = [*run.split(), "--model", str(config)]
     ranks = "2" if alone else "1"
     packed = pack(["pack", str(before), *words, "--data-parallel-size", ranks, "--to", "trl", "-o", str(after)])
-    order = directory / "sequential.yaml"
-    order.write_text("sampling: sequential\n")
     measured, losses = {}, {}
     for side, file, sampling in zip(SIDES, (before, after), ("random", "sequential"), strict=True):
         settings = ["--settings", str(order)] if side == "after" else []
@@ -72,6 +71,14 @@ def run_trl(options: argparse.Namespace) -> None:
             seconds, warm = seconds[: len(seconds) // 2 * 2].reshape(-1, 2).max(axis=1), options.warm // 2
         measured[side], losses[side] = 1000 * float(seconds[warm:].mean()), fmean(found[0]["losses"])
     print_sides(packed, measured, losses)
+
+
+def write_settings(directory: Path, shape: str) -> tuple[Path, Path]:
+    """Write a model's config, and settings of a run that reads its rows in their order."""
+    config, order = directory / "config.json", directory / "sequential.yaml"
+    config.write_text(json.dumps({**SAME, **TRL_SHAPES[shape], "tie_word_embeddings": True}))
+    order.write_text("sampling: sequential\n")
+    return config, order
 
 
 def pack(words: list[str]) -> dict[str, Any]:
@@ -124,6 +131,38 @@ def run_grown(options: argparse.Namespace) -> None:
             said = [line for line in ran.log.splitlines() if "the data is not what the plan" in line]
             print(f"{plan.name}: {ran.count('replayed')} replayed, {ran.eager} eager", *said, sep="\n", flush=True)
             plan = directory / "plan-revised.yaml"
+
+
+def run_grown_rows(options: argparse.Namespace) -> None:
+    """Train SFTTrainer on rows of documents that grow, by the plan of the short ones, and by the revised one."""
+    from datasets import Dataset, concatenate_datasets
+
+    shape, rows = ("tiny", 16) if options.dry else ("smollm2-135m", 200)
+    rng, data = np.random.default_rng(3), []
+    directory, plan = options.directory, options.directory / "plan.yaml"
+    for side in SIDES:
+        (directory / side).mkdir(parents=True, exist_ok=True)
+    config, order = write_settings(directory, shape)
+    for name, mean, longest in (("short", 3.5, 128), ("grown", 5.5, 2048)):
+        lengths = np.clip(rng.lognormal(mean, 0.7, rows * 4096 // 25).astype(int), 8, longest)
+        write_rows(path := directory / f"{name}.parquet", rng, lengths, row=4096, vocabulary=512)
+        filled = Dataset.from_parquet(str(path)).filter(lambda row: len(row["input_ids"]) > 4000)
+        data.append(filled.select(range(rows)))
+        data[-1].to_parquet(str(path))
+    run = f"--loader trainer --seq-length 4096 --seed 42 --gradient-accumulation 2 --train-iters {rows // 2}"
+    words = [*run.split(), "--gpu", options.gpu, "--model", str(config), "--settings", str(order)]
+    lm.run_thdprof(["analyze", str(directory / "short.parquet"), *words, "-o", str(plan), "--force"])
+    most = load_plan(plan).microbatches
+    cap = {"max_seqs": int(most.n_seqs.max), "max_seqlen": int(most.max_seqlen.max), "share": 1.0}
+    lm.change_graphs(plan, plan, buckets=[cap], impl="module")
+    for side, trained in zip(SIDES, (concatenate_datasets(data), data[1]), strict=True):
+        trained.to_parquet(str(directory / side / "packed.parquet"))
+        (directory / side / "plan.yaml").write_text(plan.read_text())
+        run = f"--shape {shape} --modes {options.mode} --accumulation 2 --sampling sequential --gpu {options.gpu}"
+        run_modes([*run.split(), "--steps", str(len(trained) // 2), "--directory", str(directory / side)])
+        if options.dry:
+            break
+        plan = directory / side / options.mode / "thdprof-plan-revised.yaml"
 
 
 def sft_flags(directory: Path, shape: str) -> list[str]:
@@ -184,7 +223,7 @@ def print_sides(packed: dict[str, Any], measured: dict[str, float], losses: dict
 def main() -> None:
     """Run one of the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trl", "ranks", "sft", "grown"))
+    parser.add_argument("what", choices=("trl", "ranks", "sft", "grown", "grown-trl"))
     parser.add_argument("--directory", type=Path, required=True, help="data, packs and plans are kept here")
     parser.add_argument("--megatron-lm", type=Path, help="checkout of Megatron-LM, for sft and grown")
     parser.add_argument("--gpu", default="h200", help="the GPU that is predicted for [h200]")
@@ -196,7 +235,7 @@ def main() -> None:
     options.mode = "padded" if options.dry else "plan"
     if options.what in ("sft", "grown") and options.megatron_lm is None and not options.dry:
         parser.error(f"{options.what} needs --megatron-lm")
-    {"sft": run_megatron, "grown": run_grown}.get(options.what, run_trl)(options)
+    {"sft": run_megatron, "grown": run_grown, "grown-trl": run_grown_rows}.get(options.what, run_trl)(options)
 
 
 if __name__ == "__main__":

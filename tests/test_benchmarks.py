@@ -10,7 +10,7 @@ import pytest
 from support.command import run_script
 from support.paths import ROOT
 
-COMMANDS = ("analyze", "bridge", "calibrated", "exchanges", "packed_runs", "runtime", "text",
+COMMANDS = ("analyze", "bridge", "calibrated", "packed_runs", "runtime", "text",
             "trainer", "transformers_sft")  # fmt: skip
 needs_megatron = pytest.mark.usefixtures("megatron_parser")
 
