@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -223,6 +225,44 @@ def test_a_store_that_goes_on_failing_is_an_error_of_one_line(store, thdprof, mo
     )
     store.denied, store.statuses = False, [503] * 100
     assert "503" in told("s3://bucket/lengths.jsonl?anonymous=1")
+
+
+@pytest.mark.parametrize("where", ["s3://bucket/0.parquet", "s3://bucket"])
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_signal_ends_a_read_that_would_take_hours(store, tmp_path, where, number, told):
+    for part in range(3):
+        sample_files.write_bridge(bucket(store) / f"{part}.parquet", ROWS)
+    store.drip_s = 0.5  # slower ones end by a rule of the library
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "thdprof",
+        "analyze",
+        where,
+        "-o",
+        str(out / "plan.yaml"),
+        "--cache",
+        str(out / "c"),
+    ]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not any(".parquet" in request and request.startswith("GET") for request in store.requests):
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(number)
+    stdout, stderr = running.communicate(timeout=20)
+    assert (running.returncode, stdout, stderr) == (128 + number, "", f"thdprof: {told}\n")
+    assert list(out.iterdir()) == []
+
+
+def test_a_store_that_drips_is_an_error_after_a_while(store, monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._PATIENCE_S", 0.5)
+    monkeypatch.setattr("thdprof.analyze.sources.remote._LONG_S", 0.4)
+    sample_files.write_bridge(bucket(store) / "rows.parquet", ROWS)
+    store.drip_s = 1.0
+    with pytest.raises(DataError, match=r"^s3://bucket/rows.parquet: cannot be read: no whole answer came in"):
+        read_dataset(["s3://bucket/rows.parquet"])
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import os
 import re
 import stat
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -27,6 +28,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 from thdprof.errors import UsageError
+from thdprof.files import READING
 from thdprof.words import install_line
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -42,6 +44,8 @@ _PAUSES = (0.5, 2.0)
 """Seconds before each further attempt, after the library's own."""
 _LONG_S = 10.0
 """Seconds after which the library has tried long enough."""
+_PATIENCE_S, _LEAST_RATE = 120.0, 4096
+"""Seconds that an answer may take, the library's own attempts among them, and bytes a second that it brings besides."""
 _ATTEMPTS = 5
 """Attempts of pyarrow's S3 client, which waits longer before each."""
 _DENIED = re.compile(
@@ -92,6 +96,42 @@ def begins_with(path: Path, *magics: bytes) -> bool:
     with path.open("rb") as file:
         head: bytes = file.read(max(map(len, magics)))
     return head.startswith(magics)
+
+
+def map_apart[Each, Result](
+    function: Callable[[Each], Result], items: Sequence[Each], *, threads: int = 1, patience_s: float | None = None
+) -> list[Result]:
+    """Results of all items, in order, made by threads of their own: a store's library does not return for a signal.
+
+    After an exception, and after `patience_s` without the next result, a thread that is inside of `function` is left
+    behind.
+
+    Raises:
+        TimeoutError: a result did not come in `patience_s`.
+    """
+    from concurrent.futures import Future, wait
+
+    results = [Future[Result]() for _ in items]
+    waiting = deque(zip(results, items, strict=True))
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                result, item = waiting.popleft()
+                try:
+                    result.set_result(function(item))
+                except BaseException as error:
+                    result.set_exception(error)
+
+    for _ in range(min(threads, len(items))):
+        threading.Thread(target=work, name=READING, daemon=True).start()
+    try:
+        for result in results:
+            if not wait([result], patience_s).done:
+                raise TimeoutError(f"no whole answer came in {patience_s:.0f} s")
+        return [result.result() for result in results]
+    finally:
+        waiting.clear()
 
 
 def find_matches(location: str) -> list[Path]:
@@ -214,7 +254,7 @@ class RemotePath(Path):
                 raise OSError(f"{len(content)} of {size} bytes came")
             return content
 
-        content = self._attempt(fetch)
+        content = self._attempt(fetch, size)
         if not self._kept:
             self._keeping.append(self)
             if len(self._keeping) > _MOST_KEEPING:
@@ -224,11 +264,11 @@ class RemotePath(Path):
             self._kept.pop()
         return content
 
-    def _attempt[Result](self, call: Callable[[], Result]) -> Result:
+    def _attempt[Result](self, call: Callable[[], Result], size: int = 0) -> Result:
         for pause in (*_PAUSES, None):
             began = time.monotonic()
             try:
-                return call()
+                return map_apart(lambda _: call(), [None], patience_s=_PATIENCE_S + size / _LEAST_RATE)[0]
             except Exception as error:  # each library has its own
                 explained = _explain(error, str(self))
                 if pause is None or explained.errno != errno.EIO or time.monotonic() - began > _LONG_S:
@@ -365,7 +405,7 @@ def _open_store(scheme: str, query: str, bucket: str, endpoint: str) -> _ArrowSt
         settings["anonymous"] = settings.get("anonymous", "").lower() in ("1", "true")
         if endpoint:
             settings.setdefault("endpoint_override", endpoint)
-        return _ArrowStore(scheme, query, _OPENERS[scheme](settings, bucket))
+        return _ArrowStore(scheme, query, map_apart(lambda opener: opener(settings, bucket), [_OPENERS[scheme]])[0])
     try:
         from fsspec.core import url_to_fs
 
