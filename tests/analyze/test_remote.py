@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -200,7 +201,8 @@ def test_a_status_in_a_name_is_no_denial(reason, denied, monkeypatch):
     assert isinstance(raised.value, PermissionError) == denied
 
 
-def test_few_of_many_files_keep_what_was_fetched():
+def test_few_of_many_files_keep_what_was_fetched(monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._MOST_KEPT_BYTES", 640)
     paths = [RemotePath(f"{number}", store=Short(0)) for number in range(200)]
     assert all(path.read_bytes() == b"0123456789" for path in paths)
     assert 0 < sum(bool(path._kept) for path in paths) <= 64
@@ -318,6 +320,28 @@ def test_a_plan_of_a_store_is_checked_and_names_many_files_by_a_glob(store, thdp
     done = thdprof("check", plan, "--max-fallback-rate", "1")
     assert done.returncode == 0, done.stderr
     assert read_names() == {"007.jsonl"}
+
+
+@pytest.mark.parametrize("parts", [3, 40])  # read by threads, and by processes
+def test_nothing_is_fetched_twice(store, tmp_path, parts):
+    for part in range(parts):
+        sample_files.write_bridge(bucket(store) / f"{part}.parquet", ROWS)
+    assert read_dataset(["s3://bucket"], cache=tmp_path / "kept").num_rows() == parts * len(ROWS)
+    about = [request for request in store.requests if ".parquet" in request]
+    assert sorted({*about}) == sorted(about)
+    assert len(about) == 2 * parts  # a HEAD and a GET
+
+
+def test_a_file_that_changes_on_its_way_to_another_process_is_an_error(store):
+    path = bucket(store) / "lengths.npy"
+    np.save(path, np.arange(50_000))
+    remote = locate("s3://bucket/lengths.npy")
+    assert remote.open("rb").read(6) == b"\x93NUMPY"
+    sent = pickle.loads(pickle.dumps(remote))
+    assert sent.stamp() == remote.stamp()
+    np.save(path, np.arange(1, 50_001))
+    with pytest.raises(OSError, match="changed while it was read"):
+        sent.read_bytes()
 
 
 def test_packs_are_written_of_remote_rows(store, thdprof, tmp_path):

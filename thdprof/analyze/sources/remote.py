@@ -38,8 +38,8 @@ _RANGE_BYTES = 2**16
 """Fewest bytes of a request: the header of a file, or its footer."""
 _MOST_BYTES = 2**23
 """Most bytes of a request that reads ahead, and of the ranges that a path keeps."""
-_MOST_KEEPING = 64
-"""Most paths that keep ranges at a time: a dataset may have 100,000."""
+_MOST_KEPT_BYTES = 2**28
+"""Most bytes that all paths keep, such as the footers of 4,096 files: a dataset may have 100,000."""
 _PAUSES = (0.5, 2.0)
 """Seconds before each further attempt, after the library's own."""
 _LONG_S = 10.0
@@ -161,11 +161,14 @@ class RemotePath(Path):
     """A file or directory of a store. Errors of the store are OSErrors with a number and the path's text."""
 
     _keeping: ClassVar[deque[RemotePath]] = deque()
+    _bytes_kept: ClassVar[int] = 0
+    _lock = threading.Lock()
 
     def __init__(self, *segments: Any, store: _ArrowStore | _FsspecStore, entry: Entry | None = None) -> None:
         super().__init__(*segments)
         self.store, self._entry = store, entry
         self._opened: tuple[Callable[[int, int], bytes], str] | None = None
+        self._stamp: str | None = None
         self._kept: list[tuple[int, bytes]] = []
 
     @property
@@ -177,7 +180,7 @@ class RemotePath(Path):
         return f"{self.store.prefix}{self.key}{self.store.query}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return locate, (str(self),)
+        return _restore, (str(self), self._entry, self._stamp, self._kept)
 
     def with_segments(self, *segments: Any) -> RemotePath:
         """A path of the same store."""
@@ -221,11 +224,14 @@ class RemotePath(Path):
 
     def stamp(self) -> str:
         """A text that changes when the file does: its size, and its ETag or checksum."""
-        return f"{self.stat().st_size} {self._open()[1]}"
+        return f"{self.stat().st_size} {self._stamp or self._open()[1]}"
 
     def _open(self) -> tuple[Callable[[int, int], bytes], str]:
         if self._opened is None:
             self._opened = self._attempt(lambda: self.store.open(self.key))
+            if self._stamp not in (None, self._opened[1]):
+                raise OSError(errno.EIO, "changed while it was read: analyse it again", str(self))
+            self._stamp = self._opened[1]
         return self._opened
 
     def open(self, mode: str = "r", buffering: int = -1, **_: Any) -> Any:  # type: ignore[override]
@@ -255,14 +261,21 @@ class RemotePath(Path):
             return content
 
         content = self._attempt(fetch, size)
-        if not self._kept:
-            self._keeping.append(self)
-            if len(self._keeping) > _MOST_KEEPING:
-                self._keeping.popleft()._kept = []
-        self._kept.insert(0, (start, content))
-        while sum(len(kept) for _, kept in self._kept) > _MOST_BYTES:
-            self._kept.pop()
+        with self._lock:
+            if not self._kept:
+                self._keeping.append(self)
+            self._kept.insert(0, (start, content))
+            RemotePath._bytes_kept += size
+            while self._count_kept() > _MOST_BYTES:
+                RemotePath._bytes_kept -= len(self._kept.pop()[1])
+            while self._bytes_kept > _MOST_KEPT_BYTES:
+                first = self._keeping.popleft()
+                RemotePath._bytes_kept -= first._count_kept()
+                first._kept = []
         return content
+
+    def _count_kept(self) -> int:
+        return sum(len(kept) for _, kept in self._kept)
 
     def _attempt[Result](self, call: Callable[[], Result], size: int = 0) -> Result:
         for pause in (*_PAUSES, None):
@@ -275,6 +288,14 @@ class RemotePath(Path):
                     raise explained from error
                 time.sleep(pause)
         raise AssertionError
+
+
+def _restore(location: str, entry: Entry | None, stamp: str | None, kept: list[tuple[int, bytes]]) -> Path:
+    """The path in another process, with what was fetched of it: nothing is fetched twice."""
+    path = locate(location)
+    if isinstance(path, RemotePath):
+        path._entry, path._stamp, path._kept = entry, stamp, kept
+    return path
 
 
 def _explain(error: Exception, path: str) -> OSError:
