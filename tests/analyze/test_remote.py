@@ -11,6 +11,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -199,6 +200,37 @@ def test_a_status_in_a_name_is_no_denial(reason, denied, monkeypatch):
     with pytest.raises(OSError) as raised:
         RemotePath("key", store=failing).exists()
     assert isinstance(raised.value, PermissionError) == denied
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_stores_that_fsspec_reads_by_coroutines_need_take_no_option_of_it(has_ranges, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    asynchronous = pytest.importorskip("fsspec.asyn")
+    content = sample_files.write_index(tmp_path / "data.idx", [5] * 100_000).read_bytes()
+    asked = []
+
+    class Coroutines(asynchronous.AsyncFileSystem):
+        """As that of https, which hands options on to its client."""
+
+        async def _info(self, path, **_):
+            return {"name": path, "size": len(content), "type": "file", "ETag": "x"}
+
+        async def _cat_file(self, path, start=None, end=None):
+            asked.append((start, end))
+            return content[start:end] if has_ranges else content
+
+    scheme = f"coroutines-{has_ranges}".lower()
+    fsspec.register_implementation(scheme, Coroutines, clobber=True)
+    if has_ranges:
+        dataset = read_dataset([f"{scheme}://host/data.idx"], cache=tmp_path / "kept")
+        assert dataset.num_documents() == 100_000
+        assert sum(end - start for start, end in asked) < len(content) / 2
+    else:
+        with (
+            mock.patch("thdprof.analyze.sources.remote._PAUSES", ()),
+            pytest.raises(DataError, match="no ranges: down"),
+        ):
+            read_dataset([f"{scheme}://host/data.idx"], cache=tmp_path / "kept")
 
 
 def test_few_of_many_files_keep_what_was_fetched(monkeypatch):

@@ -256,7 +256,9 @@ class RemotePath(Path):
 
         def fetch() -> bytes:
             content = read(start, size)
-            if len(content) != size:
+            if len(content) > size:
+                raise OSError("its server sends whole files, and no ranges: download it, and give the copy")
+            if len(content) < size:
                 raise OSError(f"{len(content)} of {size} bytes came")
             return content
 
@@ -402,8 +404,8 @@ class _FsspecStore:
         stamp = next((told[name] for name in names if told.get(name)), None) or self._filesystem.ukey(url)
         from fsspec import AbstractFileSystem
 
-        own = type(self._filesystem).cat_file is not AbstractFileSystem.cat_file  # the default reads ahead
-        more = {} if own else {"cache_type": "none"}
+        own = self._filesystem.async_impl or type(self._filesystem).cat_file is not AbstractFileSystem.cat_file
+        more = {} if own else {"cache_type": "none"}  # the default reads ahead
         return lambda start, size: self._filesystem.cat_file(url, start=start, end=start + size, **more), str(stamp)
 
     @staticmethod
