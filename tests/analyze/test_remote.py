@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from support.object_store import serve
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.remote import Entry, RemotePath, find_matches, locate, stamp
 from thdprof.errors import DataError, UsageError
+from thdprof.files import READING
 
 ROWS = [[5, 6, 7], [9], [3, 3], [12, 1], [8]]
 
@@ -294,9 +296,14 @@ def test_a_store_that_drips_is_an_error_after_a_while(store, monkeypatch):
     monkeypatch.setattr("thdprof.analyze.sources.remote._PATIENCE_S", 0.5)
     monkeypatch.setattr("thdprof.analyze.sources.remote._LONG_S", 0.4)
     sample_files.write_bridge(bucket(store) / "rows.parquet", ROWS)
-    store.drip_s = 1.0
+    store.drip_s = 0.3
     with pytest.raises(DataError, match=r"^s3://bucket/rows.parquet: cannot be read: no whole answer came in"):
         read_dataset(["s3://bucket/rows.parquet"])
+    store.drip_s = 0.0
+    left = [thread for thread in threading.enumerate() if thread.name == READING]
+    assert left
+    for thread in left:
+        thread.join(60)
 
 
 @pytest.mark.parametrize(

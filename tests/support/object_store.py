@@ -159,5 +159,6 @@ def serve(root: Path) -> Iterator[ObjectStore]:
         try:
             yield store
         finally:
+            store.drip_s = 0.0
             store.shutdown()
             thread.join()
