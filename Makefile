@@ -15,7 +15,7 @@ INSTALL := -m pip install --disable-pip-version-check -q --no-compile
 # Processes of tests import torch and Megatron anew: uncompiled, that takes twice the time or more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo install install-newest packages-newest test golden test-newest test-ray lint format bench references docs clean
+.PHONY: help setup demo install install-newest packages-newest test golden test-newest test-ray compare-packers lint format bench references docs clean
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -70,6 +70,13 @@ test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the 
 test-ray: $(TEST_STAMP)  ## run the tests on a Ray cluster, on moto's S3 and beside Grain, whose packages this adds to .venv
 	$(PY) $(INSTALL) -c constraints.txt -e '.[ray]' 'moto[server]>=5' 'grain>=0.2.18'
 	$(PY) -m pytest -q -n 0 tests/analyze/test_ray.py tests/analyze/test_moto.py tests/analyze/test_grain_packers.py $(ARGS)
+
+PACKERS := build/packers
+compare-packers: $(TEST_STAMP)  ## pack random documents by released Axolotl, LLaMA-Factory, ms-swift, verl and NeMo-RL, and compare
+	$(PY) $(INSTALL) --no-deps --upgrade --target $(PACKERS) \
+		axolotl==0.19.0 llamafactory==0.9.5 ms-swift==4.6.0 binpacking==2.0.1 verl==0.9.1
+	-test -d $(PACKERS)/nemo-rl || git clone -q --depth 1 https://github.com/NVIDIA-NeMo/RL $(PACKERS)/nemo-rl
+	$(PY) tools/compare_packers.py $(PACKERS) $(ARGS)
 
 lint: $(TEST_STAMP)  ## format check, lint, types, boundaries
 	$(VENV)/bin/ruff format --check .

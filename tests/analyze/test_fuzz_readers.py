@@ -18,22 +18,27 @@ import sys
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import conversations
 from support import sample_files as files
 from support.paths import ROOT
 
 from thdprof.analyze.sources import FORMATS, read_dataset
-from thdprof.analyze.sources.base import PackedRows
+from thdprof.analyze.sources.base import PackedRows, Reading
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
-from thdprof.analyze.sources.readers import npy, unpickler
+from thdprof.analyze.sources.readers import count_trl_tokens, npy, unpickler
 from thdprof.analyze.sources.readers.parquet import CorruptPage, list_lengths, pages
+from thdprof.analyze.sources.readers.tokenize_program import Refused, load_tokenizer
 from thdprof.errors import DataError, UsageError
 
 CASES_A_FILE = 200
@@ -41,6 +46,13 @@ ADDRESS_SPACE_BYTES = 4 * 2**30
 MOST_GROWTH_BYTES = 200 * 2**20
 ROWS = [[3, 4, 2], [9], [1, 1, 1, 1], [5, 6], [300, 2]] * 3
 MESSAGES = [{"role": role, "content": role * 20} for role in ("system", "user", "assistant", "system", "user")]
+TOLD = [{"messages": MESSAGES[:n]} for n in range(1, 5)]
+SWIFT = {"messages": [MESSAGES[:2]] * 4, "input_ids": [[1] * n for n in (5, 6, 7, 8)], "lengths": [[5], [6], [7], [8]]}
+AXOLOTL = {
+    "input_ids": [[1] * n for n in (5, 6, 7, 8)],
+    "position_ids": [list(range(n)) for n in (5, 6, 7, 8)],
+    "length": [5, 6, 7, 8],
+}
 ODD = [0, 1, 2, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**33, 2**62, 2**63, 2**64 - 1]
 
 
@@ -76,7 +88,12 @@ def originals(directory: Path) -> dict[Path, str]:
         directory / "rows.jsonl.gz": "lengths",
         directory / "rows.jsonl.zst": "lengths",
         directory / "table.csv": "lengths",
-        files.write_lines(directory / "told.jsonl", [{"messages": MESSAGES[:n]} for n in range(1, 5)]): "megatron-sft",
+        files.write_table(directory / "swift.arrow", SWIFT): "lengths",
+        files.write_table(directory / "axolotl.arrow", AXOLOTL): "lengths",
+        files.write_lines(directory / "train_data_step10.jsonl", [{"input_lengths": n} for n in documents]): "lengths",
+        files.write_lines(directory / "10.jsonl", documents): "lengths",
+        files.write_lines(directory / "told.jsonl", TOLD): "megatron-sft",
+        **({files.write_lines(directory / "trl.jsonl", TOLD): "trl-text"} if find_spec("transformers") else {}),
     }
 
 
@@ -114,7 +131,11 @@ def read_one(path: Path, format: str) -> bool:
     try:
         if format == "megatron-sft":  # the lines alone: a tokenizer takes seconds to load
             return sum(len(conversations_of(messages)) for _, messages in lines_of(path)) > 0
+        if format == "trl-text":
+            return count_text(path) > 0
         dataset = read_dataset([str(path)], format=format)
+    except Refused:
+        return False
     except UsageError as error:
         if format not in ("auto", "trl-text") or "token" not in str(error):  # text, of which nobody says whose it is
             raise
@@ -129,6 +150,32 @@ def read_one(path: Path, format: str) -> bool:
         assert dataset.content.row_offsets[-1] == len(dataset.content.document_tokens)
         assert dataset.content.document_tokens.min() >= 0
     return True
+
+
+@cache
+def tokenizer() -> Any:
+    """The tokenizer that conversations have, in a directory that this process leaves with its others."""
+    with tempfile.TemporaryDirectory() as directory:
+        return load_tokenizer(str(conversations.write_tokenizer(Path(directory) / "tiny")))
+
+
+def count_text(path: Path) -> int:
+    """Rows of text, counted here: the program that does it takes seconds to start."""
+    with mock.patch.object(count_trl_tokens, "load_tokenizer", return_value=tokenizer()):
+        output = path.with_name("counts.npz")
+        count_trl_tokens.count_all(
+            count_trl_tokens.Task(
+                files=[str(path)],
+                tokenizer="",
+                chat_template=None,
+                template_tokenizer=None,
+                reading=Reading(),
+                output=str(output),
+            ),
+            lambda share, rows: None,
+        )
+        with np.load(output) as saved:
+            return int(saved["rows"].sum())
 
 
 def peak_bytes() -> int:
@@ -193,7 +240,11 @@ def test_mutated_files_read_or_raise_data_error(tmp_path, seed):
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "TOKENIZERS_PARALLELISM": "false",  # threads, which a fork would leave behind
+        },
     )
     case = (tmp_path / "case.json").read_text() if (tmp_path / "case.json").exists() else "none"
     assert done.returncode == 0, f"case {case}, mutant in {tmp_path}\n{done.stderr[-3000:]}"

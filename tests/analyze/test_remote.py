@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import signal
 import subprocess
 import sys
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +24,7 @@ from support.object_store import serve
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.remote import Entry, RemotePath, find_matches, locate, stamp
 from thdprof.errors import DataError, UsageError
+from thdprof.files import READING
 
 ROWS = [[5, 6, 7], [9], [3, 3], [12, 1], [8]]
 
@@ -198,7 +204,39 @@ def test_a_status_in_a_name_is_no_denial(reason, denied, monkeypatch):
     assert isinstance(raised.value, PermissionError) == denied
 
 
-def test_few_of_many_files_keep_what_was_fetched():
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_stores_that_fsspec_reads_by_coroutines_need_take_no_option_of_it(has_ranges, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    asynchronous = pytest.importorskip("fsspec.asyn")
+    content = sample_files.write_index(tmp_path / "data.idx", [5] * 100_000).read_bytes()
+    asked = []
+
+    class Coroutines(asynchronous.AsyncFileSystem):
+        """As that of https, which hands options on to its client."""
+
+        async def _info(self, path, **_):
+            return {"name": path, "size": len(content), "type": "file", "ETag": "x"}
+
+        async def _cat_file(self, path, start=None, end=None):
+            asked.append((start, end))
+            return content[start:end] if has_ranges else content
+
+    scheme = f"coroutines-{has_ranges}".lower()
+    fsspec.register_implementation(scheme, Coroutines, clobber=True)
+    if has_ranges:
+        dataset = read_dataset([f"{scheme}://host/data.idx"], cache=tmp_path / "kept")
+        assert dataset.num_documents() == 100_000
+        assert sum(end - start for start, end in asked) < len(content) / 2
+    else:
+        with (
+            mock.patch("thdprof.analyze.sources.remote._PAUSES", ()),
+            pytest.raises(DataError, match="no ranges: down"),
+        ):
+            read_dataset([f"{scheme}://host/data.idx"], cache=tmp_path / "kept")
+
+
+def test_few_of_many_files_keep_what_was_fetched(monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._MOST_KEPT_BYTES", 640)
     paths = [RemotePath(f"{number}", store=Short(0)) for number in range(200)]
     assert all(path.read_bytes() == b"0123456789" for path in paths)
     assert 0 < sum(bool(path._kept) for path in paths) <= 64
@@ -223,6 +261,49 @@ def test_a_store_that_goes_on_failing_is_an_error_of_one_line(store, thdprof, mo
     )
     store.denied, store.statuses = False, [503] * 100
     assert "503" in told("s3://bucket/lengths.jsonl?anonymous=1")
+
+
+@pytest.mark.parametrize("where", ["s3://bucket/0.parquet", "s3://bucket"])
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_signal_ends_a_read_that_would_take_hours(store, tmp_path, where, number, told):
+    for part in range(3):
+        sample_files.write_bridge(bucket(store) / f"{part}.parquet", ROWS)
+    store.drip_s = 0.5  # slower ones end by a rule of the library
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "thdprof",
+        "analyze",
+        where,
+        "-o",
+        str(out / "plan.yaml"),
+        "--cache",
+        str(out / "c"),
+    ]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not any(".parquet" in request and request.startswith("GET") for request in store.requests):
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(number)
+    stdout, stderr = running.communicate(timeout=20)
+    assert (running.returncode, stdout, stderr) == (128 + number, "", f"thdprof: {told}\n")
+    assert list(out.iterdir()) == []
+
+
+def test_a_store_that_drips_is_an_error_after_a_while(store, monkeypatch):
+    monkeypatch.setattr("thdprof.analyze.sources.remote._PATIENCE_S", 0.5)
+    monkeypatch.setattr("thdprof.analyze.sources.remote._LONG_S", 0.4)
+    sample_files.write_bridge(bucket(store) / "rows.parquet", ROWS)
+    store.drip_s = 0.3
+    with pytest.raises(DataError, match=r"^s3://bucket/rows.parquet: cannot be read: no whole answer came in"):
+        read_dataset(["s3://bucket/rows.parquet"])
+    store.drip_s = 0.0
+    left = [thread for thread in threading.enumerate() if thread.name == READING]
+    assert left
+    for thread in left:
+        thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +359,28 @@ def test_a_plan_of_a_store_is_checked_and_names_many_files_by_a_glob(store, thdp
     done = thdprof("check", plan, "--max-fallback-rate", "1")
     assert done.returncode == 0, done.stderr
     assert read_names() == {"007.jsonl"}
+
+
+@pytest.mark.parametrize("parts", [3, 40])  # read by threads, and by processes
+def test_nothing_is_fetched_twice(store, tmp_path, parts):
+    for part in range(parts):
+        sample_files.write_bridge(bucket(store) / f"{part}.parquet", ROWS)
+    assert read_dataset(["s3://bucket"], cache=tmp_path / "kept").num_rows() == parts * len(ROWS)
+    about = [request for request in store.requests if ".parquet" in request]
+    assert sorted({*about}) == sorted(about)
+    assert len(about) == 2 * parts  # a HEAD and a GET
+
+
+def test_a_file_that_changes_on_its_way_to_another_process_is_an_error(store):
+    path = bucket(store) / "lengths.npy"
+    np.save(path, np.arange(50_000))
+    remote = locate("s3://bucket/lengths.npy")
+    assert remote.open("rb").read(6) == b"\x93NUMPY"
+    sent = pickle.loads(pickle.dumps(remote))
+    assert sent.stamp() == remote.stamp()
+    np.save(path, np.arange(1, 50_001))
+    with pytest.raises(OSError, match="changed while it was read"):
+        sent.read_bytes()
 
 
 def test_packs_are_written_of_remote_rows(store, thdprof, tmp_path):

@@ -393,6 +393,18 @@ class TestDocumentEnds:
         tokens.unlink()
         assert read_dataset([str(path), str(path)]).content.document_tokens.tolist() == documents * 2
 
+    def test_gaps_are_no_documents_as_in_olmo_core(self, tmp_path):
+        (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"0,5\n8,10,id\n10,11\n"))
+        assert read_dataset([str(tmp_path / "a.csv.gz")]).content.document_tokens.tolist() == [5, 2, 1]
+
+    @pytest.mark.parametrize(
+        ("kept", "fault"), [(0.9, "gzip is truncated or corrupt"), (0, "it is empty, truncated or corrupt")]
+    )
+    def test_a_cut_file_is_named(self, tmp_path, rng, kept, fault):
+        content = files.write_olmo(tmp_path / "whole.csv.gz", rng.integers(1, 999, 9000).tolist()).read_bytes()
+        (tmp_path / "cut.csv.gz").write_bytes(content[: 20 + int(kept * len(content))])
+        refused(tmp_path / "cut.csv.gz", fault)
+
     def test_an_array_of_numpy_is_read_itself(self, tmp_path):
         files.write_olmo(tmp_path / "a.csv.gz", [3, 4])
         np.save(tmp_path / "a.npy", np.array([7, 8]))
@@ -734,6 +746,23 @@ class TestWhatPeopleHave:
         assert dataset.usual_packer == "multipack"
         assert dataset.content.document_tokens.tolist() == list(map(len, DOCUMENTS))
 
+    def test_tokenised_data_of_llamafactory_are_packed_by_it(self, tmp_path, thdprof):
+        nothing = {name: [None] * len(DOCUMENTS) for name in ("images", "videos", "audios")}
+        columns = {"input_ids": DOCUMENTS, "attention_mask": DOCUMENTS, "labels": DOCUMENTS}
+        huggingface.Dataset.from_dict({**columns, **nothing}).save_to_disk(tmp_path / "d")
+        dataset = self.read(tmp_path / "d")
+        assert (dataset.usual_packer, dataset.notes) == ("greedy_knapsack", ())
+        assert dataset.content.document_tokens.tolist() == list(map(len, DOCUMENTS))
+        done = thdprof("analyze", tmp_path / "d", "--details")
+        assert done.returncode == 0, done.stderr
+        assert "LLaMA-Factory's neat_packing" in done.stdout
+        huggingface.Dataset.from_dict(columns).save_to_disk(tmp_path / "trl")
+        assert self.read(tmp_path / "trl").usual_packer == "best_fit_decreasing"
+        huggingface.Dataset.from_dict({**columns, **nothing, "position_ids": DOCUMENTS}).save_to_disk(tmp_path / "rows")
+        refused(
+            tmp_path / "rows", "LLaMA-Factory packed these rows, and no column packing_params tells their documents"
+        )
+
     @pytest.mark.parametrize("beside", ["messages", "input_ids"])
     def test_lists_of_one_length_in_cached_data_of_swift_are_documents(self, tmp_path, beside):
         columns = {beside: DOCUMENTS, "lengths": [[len(tokens)] for tokens in DOCUMENTS]}
@@ -812,7 +841,7 @@ class TestNotRecognised:
             (b'{"message": []\n', "it begins with b'{\"message\": []\\n'"),
             (b'[\n {"messages": []}]', "it is one JSON array: write each of its objects on a line of its own"),
             (b"BZh91AY", "it is compressed by bzip2: unpack it first"),
-            (b"\x28\xb5\x2f\xfd..", "its zstd begins with b''"),
+            (b"\x28\xb5\x2f\xfd..", "its zstd begins with b'': it is empty, truncated or corrupt"),
             (gzip.compress(b"plain text", mtime=0), "its gzip begins with b'plain text'"),
             (b"PAR1", "it begins as parquet files do, and cannot be read"),
         ],

@@ -1,4 +1,7 @@
-"""Packers of reinforcement learning: equal to NeMo-RL, verl and Megatron-LM, by recorded digests."""
+"""Packers of reinforcement learning: equal to NeMo-RL, verl and Megatron-LM, by recorded digests.
+
+`make compare-packers` compares them with NeMo-RL and, on one rank, with verl themselves.
+"""
 
 from __future__ import annotations
 

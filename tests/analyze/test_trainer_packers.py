@@ -1,6 +1,7 @@
 """Packers of Axolotl, LLaMA-Factory and ms-swift: equal to plain statements of their rules over random documents.
 
-The statements were compared with Axolotl 0.19.0, LLaMA-Factory 0.9.5 and ms-swift 4.6.0 (binpacking 2.0.1) themselves.
+`make compare-packers` compares the packers with Axolotl 0.19.0, LLaMA-Factory 0.9.5 and ms-swift 4.6.0 (binpacking
+2.0.1) themselves.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +35,8 @@ class ObjectStore(ThreadingHTTPServer):
         """Next reads whose connection ends in the middle of the content."""
         self.delay_s = 0.0
         """Seconds before each answer."""
+        self.drip_s = 0.0
+        """Seconds before each byte of a file's content."""
         self.denied = False
 
     @property
@@ -73,6 +75,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.close_connection = True
             self.connection.shutdown(2)
+            return
+        if status == 206 and self.server.drip_s:
+            with suppress(OSError):  # who asked has gone
+                for byte in content:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(self.server.drip_s)
             return
         self.wfile.write(content)
         self.server.sent_bytes += len(content)
@@ -151,5 +159,6 @@ def serve(root: Path) -> Iterator[ObjectStore]:
         try:
             yield store
         finally:
+            store.drip_s = 0.0
             store.shutdown()
             thread.join()

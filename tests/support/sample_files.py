@@ -93,6 +93,14 @@ def write_llamafactory(path: Path, rows: Rows, pack_tokens: int = 400, *, batch:
     return path
 
 
+def write_table(path: Path, columns: dict[str, list]) -> Path:
+    """An Arrow stream, as `datasets` saves one, in batches of two rows."""
+    table = pa.table(columns)
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
 def write_lines(path: Path, values: Sequence[object]) -> Path:
     """One JSON value a line."""
     path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")

@@ -49,6 +49,7 @@ _MEGATRON_RL_BIN = 50
 _USUAL: Mapping[Packer | None, str] = {
     None: "Megatron-Bridge's default",
     "best_fit_decreasing": "TRL's default packing_strategy",
+    "greedy_knapsack": "LLaMA-Factory's neat_packing",
     "binpack": "ms-swift's default packing_strategy",
     "multipack": "Axolotl's sample_packing",
 }

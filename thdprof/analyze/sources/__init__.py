@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -19,7 +19,7 @@ from typing import Any
 from thdprof.analyze.sources import engines
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick
 from thdprof.analyze.sources.readers.npy import MAGIC
-from thdprof.analyze.sources.remote import begins_with, find_matches, is_remote, locate, stamp
+from thdprof.analyze.sources.remote import begins_with, find_matches, is_remote, locate, map_apart, stamp
 from thdprof.errors import DataError, UsageError
 from thdprof.words import write_count
 
@@ -119,7 +119,7 @@ def scan_files(name: str, reading: Reading, items: Sequence[engines.Item]) -> li
     """
     format_ = get_format(name, reading)
     if len(items) > 1 and format_.count_text is None and is_remote(str(items[0][0])):
-        return _map_remote(lambda item: scan_files(name, reading, [item])[0], items)
+        return map_apart(lambda item: scan_files(name, reading, [item])[0], items, threads=_AT_ONCE)
     stamps = [reading.digest or stamp(path) for path, _ in items]
     changed = [now != known for now, (_, known) in zip(stamps, items, strict=True)]
     paths = [path for path, _ in compress(items, changed)]
@@ -133,13 +133,6 @@ def scan_files(name: str, reading: Reading, items: Sequence[engines.Item]) -> li
 
 _AT_ONCE = 8
 """Remote files that one process reads at a time: it waits for most of that time."""
-
-
-def _map_remote[Each, Result](function: Callable[[Each], Result], items: Sequence[Each]) -> list[Result]:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return list(threads.map(function, items))
 
 
 def format_of(locations: Sequence[str]) -> str | None:
@@ -223,7 +216,9 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[
     """
     listed = _files_of_state(directory) or sorted(path for path in directory.iterdir() if path.is_file())
     recognise = partial(_recognise, candidates=candidates)
-    recognised = _map_remote(recognise, listed) if is_remote(str(directory)) else list(map(recognise, listed))
+    recognised = (
+        map_apart(recognise, listed, threads=_AT_ONCE) if is_remote(str(directory)) else list(map(recognise, listed))
+    )
     found = [
         (candidate, files)
         for number, candidate in enumerate(candidates)

@@ -3,7 +3,7 @@
 - datatrove 0.10, `pipeline/tokens/tokenizer.py`: `NAME.ds.index` holds the end of every document in `NAME.ds`, counted
   in tokens, as little-endian u64.
 - OLMo-core 3.0, `data/utils.py`: a line of `NAME.csv.gz` begins with the start and the end of a document of `NAME.npy`,
-  which is no file of NumPy's format.
+  which is no file of NumPy's format. Tokens between two documents are of none.
 """
 
 from __future__ import annotations

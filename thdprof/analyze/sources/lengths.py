@@ -13,7 +13,9 @@ Only its length is read, in parquet and Arrow without the tokens themselves.
 Lengths may also be drawn from a named distribution, which `draw_lengths` describes.
 
 ms-swift's cached datasets have lists of one length in a column `lengths` beside the data: documents, no rows.
-Axolotl's prepared datasets have `input_ids` and `position_ids` beside `length`.
+Axolotl's prepared datasets have `input_ids` and `position_ids` beside `length`. LLaMA-Factory's tokenised data have
+`images`, `videos` and `audios` beside `input_ids` and `labels`, even for text alone (0.9.5, `data/processor/`), which
+TRL's never have; those that it packed have `position_ids` too.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ from thdprof.words import list_choices, write_count
 
 _SWIFT = "lengths"
 """Column in which ms-swift lists the length of each example."""
+
+_LLAMAFACTORY = {"attention_mask", "labels", "images", "videos"}
+"""Columns beside the tokens of LLaMA-Factory's data; `audios` are newer."""
 
 _STEP = re.compile(r"(?P<log>|.*step[-_]?)(?P<step>[0-9]{1,18})\.jsonl(?:\.gz|\.zst)?")
 """Name of a file that a log writes for each step, such as NeMo-RL's `train_data_step10.jsonl` or verl's `10.jsonl`."""
@@ -149,7 +154,14 @@ def _scan_column(path: Path, keys: Keys) -> Shard:
         where = f"{path}: column {name}"
         if name == TOKENS:
             lengths = _documents(file.row_lengths(name), where)
-            return Shard((lengths,), {"tokens": True, "packer": "best_fit_decreasing"})
+            if not names >= _LLAMAFACTORY:
+                return Shard((lengths,), {"tokens": True, "packer": "best_fit_decreasing"})
+            if "position_ids" in names:
+                raise DataError(
+                    f"{path}: LLaMA-Factory packed these rows, and no column {' or '.join(PACKED[2:])} tells their "
+                    "documents: tokenise with neat_packing of LLaMA-Factory 0.9.5 or later, or without packing"
+                )
+            return Shard((lengths,), {"packer": "greedy_knapsack"})
         column = file.read_column(name)
         if arrow.is_list(column.type):
             values, offsets = arrow.list_integers(column, where)

@@ -14,9 +14,10 @@ import os
 import re
 import stat
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -27,6 +28,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 from thdprof.errors import UsageError
+from thdprof.files import READING
 from thdprof.words import install_line
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -36,12 +38,14 @@ _RANGE_BYTES = 2**16
 """Fewest bytes of a request: the header of a file, or its footer."""
 _MOST_BYTES = 2**23
 """Most bytes of a request that reads ahead, and of the ranges that a path keeps."""
-_MOST_KEEPING = 64
-"""Most paths that keep ranges at a time: a dataset may have 100,000."""
+_MOST_KEPT_BYTES = 2**28
+"""Most bytes that all paths keep, such as the footers of 4,096 files: a dataset may have 100,000."""
 _PAUSES = (0.5, 2.0)
 """Seconds before each further attempt, after the library's own."""
 _LONG_S = 10.0
 """Seconds after which the library has tried long enough."""
+_PATIENCE_S, _LEAST_RATE = 120.0, 4096
+"""Seconds that an answer may take, the library's own attempts among them, and bytes a second that it brings besides."""
 _ATTEMPTS = 5
 """Attempts of pyarrow's S3 client, which waits longer before each."""
 _DENIED = re.compile(
@@ -94,6 +98,42 @@ def begins_with(path: Path, *magics: bytes) -> bool:
     return head.startswith(magics)
 
 
+def map_apart[Each, Result](
+    function: Callable[[Each], Result], items: Sequence[Each], *, threads: int = 1, patience_s: float | None = None
+) -> list[Result]:
+    """Results of all items, in order, made by threads of their own: a store's library does not return for a signal.
+
+    After an exception, and after `patience_s` without the next result, a thread that is inside of `function` is left
+    behind.
+
+    Raises:
+        TimeoutError: a result did not come in `patience_s`.
+    """
+    from concurrent.futures import Future, wait
+
+    results = [Future[Result]() for _ in items]
+    waiting = deque(zip(results, items, strict=True))
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                result, item = waiting.popleft()
+                try:
+                    result.set_result(function(item))
+                except BaseException as error:
+                    result.set_exception(error)
+
+    for _ in range(min(threads, len(items))):
+        threading.Thread(target=work, name=READING, daemon=True).start()
+    try:
+        for result in results:
+            if not wait([result], patience_s).done:
+                raise TimeoutError(f"no whole answer came in {patience_s:.0f} s")
+        return [result.result() for result in results]
+    finally:
+        waiting.clear()
+
+
 def find_matches(location: str) -> list[Path]:
     """The files that the glob `location` stands for, sorted; names of directories may have wildcards, too."""
     if not is_remote(location):
@@ -121,11 +161,14 @@ class RemotePath(Path):
     """A file or directory of a store. Errors of the store are OSErrors with a number and the path's text."""
 
     _keeping: ClassVar[deque[RemotePath]] = deque()
+    _bytes_kept: ClassVar[int] = 0
+    _lock = threading.Lock()
 
     def __init__(self, *segments: Any, store: _ArrowStore | _FsspecStore, entry: Entry | None = None) -> None:
         super().__init__(*segments)
         self.store, self._entry = store, entry
         self._opened: tuple[Callable[[int, int], bytes], str] | None = None
+        self._stamp: str | None = None
         self._kept: list[tuple[int, bytes]] = []
 
     @property
@@ -137,7 +180,7 @@ class RemotePath(Path):
         return f"{self.store.prefix}{self.key}{self.store.query}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return locate, (str(self),)
+        return _restore, (str(self), self._entry, self._stamp, self._kept)
 
     def with_segments(self, *segments: Any) -> RemotePath:
         """A path of the same store."""
@@ -181,11 +224,14 @@ class RemotePath(Path):
 
     def stamp(self) -> str:
         """A text that changes when the file does: its size, and its ETag or checksum."""
-        return f"{self.stat().st_size} {self._open()[1]}"
+        return f"{self.stat().st_size} {self._stamp or self._open()[1]}"
 
     def _open(self) -> tuple[Callable[[int, int], bytes], str]:
         if self._opened is None:
             self._opened = self._attempt(lambda: self.store.open(self.key))
+            if self._stamp not in (None, self._opened[1]):
+                raise OSError(errno.EIO, "changed while it was read: analyse it again", str(self))
+            self._stamp = self._opened[1]
         return self._opened
 
     def open(self, mode: str = "r", buffering: int = -1, **_: Any) -> Any:  # type: ignore[override]
@@ -210,31 +256,48 @@ class RemotePath(Path):
 
         def fetch() -> bytes:
             content = read(start, size)
-            if len(content) != size:
+            if len(content) > size:
+                raise OSError("its server sends whole files, and no ranges: download it, and give the copy")
+            if len(content) < size:
                 raise OSError(f"{len(content)} of {size} bytes came")
             return content
 
-        content = self._attempt(fetch)
-        if not self._kept:
-            self._keeping.append(self)
-            if len(self._keeping) > _MOST_KEEPING:
-                self._keeping.popleft()._kept = []
-        self._kept.insert(0, (start, content))
-        while sum(len(kept) for _, kept in self._kept) > _MOST_BYTES:
-            self._kept.pop()
+        content = self._attempt(fetch, size)
+        with self._lock:
+            if not self._kept:
+                self._keeping.append(self)
+            self._kept.insert(0, (start, content))
+            RemotePath._bytes_kept += size
+            while self._count_kept() > _MOST_BYTES:
+                RemotePath._bytes_kept -= len(self._kept.pop()[1])
+            while self._bytes_kept > _MOST_KEPT_BYTES:
+                first = self._keeping.popleft()
+                RemotePath._bytes_kept -= first._count_kept()
+                first._kept = []
         return content
 
-    def _attempt[Result](self, call: Callable[[], Result]) -> Result:
+    def _count_kept(self) -> int:
+        return sum(len(kept) for _, kept in self._kept)
+
+    def _attempt[Result](self, call: Callable[[], Result], size: int = 0) -> Result:
         for pause in (*_PAUSES, None):
             began = time.monotonic()
             try:
-                return call()
+                return map_apart(lambda _: call(), [None], patience_s=_PATIENCE_S + size / _LEAST_RATE)[0]
             except Exception as error:  # each library has its own
                 explained = _explain(error, str(self))
                 if pause is None or explained.errno != errno.EIO or time.monotonic() - began > _LONG_S:
                     raise explained from error
                 time.sleep(pause)
         raise AssertionError
+
+
+def _restore(location: str, entry: Entry | None, stamp: str | None, kept: list[tuple[int, bytes]]) -> Path:
+    """The path in another process, with what was fetched of it: nothing is fetched twice."""
+    path = locate(location)
+    if isinstance(path, RemotePath):
+        path._entry, path._stamp, path._kept = entry, stamp, kept
+    return path
 
 
 def _explain(error: Exception, path: str) -> OSError:
@@ -341,8 +404,8 @@ class _FsspecStore:
         stamp = next((told[name] for name in names if told.get(name)), None) or self._filesystem.ukey(url)
         from fsspec import AbstractFileSystem
 
-        own = type(self._filesystem).cat_file is not AbstractFileSystem.cat_file  # the default reads ahead
-        more = {} if own else {"cache_type": "none"}
+        own = self._filesystem.async_impl or type(self._filesystem).cat_file is not AbstractFileSystem.cat_file
+        more = {} if own else {"cache_type": "none"}  # the default reads ahead
         return lambda start, size: self._filesystem.cat_file(url, start=start, end=start + size, **more), str(stamp)
 
     @staticmethod
@@ -365,7 +428,7 @@ def _open_store(scheme: str, query: str, bucket: str, endpoint: str) -> _ArrowSt
         settings["anonymous"] = settings.get("anonymous", "").lower() in ("1", "true")
         if endpoint:
             settings.setdefault("endpoint_override", endpoint)
-        return _ArrowStore(scheme, query, _OPENERS[scheme](settings, bucket))
+        return _ArrowStore(scheme, query, map_apart(lambda opener: opener(settings, bucket), [_OPENERS[scheme]])[0])
     try:
         from fsspec.core import url_to_fs
 

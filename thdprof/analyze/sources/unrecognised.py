@@ -67,7 +67,7 @@ def _columns(path: Path) -> str | None:
         kind = "parquet with the columns" if is_parquet(path) else "Arrow with the columns"
     elif path.name.lower().endswith((".csv", ".csv.gz")):
         kind, line = "CSV with the columns", json_lines.sniff(path).partition(b"\n")[0]
-        named = line.decode(errors="replace").strip().split(",")
+        named = line.decode(errors="replace").strip().split(",") if line else None
     else:
         kind, named = "JSON lines with the keys", [*(json_lines.first_object(path) or ())]
     return f"{kind} {_list_names(named)}" if named else None
@@ -92,7 +92,8 @@ def _describe(path: Path) -> str:
             return f"it is compressed by {name}: unpack it first"
     for magic, name in ((json_lines.GZIP_MAGIC, "gzip"), (json_lines.ZSTD_MAGIC, "zstd")):
         if head.startswith(magic):
-            return f"its {name} begins with {json_lines.sniff(path)[:_MOST_BYTES]!r}"
+            start = json_lines.sniff(path)[:_MOST_BYTES]
+            return f"its {name} begins with {start!r}" + ("" if start else ": it is empty, truncated or corrupt")
     if head.startswith(b"#!"):
         return "it is a script, as --megatron-args takes"
     if b"".join(head.split()).startswith(b"[{"):
