@@ -22,7 +22,7 @@ from support import conversations, sample_files
 from support.object_store import serve
 
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.remote import Entry, RemotePath, find_matches, locate, stamp
+from thdprof.analyze.sources.remote import Entry, RemotePath, find_matches, locate, map_apart, stamp
 from thdprof.errors import DataError, UsageError
 from thdprof.files import READING
 
@@ -235,6 +235,24 @@ def test_stores_that_fsspec_reads_by_coroutines_need_take_no_option_of_it(has_ra
             read_dataset([f"{scheme}://host/data.idx"], cache=tmp_path / "kept")
 
 
+def test_an_error_waits_for_no_other_file():
+    gate, begun, ended = threading.Event(), [], []
+
+    def read(item):
+        begun.append(item)
+        if item == 0:
+            raise ValueError("no such file")
+        gate.wait(60)
+        ended.append(item)
+
+    with pytest.raises(ValueError, match="no such file"):
+        map_apart(read, range(100), threads=2)
+    assert ended == []
+    assert len(begun) <= 4
+    gate.set()
+    assert map_apart(str, [3, 1, 2], threads=2) == ["3", "1", "2"]
+
+
 def test_few_of_many_files_keep_what_was_fetched(monkeypatch):
     monkeypatch.setattr("thdprof.analyze.sources.remote._MOST_KEPT_BYTES", 640)
     paths = [RemotePath(f"{number}", store=Short(0)) for number in range(200)]
@@ -371,16 +389,19 @@ def test_nothing_is_fetched_twice(store, tmp_path, parts):
     assert len(about) == 2 * parts  # a HEAD and a GET
 
 
-def test_a_file_that_changes_on_its_way_to_another_process_is_an_error(store):
+def test_a_file_that_changes_on_its_way_to_another_process_is_an_error(store, monkeypatch):
     path = bucket(store) / "lengths.npy"
     np.save(path, np.arange(50_000))
     remote = locate("s3://bucket/lengths.npy")
     assert remote.open("rb").read(6) == b"\x93NUMPY"
-    sent = pickle.loads(pickle.dumps(remote))
+    sent, late = (pickle.loads(pickle.dumps(remote)) for _ in range(2))
     assert sent.stamp() == remote.stamp()
+    monkeypatch.setattr("thdprof.analyze.sources.remote._MOST_KEPT_BYTES", 2**16)
+    assert sent.read_bytes() == path.read_bytes()
     np.save(path, np.arange(1, 50_001))
-    with pytest.raises(OSError, match="changed while it was read"):
-        sent.read_bytes()
+    for _ in range(2):
+        with pytest.raises(OSError, match="changed while it was read"):
+            late.read_bytes()
 
 
 def test_packs_are_written_of_remote_rows(store, thdprof, tmp_path):

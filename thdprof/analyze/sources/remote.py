@@ -125,11 +125,13 @@ def map_apart[Each, Result](
 
     for _ in range(min(threads, len(items))):
         threading.Thread(target=work, name=READING, daemon=True).start()
+    done = []
     try:
         for result in results:
             if not wait([result], patience_s).done:
                 raise TimeoutError(f"no whole answer came in {patience_s:.0f} s")
-        return [result.result() for result in results]
+            done.append(result.result())
+        return done
     finally:
         waiting.clear()
 
@@ -170,6 +172,7 @@ class RemotePath(Path):
         self._opened: tuple[Callable[[int, int], bytes], str] | None = None
         self._stamp: str | None = None
         self._kept: list[tuple[int, bytes]] = []
+        self._is_restored = False  # what such a path keeps goes with it
 
     @property
     def key(self) -> str:
@@ -228,10 +231,10 @@ class RemotePath(Path):
 
     def _open(self) -> tuple[Callable[[int, int], bytes], str]:
         if self._opened is None:
-            self._opened = self._attempt(lambda: self.store.open(self.key))
-            if self._stamp not in (None, self._opened[1]):
+            opened = self._attempt(lambda: self.store.open(self.key))
+            if self._stamp not in (None, opened[1]):
                 raise OSError(errno.EIO, "changed while it was read: analyse it again", str(self))
-            self._stamp = self._opened[1]
+            self._opened, self._stamp = opened, opened[1]
         return self._opened
 
     def open(self, mode: str = "r", buffering: int = -1, **_: Any) -> Any:  # type: ignore[override]
@@ -264,12 +267,15 @@ class RemotePath(Path):
 
         content = self._attempt(fetch, size)
         with self._lock:
-            if not self._kept:
-                self._keeping.append(self)
+            before = self._count_kept()
             self._kept.insert(0, (start, content))
-            RemotePath._bytes_kept += size
             while self._count_kept() > _MOST_BYTES:
-                RemotePath._bytes_kept -= len(self._kept.pop()[1])
+                self._kept.pop()
+            if self._is_restored:
+                return content
+            if not before:
+                self._keeping.append(self)
+            RemotePath._bytes_kept += self._count_kept() - before
             while self._bytes_kept > _MOST_KEPT_BYTES:
                 first = self._keeping.popleft()
                 RemotePath._bytes_kept -= first._count_kept()
@@ -296,7 +302,7 @@ def _restore(location: str, entry: Entry | None, stamp: str | None, kept: list[t
     """The path in another process, with what was fetched of it: nothing is fetched twice."""
     path = locate(location)
     if isinstance(path, RemotePath):
-        path._entry, path._stamp, path._kept = entry, stamp, kept
+        path._entry, path._stamp, path._kept, path._is_restored = entry, stamp, kept, True
     return path
 
 
