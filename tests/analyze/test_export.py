@@ -590,7 +590,9 @@ def test_verl_pads_to_the_tokens_of_the_plan():
             f"actor_rollout_ref.actor.{engine}.pad_to_length_bucket=4096",
         ]
     assert "at the cost of padding\n" in exported.text
-    padded = export_plan(make_plan(microbatches__unfilled=0.125), "verl").text
+    assert "% of all tokens" not in export_plan(make_plan(microbatches__unfilled=0.125), "verl").text
+    balanced = make_plan(microbatches__unfilled=0.125, training__packer="karmarkar_karp")
+    padded = export_plan(balanced, "verl").text
     assert "at the cost of padding, 12.50% of all tokens" in " ".join(padded.replace("#", "").split())
     with pytest.raises(UsageError, match="takes no cap"):
         export_plan(make_plan(), "verl", 5)

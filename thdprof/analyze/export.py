@@ -438,7 +438,8 @@ def _render_levanter(plan: Plan, cap: int | None, comments: list[str]) -> Export
 
 def _render_verl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     tokens = plan.training.seq_length * plan.training.micro_batch_size
-    cost = "" if plan.microbatches.unfilled is None else f", {plan.microbatches.unfilled:.2%} of all tokens"
+    counted = plan.training.packer == "karmarkar_karp" and plan.microbatches.unfilled is not None
+    cost = f", {plan.microbatches.unfilled:.2%} of all tokens" if counted else ""
     comments.append(
         f"verl has no cap of documents: this makes the number of tokens constant, at the cost of padding{cost}"
     )

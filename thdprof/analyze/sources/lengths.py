@@ -278,7 +278,7 @@ def draw_lengths(location: str) -> Dataset:
     known = [*dict.fromkeys((*needed, *_COMMON))]
     values: dict[str, float] = {}
     for part in text.split(","):
-        key, _, value = part.partition("=")
+        key, _, value = part.strip().partition("=")
         if key not in known or key in values:
             what = "given twice" if key in values else f"no parameter of it; choose one of {list_choices(key, known)}"
             raise UsageError(f"{location}: {key} is {what}")
