@@ -67,6 +67,8 @@ def test_lengths_are_cut_at_their_bounds_and_follow_the_seed():
         ("exponential:mean=9,mean=8", "mean is given twice"),
         ("gamma:mean=9,shap=2", "shap is no parameter of it; choose one of shape"),
         ("uniform:min=9,max=3", "min 9 is more than max 3"),
+        ("lognormal:900,1.1", "900 is no parameter of it; choose one of mean, sigma"),
+        ("gamma:mean=9, shap=2", "shap is no parameter of it; choose one of shape"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(thdprof, location, message):
@@ -107,6 +109,17 @@ def test_the_spread_is_of_every_draw():
     assert alone[0].microbatches.exact
     assert not result.microbatches.exact
     assert make_plan(result).microbatches.spread == spread
+
+
+def test_a_page_and_the_printed_result_name_the_spread(thdprof, tmp_path):
+    plan, page = tmp_path / "plan.yaml", tmp_path / "page.html"
+    thdprof("analyze", WIDE, *RUN, "-o", plan, "--profile", tmp_path / "plan.profile.parquet")
+    thdprof("report", plan, "-o", page)
+    spread = load_plan(plan).microbatches.spread
+    rates = f"{spread.least.fallback_rate.step:.1%} to {spread.most.fallback_rate.step:.1%} of steps"
+    result = analyze_dataset(WIDE, packer=PACKER, seq_length=8192, global_batch_size=512, data_parallel_size=8)
+    for text in (page.read_text(), str(result)):
+        assert f"over 4 draws: {rates} have an eager micro-batch by these graphs" in text
 
 
 def test_text_json_and_plan_hold_the_spread(thdprof, tmp_path):
