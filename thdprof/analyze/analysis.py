@@ -436,7 +436,7 @@ class Study:
             pack_size_guessed=replayed.pack_size_guessed,
             packing_efficiency=schedule.packing_efficiency,
             packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-            packer_limits=_price_limits(dataset, settings, caps) if self.prices_limits else (),
+            packer_limits=_price_limits(dataset, settings, caps, self.memo) if self.prices_limits else (),
             notes=notes,
             warnings=(*replayed.notes, *notes, *schedule.warnings, *warnings),
         )
@@ -527,7 +527,9 @@ _MOST_PRICED = 50_000
 """Documents, drawn at random and in their order, that are packed anew to tell what a limit costs."""
 
 
-def _price_limits(dataset: Dataset, settings: TrainingSettings, caps: Sequence[int]) -> tuple[PackerLimitPart, ...]:
+def _price_limits(
+    dataset: Dataset, settings: TrainingSettings, caps: Sequence[int], memo: Memo
+) -> tuple[PackerLimitPart, ...]:
     """What each of `caps` costs as the packer's limit, over one epoch; empty where the packer keeps to none."""
     content = dataset.content
     if settings.packer not in LIMITED_PACKERS or not isinstance(content, UnpackedDocuments) or _joins_rows(settings):
@@ -539,7 +541,8 @@ def _price_limits(dataset: Dataset, settings: TrainingSettings, caps: Sequence[i
     for limit in (settings.max_docs_per_pack, *caps):
         one_epoch = replace(settings, max_docs_per_pack=limit, train_samples=None, train_epochs=None)
         with suppress(DataError, UsageError):  # the packer cannot keep to it
-            efficiency[limit] = build_schedule(priced, one_epoch).packing_efficiency or 0.0
+            anew = memo.get(("limit", limit), one_epoch, partial(build_schedule, priced, one_epoch))
+            efficiency[limit] = anew.packing_efficiency or 0.0
     now = efficiency.get(settings.max_docs_per_pack)
     return tuple(
         PackerLimitPart(max_docs=cap, packs_more=now / used - 1, unfilled=max(0.0, 1 - used))
