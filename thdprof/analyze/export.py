@@ -412,10 +412,6 @@ def _render_axolotl(plan: Plan, cap: int | None, comments: list[str]) -> Exporte
     return _yaml_export(comments, keys)
 
 
-def _least_maxtext_cap(plan: Plan) -> int:
-    return _count_fullest(plan)
-
-
 def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
     keys: dict[str, Value] = {"packing": True, "max_segments_per_seq": cap or 1}
@@ -515,7 +511,7 @@ TARGETS = {
         "maxtext.yml",
         "MaxText's configuration",
         _render_maxtext,
-        _least_maxtext_cap,
+        _count_fullest,
         limits_packer=True,
         caps_rows=True,
     ),
