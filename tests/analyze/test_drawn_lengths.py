@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.check import dispatch
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import UsageError
 from thdprof.plan import load_plan
@@ -109,6 +110,19 @@ def test_the_spread_is_of_every_draw():
     assert alone[0].microbatches.exact
     assert not result.microbatches.exact
     assert make_plan(result).microbatches.spread == spread
+
+
+def test_the_spread_counts_micro_batches_of_more_tokens_than_the_graphs():
+    location = "lognormal:mean=200,sigma=1.1,documents=300,draws=6"
+    options = {"packer": PACKER, "seq_length": 8192, "global_batch_size": 32}
+    result = analyze_dataset(location, **options)
+    plan = make_plan(result)
+    tables = [analyze_dataset(lengths, **options).microbatches for lengths in draws_of(location)]
+    rates = [(dispatch(table, plan, padded=True).choice < 0).mean() for table in tables]
+    assert max(table.n_seqs.max() for table in tables) <= plan.captured[-1].max_seqs
+    assert result.spread.most.fallback_rate.microbatch == pytest.approx(max(rates))
+    assert max(rates) > 0.02
+    assert result.spread.least.fallback_rate.microbatch == min(rates) == 0
 
 
 def test_a_page_and_the_printed_result_name_the_spread(thdprof, tmp_path):

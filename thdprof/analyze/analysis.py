@@ -589,12 +589,13 @@ def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:
     """The least and the most of the figures of all `draws`; fallback rates are those of the buckets of the first."""
     rates, buckets = [], first.recommendation.buckets
     for draw in draws:
-        table, size = draw.microbatches, np.array([first.settings.context_parallel_size])
+        table = draw.microbatches
+        size = np.array([first.settings.context_parallel_size]) if table.groups is None else table.groups.cp_size
         shapes = Shapes(
             n_seqs=table.joint(table.n_seqs),
             max_seqlen=table.joint(table.max_seqlen),
-            n_tokens=np.array([first.graph_tokens]),
-            cp_size=size if table.groups is None else table.groups.cp_size,
+            n_tokens=np.maximum(table.joint(table.n_tokens) // size, first.graph_tokens),
+            cp_size=size,
         )
         rates.append(fallback_rate(table, decide_all(buckets, shapes).choice < 0))
 
