@@ -125,6 +125,16 @@ def test_the_spread_counts_micro_batches_of_more_tokens_than_the_graphs():
     assert result.spread.least.fallback_rate.microbatch == min(rates) == 0
 
 
+def test_a_packers_draws_follow_the_largest_seed_too():
+    lengths = np.random.default_rng(2).integers(1, 400, 640)
+    first, again, last = (
+        analyze_dataset(lengths, packer="nemo_first_fit_shuffle", seq_length=1024, global_batch_size=64, seed=seed)
+        for seed in (2**32 - 1, 2**32 - 1, 5)
+    )
+    assert first.spread.draws == 8
+    assert first.spread == again.spread != last.spread
+
+
 def test_a_page_and_the_printed_result_name_the_spread(thdprof, tmp_path):
     plan, page = tmp_path / "plan.yaml", tmp_path / "page.html"
     thdprof("analyze", WIDE, *RUN, "-o", plan, "--profile", tmp_path / "plan.profile.parquet")

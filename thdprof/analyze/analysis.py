@@ -360,7 +360,7 @@ class Study:
             for draw in self.dataset.other_draws
         ]
         if not others and first.settings.packer in DRAWN_PACKERS:
-            seeds = [{**self.request.given, "seed": first.settings.seed + number} for number in range(1, _DRAWS)]
+            seeds = [{**self.request.given, "seed": (first.settings.seed + n) % 2**32} for n in range(1, _DRAWS)]
             others = [replace(self, request=replace(self.request, given=given)) for given in seeds]
         if not others:
             return first

@@ -110,8 +110,8 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
 
 def _explain_packs(name: str, plan: Plan) -> str:
     """Why packs of the plan are none of the target's; empty where they are, or the target has no packer."""
-    packer, own = plan.training.packer, _PACKERS.get(name, ())
-    if not own or packer in own:
+    packer, own = plan.training.packer, _PACKERS.get(name)
+    if own is None or packer in own:
         return ""
     return (
         f"the plan counts packs of {packer}, which say nothing of those that {name} makes: analyse lengths with "
@@ -420,10 +420,10 @@ def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exporte
 
 def _render_torchtitan(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     """A line of Python for a configuration function of torchtitan; its packers keep to the limit."""
-    comments.append(
-        "needs torchtitan's main branch with pull request 4156: no release has max_num_documents, 0.3.0 neither"
-    )
-    comments.append("documents of padding do not count: torchtitan reserves room for them besides")
+    comments += [
+        "needs torchtitan's main branch with pull request 4156: no release has max_num_documents, 0.3.0 neither",
+        "documents of padding do not count: torchtitan reserves room for them besides",
+    ]
     return Exported(text=f"{_comment(comments)}config.dataloader.max_num_documents = {cap or 1}\n")
 
 

@@ -157,18 +157,15 @@ def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
 
 def _percentiles(analysis: Analysis) -> Table:
     table = plain_table(["micro-batch"], ["mean", "P50", "P90", "P95", "P99", "P99.9", "max"])
-    for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
-        _add_percentiles(table, label, p)
+    for name, first in (("n_seqs", "documents"), ("max_seqlen", "longest document")):
+        parts: dict[str, Any] = {first: analysis}
         if (spread := analysis.spread) is not None:
-            name = "n_seqs" if label == "documents" else "max_seqlen"
-            _add_percentiles(table, f"  least of {spread.draws} draws", getattr(spread.least, name))
-            _add_percentiles(table, "  most", getattr(spread.most, name))
+            parts |= {f"  least of {spread.draws} draws": spread.least, "  most": spread.most}
+        for label, part in parts.items():
+            p: Percentiles = getattr(part, name)
+            values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
+            table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
     return table
-
-
-def _add_percentiles(table: Table, label: str, p: Percentiles) -> None:
-    values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
-    table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
 
 
 def _cp_sizes(analysis: Analysis) -> Table:
