@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.check import dispatch
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import UsageError
 from thdprof.plan import load_plan
@@ -67,6 +68,8 @@ def test_lengths_are_cut_at_their_bounds_and_follow_the_seed():
         ("exponential:mean=9,mean=8", "mean is given twice"),
         ("gamma:mean=9,shap=2", "shap is no parameter of it; choose one of shape"),
         ("uniform:min=9,max=3", "min 9 is more than max 3"),
+        ("lognormal:900,1.1", "900 is no parameter of it; choose one of mean, sigma"),
+        ("gamma:mean=9, shap=2", "shap is no parameter of it; choose one of shape"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(thdprof, location, message):
@@ -107,6 +110,40 @@ def test_the_spread_is_of_every_draw():
     assert alone[0].microbatches.exact
     assert not result.microbatches.exact
     assert make_plan(result).microbatches.spread == spread
+
+
+def test_the_spread_counts_micro_batches_of_more_tokens_than_the_graphs():
+    location = "lognormal:mean=200,sigma=1.1,documents=300,draws=6"
+    options = {"packer": PACKER, "seq_length": 8192, "global_batch_size": 32}
+    result = analyze_dataset(location, **options)
+    plan = make_plan(result)
+    tables = [analyze_dataset(lengths, **options).microbatches for lengths in draws_of(location)]
+    rates = [(dispatch(table, plan, padded=True).choice < 0).mean() for table in tables]
+    assert max(table.n_seqs.max() for table in tables) <= plan.captured[-1].max_seqs
+    assert result.spread.most.fallback_rate.microbatch == pytest.approx(max(rates))
+    assert max(rates) > 0.02
+    assert result.spread.least.fallback_rate.microbatch == min(rates) == 0
+
+
+def test_a_packers_draws_follow_the_largest_seed_too():
+    lengths = np.random.default_rng(2).integers(1, 400, 640)
+    first, again, last = (
+        analyze_dataset(lengths, packer="nemo_first_fit_shuffle", seq_length=1024, global_batch_size=64, seed=seed)
+        for seed in (2**32 - 1, 2**32 - 1, 5)
+    )
+    assert first.spread.draws == 8
+    assert first.spread == again.spread != last.spread
+
+
+def test_a_page_and_the_printed_result_name_the_spread(thdprof, tmp_path):
+    plan, page = tmp_path / "plan.yaml", tmp_path / "page.html"
+    thdprof("analyze", WIDE, *RUN, "-o", plan, "--profile", tmp_path / "plan.profile.parquet")
+    thdprof("report", plan, "-o", page)
+    spread = load_plan(plan).microbatches.spread
+    rates = f"{spread.least.fallback_rate.step:.1%} to {spread.most.fallback_rate.step:.1%} of steps"
+    result = analyze_dataset(WIDE, packer=PACKER, seq_length=8192, global_batch_size=512, data_parallel_size=8)
+    for text in (page.read_text(), str(result)):
+        assert f"over 4 draws: {rates} have an eager micro-batch by these graphs" in text
 
 
 def test_text_json_and_plan_hold_the_spread(thdprof, tmp_path):

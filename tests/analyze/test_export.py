@@ -534,6 +534,22 @@ def test_plans_of_other_packs_than_a_trainers_own_are_refused(target, max_seqs):
     assert error.value.exit_code == 2
 
 
+@pytest.mark.parametrize("target", ["megatron-rl", "axolotl", "torchtitan", "levanter", "verl"])
+def test_other_packs_than_a_trainers_own_are_named_and_tell_no_cost(target):
+    limits = [{"max_docs": 16, "packs_more": 0.25, "unfilled": 0.45}]
+    plan = make_plan(predictions__packer_limits=limits, microbatches__unfilled=0.2, training__packer="dp_balanced")
+    text = " ".join(export_plan(plan, target, None if target == "verl" else 16).text.replace("#", "").split())
+    assert f"packs of dp_balanced, which say nothing of those that {target} makes: analyse lengths with" in text
+    assert "%" not in text
+    assert ("the packer will form more packs, and other ones" in text) == (target != "verl")
+
+
+def test_a_limit_that_no_pack_reaches_makes_no_more_packs():
+    plan = make_plan(training__packer="multipack", training__max_docs_per_pack=400)
+    for cap, more in ((399, False), (358, False), (357, True)):
+        assert ("more packs" in export_plan(plan, "axolotl", cap).text) == more
+
+
 @pytest.mark.parametrize("target", ["maxtext", "torchtitan", "megatron-lm-dev", "megatron-bridge"])
 def test_the_limit_of_drawn_lengths_holds_every_draw(target):
     most, least = (
@@ -590,7 +606,9 @@ def test_verl_pads_to_the_tokens_of_the_plan():
             f"actor_rollout_ref.actor.{engine}.pad_to_length_bucket=4096",
         ]
     assert "at the cost of padding\n" in exported.text
-    padded = export_plan(make_plan(microbatches__unfilled=0.125), "verl").text
+    assert "% of all tokens" not in export_plan(make_plan(microbatches__unfilled=0.125), "verl").text
+    balanced = make_plan(microbatches__unfilled=0.125, training__packer="karmarkar_karp")
+    padded = export_plan(balanced, "verl").text
     assert "at the cost of padding, 12.50% of all tokens" in " ".join(padded.replace("#", "").split())
     with pytest.raises(UsageError, match="takes no cap"):
         export_plan(make_plan(), "verl", 5)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from support.sample_files import write_lines
 
-from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze import analysis, analyze_dataset, make_plan
 from thdprof.analyze.analysis import answer
+from thdprof.analyze.schedule.replay import build_schedule
 from thdprof.plan import load_plan
 from thdprof.training import LIMITED_PACKERS
 
@@ -51,6 +53,39 @@ def test_packers_without_a_limit_at_run_time_have_no_cost(packer):
         )
     else:
         assert line is None
+
+
+@pytest.mark.parametrize("packer", ["multipack", "torchtitan_first_fit"])
+def test_many_documents_are_priced_by_some_of_all_that_keep_their_order(packer):
+    lengths = np.sort(LENGTHS)
+    exact = {limit.max_docs: limit for limit in analyze(packer, lengths).packer_limits}
+    with (
+        patch.object(analysis, "_MOST_PRICED", 1000),
+        patch.object(analysis, "build_schedule", wraps=build_schedule) as build,
+    ):
+        result = analyze(packer, lengths)
+        assert dict(answer(result))["limit"].endswith(" costs none (by 1,000 documents, drawn at random)")
+    assert {len(call.args[0].content.document_tokens) for call in build.call_args_list} == {1000}
+    assert result.packer_limits[0].packs_more > 0.05
+    for limit in result.packer_limits:
+        assert limit.packs_more == pytest.approx(exact[limit.max_docs].packs_more, abs=0.06)
+
+
+@pytest.mark.parametrize("packer", ["next_fit", "maxtext_first_fit", "maxtext_best_fit"])
+def test_a_limit_of_one_row_is_not_priced_where_micro_batches_join_rows(packer):
+    result = analyze(packer, micro_batch_size=2)
+    assert result.packer_limits == ()
+    assert "limit" not in dict(answer(result))
+    assert "limit" in dict(answer(analyze(packer)))
+    assert analyze("torchtitan_first_fit", micro_batch_size=2).packer_limits
+
+
+@pytest.mark.parametrize("packer", LIMITED_PACKERS)
+def test_the_limit_says_where_documents_of_padding_come_on_top(packer):
+    result = analyze(packer)
+    cap = result.packer_limits[0].max_docs
+    over = analyze(packer, max_docs_per_pack=cap).n_seqs.max > cap
+    assert over == ("besides documents of padding" in dict(answer(result))["limit"])
 
 
 def test_rows_that_are_packed_already_have_no_cost():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sample_files import write_bridge, write_index, write_lines
 
-from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze import analysis, analyze_dataset, make_plan
 from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.report.sweep import plan_cells
 from thdprof.analyze.schedule import gpt_dataset, packers
@@ -38,6 +39,17 @@ def swept(locations, texts, **flags) -> Sweep:
     axes = read_axes(texts, flags)
     read = functools.partial(read_request, settings=None, launch=None)
     return sweep(axes, lambda values: read([str(x) for x in locations], {**flags, **values}))
+
+
+def test_limits_of_packs_that_stay_are_priced_once(tmp_path):
+    data = write_lines(tmp_path / "lengths.jsonl", [int(n) for n in np.random.default_rng(1).integers(1, 99, 900)])
+    run = {"packer": "maxtext_first_fit", "seq_length": 256, "global_batch_size": 4}
+    with mock.patch.object(analysis, "build_schedule", wraps=analysis.build_schedule) as build:
+        plans = [each.plan for each in swept([data], ["buckets=1,2,3"], **run).combinations]
+    limits = [call.args[1].max_docs_per_pack for call in build.call_args_list]
+    assert len(limits) == len({*limits}) > 5
+    assert len(plans) == 3
+    assert all(plan.predictions.packer_limits for plan in plans)
 
 
 TEXT = """\
@@ -224,7 +236,8 @@ def test_the_source_is_read_once_and_sequences_are_shuffled_once(tmp_path, rng, 
     assert all(c.plan for c in found.combinations)
     assert calls == {"read": 1, "shuffle": 1, "samples": 2, "pack": 0}
     documents = write_lines(tmp_path / "d.jsonl", rng.integers(1, 40, 200).tolist())
-    found = swept([documents], ["micro-batch-size=1,2,4", "seq-length=48,64"], packer="next_fit")
+    with mock.patch.object(analysis, "_price_limits", return_value=()):  # it packs on its own
+        found = swept([documents], ["micro-batch-size=1,2,4", "seq-length=48,64"], packer="next_fit")
     assert all(c.plan for c in found.combinations)
     assert (calls["read"], calls["pack"]) == (2, 2)
 

@@ -19,7 +19,7 @@ from thdprof.analyze.expert_room import ExpertRoom, choose_room
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import Replay, build_schedule, replay, summarize_dataset
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
@@ -247,6 +247,8 @@ def sentence(analysis: Analysis) -> str:
 
 _FEW_PACKS = 0.003
 """Share of packs that a limit may add and still count as cheap, as `thdprof pack --max-docs auto` has it."""
+_COUNT_TAILS = ("next_fit", "maxtext_first_fit", "dp_balanced")
+"""Packers in whose limit every document of a micro-batch counts; others have those of padding besides."""
 _DRAWS = 8
 """Draws of a packer that shuffles by a state that no setting tells."""
 Progress = Callable[[str, float, int], None]
@@ -358,7 +360,7 @@ class Study:
             for draw in self.dataset.other_draws
         ]
         if not others and first.settings.packer in DRAWN_PACKERS:
-            seeds = [{**self.request.given, "seed": first.settings.seed + number} for number in range(1, _DRAWS)]
+            seeds = [{**self.request.given, "seed": (first.settings.seed + n) % 2**32} for n in range(1, _DRAWS)]
             others = [replace(self, request=replace(self.request, given=given)) for given in seeds]
         if not others:
             return first
@@ -434,7 +436,7 @@ class Study:
             pack_size_guessed=replayed.pack_size_guessed,
             packing_efficiency=schedule.packing_efficiency,
             packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-            packer_limits=_price_limits(dataset, settings, schedule, caps if self.prices_limits else []),
+            packer_limits=_price_limits(dataset, settings, caps, self.memo) if self.prices_limits else (),
             notes=notes,
             warnings=(*replayed.notes, *notes, *schedule.warnings, *warnings),
         )
@@ -522,26 +524,25 @@ class Study:
 
 
 _MOST_PRICED = 50_000
-"""Documents, the first ones, that are packed anew to tell what a limit costs."""
+"""Documents, drawn at random and in their order, that are packed anew to tell what a limit costs."""
 
 
 def _price_limits(
-    dataset: Dataset, settings: TrainingSettings, schedule: Schedule, caps: Sequence[int]
+    dataset: Dataset, settings: TrainingSettings, caps: Sequence[int], memo: Memo
 ) -> tuple[PackerLimitPart, ...]:
     """What each of `caps` costs as the packer's limit, over one epoch; empty where the packer keeps to none."""
     content = dataset.content
-    if settings.packer not in LIMITED_PACKERS or not isinstance(content, UnpackedDocuments):
+    if settings.packer not in LIMITED_PACKERS or not isinstance(content, UnpackedDocuments) or _joins_rows(settings):
         return ()
-    priced = replace(dataset, content=replace(content, document_tokens=content.document_tokens[:_MOST_PRICED]))
-
-    def pack_anew(limit: int | None) -> float:
-        one_epoch = replace(settings, max_docs_per_pack=limit, train_samples=None, train_epochs=None)
-        return build_schedule(priced, one_epoch).packing_efficiency or 0.0
-
+    lengths = content.document_tokens
+    chosen = np.random.default_rng(0).choice(len(lengths), min(len(lengths), _MOST_PRICED), replace=False)
+    priced = replace(dataset, content=UnpackedDocuments(document_tokens=lengths[np.sort(chosen)]))
     efficiency: dict[int | None, float] = {}
     for limit in (settings.max_docs_per_pack, *caps):
+        one_epoch = replace(settings, max_docs_per_pack=limit, train_samples=None, train_epochs=None)
         with suppress(DataError, UsageError):  # the packer cannot keep to it
-            efficiency[limit] = (schedule.measure_limit or pack_anew)(limit)
+            anew = memo.get(("limit", limit), one_epoch, partial(build_schedule, priced, one_epoch))
+            efficiency[limit] = anew.packing_efficiency or 0.0
     now = efficiency.get(settings.max_docs_per_pack)
     return tuple(
         PackerLimitPart(max_docs=cap, packs_more=now / used - 1, unfilled=max(0.0, 1 - used))
@@ -550,13 +551,18 @@ def _price_limits(
     )
 
 
+def _joins_rows(settings: TrainingSettings) -> bool:
+    """Whether a micro-batch joins several rows, and the packer's limit is of one."""
+    return settings.micro_batch_size > 1 and settings.packer.startswith(("next_fit", "maxtext"))
+
+
 def _explain_limits(analysis: Analysis) -> str:
     """The least limit of documents that costs hardly a pack, else the next below the fullest micro-batch; nothing where
     the packer takes no limit.
     """
     own, limits, spread = analysis.settings.max_docs_per_pack, analysis.packer_limits, analysis.spread
     fullest = analysis.n_seqs.max if spread is None else spread.most.n_seqs.max
-    if analysis.settings.packer == "maxtext_best_fit":
+    if analysis.settings.packer == "maxtext_best_fit" and not _joins_rows(analysis.settings):
         return (
             f"max_segments_per_seq of at least {fullest}, the fullest micro-batch: best fit keeps to none, "
             "and attention may crash or give wrong results above it"
@@ -565,15 +571,17 @@ def _explain_limits(analysis: Analysis) -> str:
         return ""
     most = own or fullest
     free = f"{most}, {'as now' if own else 'the fullest micro-batch'}, costs none"
-    if analysis.dataset.documents > _MOST_PRICED and analysis.settings.packer not in ("next_fit", "multipack"):
-        free += f" (by the first {_MOST_PRICED:,} documents)"
+    if analysis.dataset.documents > _MOST_PRICED:
+        free += f" (by {_MOST_PRICED:,} documents, drawn at random)"
     lower = [limit for limit in limits if limit.max_docs < most]
     if not lower:
         return f"as the packer's own, {free}"
     cheap = next((limit for limit in lower if limit.packs_more <= _FEW_PACKS), lower[-1])
+    beside = "" if analysis.settings.packer in _COUNT_TAILS else ", besides documents of padding"
+    setting = suggest_setting("max_docs_per_pack", cheap.max_docs)
     return (
         f"as the packer's own, {cheap.max_docs} costs {percent(max(0.0, cheap.packs_more))} more packs, with "
-        f"{percent(cheap.unfilled)} of tokens unfilled ({suggest_setting('max_docs_per_pack', cheap.max_docs)}); {free}"
+        f"{percent(cheap.unfilled)} of tokens unfilled ({setting}){beside}; {free}"
     )
 
 
@@ -581,12 +589,13 @@ def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:
     """The least and the most of the figures of all `draws`; fallback rates are those of the buckets of the first."""
     rates, buckets = [], first.recommendation.buckets
     for draw in draws:
-        table, size = draw.microbatches, np.array([first.settings.context_parallel_size])
+        table = draw.microbatches
+        size = np.array([first.settings.context_parallel_size]) if table.groups is None else table.groups.cp_size
         shapes = Shapes(
             n_seqs=table.joint(table.n_seqs),
             max_seqlen=table.joint(table.max_seqlen),
-            n_tokens=np.array([first.graph_tokens]),
-            cp_size=size if table.groups is None else table.groups.cp_size,
+            n_tokens=np.maximum(table.joint(table.n_tokens) // size, first.graph_tokens),
+            cp_size=size,
         )
         rates.append(fallback_rate(table, decide_all(buckets, shapes).choice < 0))
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from thdprof.errors import UsageError
 from thdprof.files import json_text
 from thdprof.plan import Plan
-from thdprof.training import NEMO_PACKERS, suggest_setting
+from thdprof.training import AXOLOTL_PACKERS, MEGATRON_RL_PACKERS, NEMO_PACKERS, suggest_setting
 from thdprof.words import join_words, wrap_text
 
 Flag = tuple[str, ...]
@@ -78,8 +78,6 @@ class Target:
     """Whether the system takes one cap in place of a list of buckets."""
     caps_rows: bool = False
     """Whether the cap is of one row, and not of a micro-batch."""
-    packers: tuple[str, ...] = ()
-    """Packers whose plans alone hold for this system; empty: any."""
 
 
 def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
@@ -94,18 +92,31 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
         raise UsageError(f"--to {target}: unknown; choose one of {', '.join(TARGETS)}")
     chosen = TARGETS[target]
     cap, comments = _choose_cap(target, plan, max_seqs), _header(plan, chosen.title)
-    most = _count_fullest(plan)
+    most, foreign = _count_fullest(plan), _explain_packs(target, plan)
+    comments += [foreign] if foreign else []
     if chosen.one_cap and cap is None:
         comments.append(f"no graphs: {_eager_reason(plan)}")
-    elif chosen.limits_packer and cap is not None and cap < (plan.training.max_docs_per_pack or most):
+    elif chosen.limits_packer and cap is not None and cap < min(plan.training.max_docs_per_pack or most, most):
+        price = "" if foreign else _price(plan, cap)
         comments.append(
-            f"packs analysed have up to {most} documents: the packer will form more packs{_price(plan, cap)}, and "
+            f"packs analysed have up to {most} documents: the packer will form more packs{price}, and "
             f"other ones; {suggest_setting('max_docs_per_pack', cap)} analyses them"
         )
     caps = [bucket.max_seqs for bucket in plan.graphs.buckets]
     if chosen.one_cap and cap is not None and caps and {*caps} != {cap}:
         comments.append(f"one cap of {cap} documents: the plan's times are of caps {join_words([*map(str, caps)])}")
     return chosen.render(plan, cap, comments)
+
+
+def _explain_packs(name: str, plan: Plan) -> str:
+    """Why packs of the plan are none of the target's; empty where they are, or the target has no packer."""
+    packer, own = plan.training.packer, _PACKERS.get(name)
+    if own is None or packer in own:
+        return ""
+    return (
+        f"the plan counts packs of {packer}, which say nothing of those that {name} makes: analyse lengths with "
+        f"--packer {' or '.join(own)}, as its configuration has it"
+    )
 
 
 def _count_fullest(plan: Plan) -> int:
@@ -130,11 +141,8 @@ def _choose_cap(name: str, plan: Plan, max_seqs: int | None) -> int | None:
         raise UsageError(f"--max-seqs {max_seqs}: target {name} gives the plan as it is and takes no cap; leave it out")
     if max_seqs is not None and not 1 <= max_seqs < 2**31:
         raise UsageError(f"--max-seqs {max_seqs}: must be at least 1 and less than 2**31")
-    if target.packers and plan.training.packer not in target.packers:
-        raise UsageError(
-            f"--to {name}: the plan counts packs of {plan.training.packer}, which say nothing of those that {name} "
-            f"makes: analyse lengths with --packer {' or '.join(target.packers)}, as its configuration has it"
-        )
+    if name in ("maxtext", "nemo-rl") and (foreign := _explain_packs(name, plan)):
+        raise UsageError(f"--to {name}: {foreign}")
     if target.caps_rows and (rows := plan.training.micro_batch_size) > 1:
         raise UsageError(
             f"--to {name}: its limit is of one row, and the plan counts documents of {rows} together: analyse with "
@@ -404,10 +412,6 @@ def _render_axolotl(plan: Plan, cap: int | None, comments: list[str]) -> Exporte
     return _yaml_export(comments, keys)
 
 
-def _least_maxtext_cap(plan: Plan) -> int:
-    return _count_fullest(plan)
-
-
 def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     comments.append("attention of Transformer Engine may crash or give wrong results with more segments than this")
     keys: dict[str, Value] = {"packing": True, "max_segments_per_seq": cap or 1}
@@ -416,10 +420,10 @@ def _render_maxtext(plan: Plan, cap: int | None, comments: list[str]) -> Exporte
 
 def _render_torchtitan(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     """A line of Python for a configuration function of torchtitan; its packers keep to the limit."""
-    comments.append(
-        "needs torchtitan's main branch with pull request 4156: no release has max_num_documents, 0.3.0 neither"
-    )
-    comments.append("documents of padding do not count: torchtitan reserves room for them besides")
+    comments += [
+        "needs torchtitan's main branch with pull request 4156: no release has max_num_documents, 0.3.0 neither",
+        "documents of padding do not count: torchtitan reserves room for them besides",
+    ]
     return Exported(text=f"{_comment(comments)}config.dataloader.max_num_documents = {cap or 1}\n")
 
 
@@ -438,7 +442,8 @@ def _render_levanter(plan: Plan, cap: int | None, comments: list[str]) -> Export
 
 def _render_verl(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     tokens = plan.training.seq_length * plan.training.micro_batch_size
-    cost = "" if plan.microbatches.unfilled is None else f", {plan.microbatches.unfilled:.2%} of all tokens"
+    unfilled = None if _explain_packs("verl", plan) else plan.microbatches.unfilled
+    cost = "" if unfilled is None else f", {unfilled:.2%} of all tokens"
     comments.append(
         f"verl has no cap of documents: this makes the number of tokens constant, at the cost of padding{cost}"
     )
@@ -481,6 +486,16 @@ def _render_json(plan: Plan, cap: int | None, comments: list[str]) -> Exported:
     return Exported(text=json_text(plan.model_dump(mode="json", by_alias=True)) + "\n")
 
 
+_PACKERS = {
+    "megatron-rl": MEGATRON_RL_PACKERS,
+    "axolotl": AXOLOTL_PACKERS,
+    "torchtitan": ("torchtitan_first_fit",),
+    "maxtext": ("maxtext_first_fit", "maxtext_best_fit"),
+    "levanter": ("next_fit",),
+    "nemo-rl": NEMO_PACKERS,
+    "verl": ("karmarkar_karp",),
+}
+"""Target -> its packers while training; it takes the limit of a plan of others, but for MaxText and NeMo-RL."""
 TARGETS = {
     "megatron-lm": Target("megatron_lm_args.sh", "Megatron-LM flags", _render_lm),
     "megatron-lm-dev": Target("megatron_lm_dev_args.sh", "Megatron-LM flags (dev branch)", _render_dev, _least_dev_cap),
@@ -496,17 +511,14 @@ TARGETS = {
         "maxtext.yml",
         "MaxText's configuration",
         _render_maxtext,
-        _least_maxtext_cap,
+        _count_fullest,
         limits_packer=True,
         caps_rows=True,
-        packers=("maxtext_first_fit", "maxtext_best_fit"),
     ),
     "levanter": Target(
         "levanter.yaml", "Levanter's configuration", _render_levanter, limits_packer=True, caps_rows=True
     ),
-    "nemo-rl": Target(
-        "nemo_rl_overrides.txt", "NeMo-RL's overrides", _render_nemo, one_cap=False, packers=NEMO_PACKERS
-    ),
+    "nemo-rl": Target("nemo_rl_overrides.txt", "NeMo-RL's overrides", _render_nemo, one_cap=False),
     "verl": Target("verl_fsdp_overrides.txt", "verl's overrides", _render_verl, one_cap=False),
     "torch": Target("torch_compile.py", "torch.compile", _render_torch),
     "json": Target("plan.json", "", _render_json, one_cap=False),

@@ -24,11 +24,12 @@ from thdprof.analyze.report.shared import (
     overlap_sentence,
     plain_table,
     print_parts,
+    spread_sentence,
     times_sentences,
     trainer_weights_sentence,
 )
 from thdprof.megatron_limits import UP_TO_ROUTER
-from thdprof.plan import CostsPart, Percentiles, SpreadPart
+from thdprof.plan import CostsPart, Percentiles
 from thdprof.training import name_setting
 from thdprof.words import percent, percentile_name, write_count, write_saved_share
 
@@ -120,7 +121,7 @@ def _parts(
     yield _percentiles(analysis)
     yield ""
     if analysis.spread is not None:
-        yield Text(_spread_sentence(analysis.spread))
+        yield Text(spread_sentence(analysis.spread))
         yield ""
     if analysis.cp_sizes:
         yield _cp_sizes(analysis)
@@ -156,28 +157,15 @@ def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
 
 def _percentiles(analysis: Analysis) -> Table:
     table = plain_table(["micro-batch"], ["mean", "P50", "P90", "P95", "P99", "P99.9", "max"])
-    for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
-        _add_percentiles(table, label, p)
+    for name, first in (("n_seqs", "documents"), ("max_seqlen", "longest document")):
+        parts: dict[str, Any] = {first: analysis}
         if (spread := analysis.spread) is not None:
-            name = "n_seqs" if label == "documents" else "max_seqlen"
-            _add_percentiles(table, f"  least of {spread.draws} draws", getattr(spread.least, name))
-            _add_percentiles(table, "  most", getattr(spread.most, name))
+            parts |= {f"  least of {spread.draws} draws": spread.least, "  most": spread.most}
+        for label, part in parts.items():
+            p: Percentiles = getattr(part, name)
+            values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
+            table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
     return table
-
-
-def _add_percentiles(table: Table, label: str, p: Percentiles) -> None:
-    values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
-    table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
-
-
-def _spread_sentence(spread: SpreadPart) -> str:
-    """The fallbacks under the recommended graphs, and the graphs that each draw alone would get."""
-    ends = spread.least, spread.most
-    eager, largest = [percent(end.fallback_rate.step) for end in ends], [f"{end.max_seqs:,}" for end in ends]
-    return (
-        f"over {spread.draws} draws: {' to '.join(dict.fromkeys(eager))} of steps have an eager micro-batch by these "
-        f"graphs; the largest graph by each draw alone is for {' to '.join(dict.fromkeys(largest))} documents"
-    )
 
 
 def _cp_sizes(analysis: Analysis) -> Table:

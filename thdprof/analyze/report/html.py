@@ -21,7 +21,7 @@ from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import STYLE, Figure
 from thdprof.analyze.report.figures.graphs import bucket_names, cap_sentences, cheaper_graph, has_short_names
 from thdprof.analyze.report.figures.microbatches import cut_run, drift_head, drift_over, steps_head, steps_over
-from thdprof.analyze.report.shared import capture_sentence, memory_sentence, times_sentences
+from thdprof.analyze.report.shared import capture_sentence, memory_sentence, spread_sentence, times_sentences
 from thdprof.words import html_table, percent, ratio, shorten, write_count, write_range
 
 _LONGEST_NAME = 80
@@ -143,6 +143,8 @@ def _list_facts(report: Report) -> Iterator[str]:
             yield from () if predicted.memory is None else [memory_sentence(predicted.memory)]
             yield from () if predicted.capture is None else [capture_sentence(predicted.capture)]
             yield from () if predicted.model is None else [f"model: {predicted.model}"]
+    if (spread := report.plan.microbatches.spread) is not None:
+        yield spread_sentence(spread)
     if report.plan.graphs.buckets:
         yield (
             f"with 95% confidence under {percent(plan.fallback_rate_upper_bound)} of unseen micro-batches fall back, "

@@ -18,6 +18,7 @@ from thdprof.analyze.profile.run_profile import make_profile
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures.graphs import trace_caps
 from thdprof.analyze.report.figures.microbatches import count_bars, is_skewed, trace_steps
+from thdprof.analyze.report.shared import spread_sentence
 from thdprof.errors import ThdprofError, UsageError
 from thdprof.words import install_line
 
@@ -120,6 +121,7 @@ class Result(Analysis):
         lines = [*(("refused", reason) for reason in refused), *answer(self, refused=refused, then=then)]
         if self.assumptions:
             lines.append(("assumed", ", ".join(f"{one.name}={one.value!r}" for one in self.assumptions)))
+        lines += [] if self.spread is None else [("drawn", spread_sentence(self.spread))]
         lines += [("note", note) for note in self.notes]
         warnings = (text for text in self.warnings if text not in self.notes and not text.startswith(MODELLED))
         lines += [("warning", text) for text in warnings]

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.predictions import Capture, Memory, Overlap, Times, Worth
-from thdprof.plan import DatasetPart
+from thdprof.plan import DatasetPart, SpreadPart
 from thdprof.training import Model
-from thdprof.words import WIDEST, join_words, memory_size, wrap_text, write_count, write_range, write_savings
+from thdprof.words import WIDEST, join_words, memory_size, percent, wrap_text, write_count, write_range, write_savings
 
 
 def print_parts(parts: Iterable[str | Table | Text], console: Console) -> None:
@@ -93,6 +93,16 @@ def _shape(model: Model) -> list[str]:
     if model.vocab_size is not None:
         parts.append(f"vocabulary {model.vocab_size}")
     return parts
+
+
+def spread_sentence(spread: SpreadPart) -> str:
+    """The fallbacks under the recommended graphs, and the graphs that each draw alone would get."""
+    ends = spread.least, spread.most
+    eager, largest = [percent(end.fallback_rate.step) for end in ends], [f"{end.max_seqs:,}" for end in ends]
+    return (
+        f"over {spread.draws} draws: {' to '.join(dict.fromkeys(eager))} of steps have an eager micro-batch by these "
+        f"graphs; the largest graph by each draw alone is for {' to '.join(dict.fromkeys(largest))} documents"
+    )
 
 
 def times_sentences(times: Times, worth: Worth | None, *, slower_kernels: float) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappush, heapreplace
 from itertools import chain, pairwise
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import compiled, samplers
 from thdprof.analyze.sources.base import PackedRows, RowRule
 from thdprof.errors import DataError, UsageError
-from thdprof.training import AXOLOTL_PACKERS, LIMITED_PACKERS, TrainingSettings, name_setting
+from thdprof.training import AXOLOTL_PACKERS, TrainingSettings, name_setting
 
 NO_CAP = 2**62
 """Stands for "any number of documents" where a loop wants a whole number."""
@@ -51,9 +51,6 @@ class Packing:
     """The efficiency of this packer without a cap on documents; None if there was no cap."""
     notes: tuple[str, ...] = ()
     """Sentences on documents that were cut or left out."""
-    measure_limit: Callable[[int | None], float] | None = None
-    """Efficiency of this packer by a max_docs_per_pack; None: only packing anew tells it. Raises a UsageError where the
-    limit leaves no place."""
     num_microbatches: NDArray[np.int32] | None = None
     """Micro-batches of one rank in every step, shape [steps], where rows are in order of step, data-parallel rank and
     micro-batch; None: training orders the rows."""
@@ -64,7 +61,6 @@ class Packing:
             "notes": self.notes,
             "packing_efficiency": self.efficiency,
             "packing_efficiency_without_cap": self.efficiency_without_cap,
-            "measure_limit": self.measure_limit,
         }
 
 
@@ -176,19 +172,11 @@ def pack_rows(
         reason, do = "; ".join(notes) or "there are none", "train in" if packer == "none" else "pack into"
         raise DataError(f"no document is left to {do} rows of {pack_tokens} tokens: {reason}")
     rows = PackedRows.from_sizes(by_pack, sizes, rule)
-    tokens = float(lengths.sum())
-
-    def measure_limit(limit: int | None) -> float:
-        cap = _cap(replace(settings, max_docs_per_pack=limit), int(adds_tail))
-        return tokens / ((int(place(lengths, pack_tokens, cap).max()) + 1) * pack_tokens)
-
-    return Packing(
-        rows=rows,
-        efficiency=tokens / (rows.num_rows() * pack_tokens),
-        efficiency_without_cap=None if settings.max_docs_per_pack is None or are_alone else measure_limit(None),
-        measure_limit=measure_limit if packer in LIMITED_PACKERS else None,
-        notes=tuple(notes),
-    )
+    tokens, without_cap = float(lengths.sum()), None
+    if settings.max_docs_per_pack is not None and not are_alone:
+        without_cap = tokens / ((int(place(lengths, pack_tokens, NO_CAP).max()) + 1) * pack_tokens)
+    efficiency = tokens / (rows.num_rows() * pack_tokens)
+    return Packing(rows=rows, efficiency=efficiency, efficiency_without_cap=without_cap, notes=tuple(notes))
 
 
 def _cap(settings: TrainingSettings, tail_documents: int) -> int:

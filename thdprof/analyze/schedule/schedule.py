@@ -58,8 +58,6 @@ class Schedule:
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
     """The efficiency that the packer would have without max_docs_per_pack; None if there is no such cap."""
-    measure_limit: Callable[[int | None], float] | None = None
-    """The efficiency by another max_docs_per_pack, as a `Packing` has it."""
 
     @property
     def independent(self) -> int:

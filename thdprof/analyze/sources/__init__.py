@@ -37,7 +37,7 @@ _PLACES = {
 }
 _INDEXES = {".bin": ".idx", ".ds": ".ds.index", ".npy": ".csv.gz"}
 """Endings of token files -> those of the files that hold their documents' lengths: Megatron, datatrove, OLMo-core."""
-_DRAWN = re.compile(r"[a-z]+:[a-z]+=.*")
+_DRAWN = re.compile(r"(?:[a-z]+:[a-z]+=|(?:lognormal|gamma|exponential|uniform):).*")
 """A distribution of lengths in place of files, as in lognormal:mean=900,sigma=1.1."""
 FORMATS = tuple(_PLACES)
 """Names of the formats, in the order in which a file is tried."""

@@ -265,13 +265,13 @@ _COMMON: Mapping[str, tuple[int, int, int]] = {
     "seed": (1234, 0, 2**32 - 1),
 }
 """Parameters that are whole numbers -> the default, the least and the largest."""
-_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
-    "lognormal": ("mean", "sigma"),
-    "gamma": ("mean", "shape"),
-    "exponential": ("mean",),
-    "uniform": ("min", "max"),
+_DISTRIBUTIONS: Mapping[str, str] = {
+    "lognormal": "mean=900,sigma=1.1",
+    "gamma": "mean=900,shape=2",
+    "exponential": "mean=900",
+    "uniform": "min=64,max=4096",
 }
-"""Distribution -> the parameters that have to be given."""
+"""Distribution -> an example of the parameters that have to be given."""
 
 
 def draw_lengths(location: str) -> Dataset:
@@ -286,29 +286,24 @@ def draw_lengths(location: str) -> Dataset:
     name, _, text = location.partition(":")
     if name not in _DISTRIBUTIONS:
         raise UsageError(f"{location}: no distribution {name}: choose one of {list_choices(name, [*_DISTRIBUTIONS])}")
-    needed = _DISTRIBUTIONS[name]
+    needed = re.findall(r"[a-z]+", _DISTRIBUTIONS[name])
     known = [*dict.fromkeys((*needed, *_COMMON))]
     values: dict[str, float] = {}
     for part in text.split(","):
-        key, _, value = part.partition("=")
+        key, _, value = part.strip().partition("=")
         if key not in known or key in values:
             what = "given twice" if key in values else f"no parameter of it; choose one of {list_choices(key, known)}"
             raise UsageError(f"{location}: {key} is {what}")
         values[key] = _read_parameter(location, key, value)
     if lacking := [key for key in needed if key not in values]:
-        example = "min=64,max=4096" if name == "uniform" else ",".join(f"{key}={_EXAMPLES[key]}" for key in needed)
-        raise UsageError(f"{location}: lacks {' and '.join(lacking)}; give them as in {name}:{example}")
+        raise UsageError(f"{location}: lacks {' and '.join(lacking)}; give them as in {name}:{_DISTRIBUTIONS[name]}")
     values = {key: default for key, (default, _, _) in _COMMON.items()} | values
     if values["min"] > values["max"]:
         raise UsageError(f"{location}: min {values['min']} is more than max {values['max']}")
-    draws, count = int(values["draws"]), int(values["documents"])
-    made = [partial(_draw, name, values, number) for number in range(draws)]
-    documents = write_count(count, "document")
-    note = f"lengths are drawn: {documents}, {draws} times; the micro-batches are those of the first draw"
+    made = [partial(_draw, name, values, number) for number in range(int(values["draws"]))]
+    documents = write_count(int(values["documents"]), "document")
+    note = f"lengths are drawn: {documents}, {len(made)} times; the micro-batches are those of the first draw"
     return Dataset.from_content("lengths", [location], made[0](), other_draws=tuple(made[1:]), notes=(note,))
-
-
-_EXAMPLES = {"mean": 900, "sigma": 1.1, "shape": 2}
 
 
 def _read_parameter(location: str, key: str, text: str) -> float:
