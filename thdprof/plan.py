@@ -284,7 +284,7 @@ class PackerLimitPart(Part):
     max_docs: Count
     """The limit, as max_docs_per_pack has it."""
     packs_more: float
-    """Share by which packs become more than as analysed; below 0 where they become fewer."""
+    """Share by which packs of one epoch become more than as analysed; below 0 where they become fewer."""
     unfilled: Share
     """Share of the packs' tokens that hold no document then."""
 

@@ -450,6 +450,7 @@ class TestDynamicCp:
 def test_compiled_equals_interpreted(packer, rng, monkeypatch):
     lengths = random_lengths(rng, 8 * 100, 800).reshape(10, 80)
     values = run_settings(packer, 8, 100)
+    monkeypatch.setattr("thdprof.analyze.schedule.compiled._WORTH_COMPILING", 2**62)
     plain = groups_of(lengths, values)
     monkeypatch.setattr("thdprof.analyze.schedule.compiled._WORTH_COMPILING", 0)
     assert groups_of(lengths, values) == plain

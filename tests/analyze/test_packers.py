@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -160,9 +161,19 @@ def trl_best_fit(placed, pack_tokens, cap) -> list[list[int]]:
 @pytest.mark.parametrize("packer", PACKERS)
 def test_compiled_loops_equal_plain_ones(packer, rng, monkeypatch):
     documents = rng.integers(0, 300, 4000)
+    monkeypatch.setattr(compiled, "_WORTH_COMPILING", 2**62)
     plain = rows_of(pack(documents, packer, 256, 3, max_docs_per_pack=7).rows)
     monkeypatch.setattr(compiled, "_WORTH_COMPILING", 0)
     assert rows_of(pack(documents, packer, 256, 3, max_docs_per_pack=7).rows) == plain
+
+
+def test_short_loops_compile_once_their_turns_add_up():
+    def double(n):
+        return 2 * n
+
+    with mock.patch.object(compiled, "_compiled", side_effect=lambda function: function) as compile_loop:
+        counts = [(compiled.run(double, 80_000, 21), compile_loop.call_count) for _ in range(4)]
+    assert counts == [(42, 0), (42, 0), (42, 1), (42, 2)]
 
 
 @pytest.mark.referee

@@ -557,9 +557,7 @@ def _joins_rows(settings: TrainingSettings) -> bool:
 
 
 def _explain_limits(analysis: Analysis) -> str:
-    """The least limit of documents that costs hardly a pack, else the next below the fullest micro-batch; nothing where
-    the packer takes no limit.
-    """
+    """The least limit that costs hardly a pack, else the next below the fullest micro-batch; empty without limits."""
     own, limits, spread = analysis.settings.max_docs_per_pack, analysis.packer_limits, analysis.spread
     fullest = analysis.n_seqs.max if spread is None else spread.most.n_seqs.max
     if analysis.settings.packer == "maxtext_best_fit" and not _joins_rows(analysis.settings):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
 _WORTH_COMPILING = 200_000
-"""Number of loop turns from which loading numba (0.4 s) pays."""
+"""Number of loop turns, those of earlier runs among them, from which loading numba (0.4 s) pays."""
+_turns: Counter[Callable[..., Any]] = Counter()
 
 
 @functools.cache
@@ -29,9 +31,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run[R](function: Callable[..., R], work: int, /, *args: Any) -> R:
-    """Return `function(*args)`, compiled if `work`, the number of its loop turns, is large.
+    """Return `function(*args)`, compiled if `work`, the number of its loop turns, is large with those of earlier runs.
 
     The result does not depend on whether it was compiled. Functions of its module that it calls are compiled with it.
     """
-    chosen = _compiled(function) if work >= _WORTH_COMPILING else function
+    _turns[function] += work
+    chosen = _compiled(function) if _turns[function] >= _WORTH_COMPILING else function
     return cast("R", chosen(*args))
