@@ -85,10 +85,10 @@ COMMON = ("--loader", "single", "--tail-policy", "append_dummy_seq", "--global-b
     ],
 )
 def test_whole_table(thdprof, packs, arguments):
-    done = thdprof("sweep", packs, *COMMON, *arguments)
+    done = thdprof("sweep", packs.name, *COMMON, *arguments, cwd=packs.parent)  # a long path would wrap a line
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines == TEXT.format(path=packs).splitlines()
+    assert lines == TEXT.format(path=packs.name).splitlines()
 
 
 def test_the_command_line_may_end_with_options_or_the_dataset(thdprof, packs):

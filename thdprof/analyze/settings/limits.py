@@ -28,7 +28,8 @@ class AnalysisOptions:
     format: Annotated[
         str,
         _DATASET(
-            "Format: megatron, megatron-sft, bridge, bridge-npy, trl, trl-text or lengths.",
+            "Format: megatron, megatron-sft, bridge, bridge-npy, trl, trl-text, llamafactory, datatrove, olmo or "
+            "lengths.",
             assumed="recognised by content",
         ),
     ] = "auto"
