@@ -528,7 +528,7 @@ def test_plans_of_other_packs_than_a_trainers_own_are_refused(target, max_seqs):
     with pytest.raises(UsageError) as error:
         export_plan(make_plan(training__packer="next_fit"), target, None if target == "nemo-rl" else max_seqs)
     assert str(error.value).startswith(
-        f"--to {target}: the plan counts packs of next_fit, which say nothing of those that {target} makes: analyse "
+        f"--to {target}: the packs that the plan counts say nothing of those that {target} makes: analyse "
     )
     assert OWN_PACKERS[target] in str(error.value)
     assert error.value.exit_code == 2
@@ -539,7 +539,7 @@ def test_other_packs_than_a_trainers_own_are_named_and_tell_no_cost(target):
     limits = [{"max_docs": 16, "packs_more": 0.25, "unfilled": 0.45}]
     plan = make_plan(predictions__packer_limits=limits, microbatches__unfilled=0.2, training__packer="dp_balanced")
     text = " ".join(export_plan(plan, target, None if target == "verl" else 16).text.replace("#", "").split())
-    assert f"packs of dp_balanced, which say nothing of those that {target} makes: analyse lengths with" in text
+    assert f"the packs that the plan counts say nothing of those that {target} makes: analyse lengths with" in text
     assert "%" not in text
     assert ("the packer will form more packs, and other ones" in text) == (target != "verl")
 

@@ -114,7 +114,7 @@ def _explain_packs(name: str, plan: Plan) -> str:
     if own is None or packer in own:
         return ""
     return (
-        f"the plan counts packs of {packer}, which say nothing of those that {name} makes: analyse lengths with "
+        f"the packs that the plan counts say nothing of those that {name} makes: analyse lengths with "
         f"--packer {' or '.join(own)}, as its configuration has it"
     )
 
