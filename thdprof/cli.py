@@ -30,7 +30,6 @@ from thdprof.commands.pack import pack
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
 from thdprof.errors import ThdprofError, UsageError
-from thdprof.files import READING
 from thdprof.words import WIDEST, wrap_text
 
 app = typer.Typer(
@@ -48,8 +47,6 @@ _MOST_LINES = 3
 """Lines of an error's message."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _INTERRUPTED = 130
-_LAST_S = 0.2
-"""Seconds that are left to a thread which waits for a store, when the command has ended."""
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -123,21 +120,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     with streams.prepare_streams(), _ending_signals():
         code = _run(argv)
-    if argv is None:
-        _leave_behind(code)
     sys.exit(code)
-
-
-def _leave_behind(code: int) -> None:
-    """End the process here if threads still wait for a store, for which the libraries' own ends would wait, too."""
-    for thread in threading.enumerate():
-        if thread.name == READING:
-            thread.join(_LAST_S)
-            if thread.is_alive():
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(OSError, ValueError, AttributeError):
-                        stream.flush()
-                os._exit(code)
 
 
 def _run(argv: Sequence[str] | None) -> int:

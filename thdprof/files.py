@@ -13,8 +13,6 @@ from typing import Any
 
 from thdprof.errors import DataError, UsageError
 
-READING = "thdprof-reading"
-"""Name of threads in the libraries of stores, which may never return."""
 _DEEPEST = 100
 """Most levels of YAML values inside each other; a plan has 6."""
 _MOST_REPEATED = 10_000

@@ -22,9 +22,8 @@ from support import conversations, sample_files
 from support.object_store import serve
 
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.remote import Entry, RemotePath, find_matches, locate, map_apart, stamp
+from thdprof.analyze.sources.remote import READING, Entry, RemotePath, find_matches, locate, map_apart, stamp
 from thdprof.errors import DataError, UsageError
-from thdprof.files import READING
 
 ROWS = [[5, 6, 7], [9], [3, 3], [12, 1], [8]]
 
@@ -235,6 +234,33 @@ def test_stores_that_fsspec_reads_by_coroutines_need_take_no_option_of_it(has_ra
             read_dataset([f"{scheme}://host/data.idx"], cache=tmp_path / "kept")
 
 
+def test_the_host_of_a_uri_reaches_its_file_system(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    contents = {"one": b"5\n", "three": b"77\n"}
+
+    class OfHost(fsspec.AbstractFileSystem):
+        """As those of ftp and sftp, which connect when they are made."""
+
+        def __init__(self, host, **options):
+            super().__init__(**options)
+            self.content = contents[host]
+
+        @staticmethod
+        def _get_kwargs_from_urls(path):
+            return {"host": path.partition("://")[2].partition("/")[0]}
+
+        def info(self, path, **_):
+            return {"name": path, "size": len(self.content), "type": "file", "ETag": "x"}
+
+        def cat_file(self, path, start=None, end=None, **_):
+            return self.content[start:end]
+
+    fsspec.register_implementation("of-host", OfHost, clobber=True)
+    for host, content in contents.items():
+        dataset = read_dataset([f"of-host://{host}/a.jsonl"], cache=tmp_path / "kept")
+        assert dataset.content.document_tokens.tolist() == [int(content)]
+
+
 def test_an_error_waits_for_no_other_file():
     gate, begun, ended = threading.Event(), [], []
 
@@ -310,6 +336,33 @@ def test_a_signal_ends_a_read_that_would_take_hours(store, tmp_path, where, numb
     assert list(out.iterdir()) == []
 
 
+GIVES_UP = """
+import signal, sys
+from unittest import mock
+from thdprof.analyze.sources import read_dataset, remote
+from thdprof.errors import DataError
+with mock.patch.multiple(remote, _PATIENCE_S=0.3, _LONG_S=0.1):
+    try:
+        read_dataset(["s3://bucket/rows.parquet"])
+    except DataError as error:
+        print(error)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+sys.exit(5)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pyarrow warns, and may crash")
+@pytest.mark.parametrize("interrupted_after_s", [0, 0.1])
+def test_a_program_ends_with_its_own_code_while_a_read_goes_on(store, interrupted_after_s):
+    sample_files.write_bridge(bucket(store) / "rows.parquet", ROWS)
+    store.drip_s = 0.5
+    command = [sys.executable, "-c", GIVES_UP, str(interrupted_after_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (5, "")
+    assert "no whole answer came in" in done.stdout
+
+
 def test_a_store_that_drips_is_an_error_after_a_while(store, monkeypatch):
     monkeypatch.setattr("thdprof.analyze.sources.remote._PATIENCE_S", 0.5)
     monkeypatch.setattr("thdprof.analyze.sources.remote._LONG_S", 0.4)
@@ -329,6 +382,9 @@ def test_a_store_that_drips_is_an_error_after_a_while(store, monkeypatch):
     [
         ("s3://bucket/x?colour=red", "colour is no setting of it; known are endpoint_override"),
         ("s3://me:secret@bucket/x", "keys in a URI would be kept in the plan"),
+        ("https://me:secret@host/x", "keys in a URI would be kept in the plan"),
+        ("ftp://me:secret@host/x", "keys in a URI would be kept in the plan"),
+        ("reference://x", "reference://: fsspec knows no such scheme, or it needs more"),
         ("nowhere://x", "nowhere://: fsspec knows no such scheme"),
         ("sftp://host/x", "sftp://: needs a package"),
     ],

@@ -6,7 +6,9 @@ files. Only the ranges that a reader asks for are fetched, at least `_RANGE_BYTE
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import errno
 import glob
 import io
@@ -28,12 +30,13 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 from thdprof.errors import UsageError
-from thdprof.files import READING
 from thdprof.words import install_line
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
 _QUERY = re.compile(r"(.*?)(\?[a-z_]+=[^?]*)?", re.DOTALL)
 _SIGNED = re.compile(r"[?&][\w-]*(signature|sig|token|secret|password)=", re.IGNORECASE)
+_USER = re.compile(r"(?<!^github)://[^/?]*:[^/?]*@")
+"""A name with a password; of GitHub it is an organization with a repository."""
 _RANGE_BYTES = 2**16
 """Fewest bytes of a request: the header of a file, or its footer."""
 _MOST_BYTES = 2**23
@@ -46,6 +49,8 @@ _LONG_S = 10.0
 """Seconds after which the library has tried long enough."""
 _PATIENCE_S, _LEAST_RATE = 120.0, 4096
 """Seconds that an answer may take, the library's own attempts among them, and bytes a second that it brings besides."""
+READING, _LAST_S = "thdprof-reading", 0.2
+"""Name of threads in the libraries of stores, and seconds that are left to them at the end of a program."""
 _ATTEMPTS = 5
 """Attempts of pyarrow's S3 client, which waits longer before each."""
 _DENIED = re.compile(
@@ -74,11 +79,16 @@ def locate(location: str) -> Path:
             "out, and give credentials as the store's library finds them"
         )
     scheme, key = _URI.fullmatch(location).groups()  # type: ignore[union-attr]
-    query = bucket = endpoint = ""
+    if _USER.search(location):
+        raise UsageError(
+            f"{scheme}://: keys in a URI would be kept in the plan; give them as its library finds them, such as by "
+            "AWS_ACCESS_KEY_ID or ~/.netrc"
+        )
+    query = endpoint = ""
     if scheme in _OPENERS:
         key, query = (part or "" for part in _QUERY.fullmatch(key).groups())  # type: ignore[union-attr]
+    bucket = "" if scheme == "gs" else key.partition("/")[0]
     if scheme == "s3":
-        bucket = key.partition("/")[0]
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     return RemotePath(key, store=_open_store(scheme, query, bucket, endpoint))
 
@@ -427,23 +437,42 @@ def _open_store(scheme: str, query: str, bucket: str, endpoint: str) -> _ArrowSt
         unknown = next((name for name in settings if name not in known), None)
         if unknown is not None:
             raise UsageError(f"{scheme}://{bucket}{query}: {unknown} is no setting of it; known are {', '.join(known)}")
-        if "@" in bucket:
-            raise UsageError(
-                f"{scheme}://: keys in a URI would be kept in the plan; give them by AWS_ACCESS_KEY_ID or ~/.aws"
-            )
         settings["anonymous"] = settings.get("anonymous", "").lower() in ("1", "true")
         if endpoint:
             settings.setdefault("endpoint_override", endpoint)
-        return _ArrowStore(scheme, query, map_apart(lambda opener: opener(settings, bucket), [_OPENERS[scheme]])[0])
+        opener = _OPENERS[scheme]
+        [opened] = map_apart(lambda _: opener(settings, bucket), [None], patience_s=_PATIENCE_S)
+        atexit.register(_leave_readers)
+        return _ArrowStore(scheme, query, opened)
     try:
         from fsspec.core import url_to_fs
 
-        filesystem, _ = url_to_fs(f"{scheme}://")
+        [(filesystem, _)] = map_apart(url_to_fs, [f"{scheme}://{bucket}"], patience_s=_PATIENCE_S)  # some connect
     except ImportError as error:
         raise UsageError(f"{scheme}://: needs a package: {error}; {install_line('remote')}") from error
-    except ValueError as error:
-        raise UsageError(f"{scheme}://: fsspec knows no such scheme ({' '.join(str(error).split())[:200]})") from error
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{scheme}://: fsspec knows no such scheme, or it needs more ({reason})") from error
     return _FsspecStore(scheme, filesystem)
+
+
+def _is_reading() -> bool:
+    return any(thread.name == READING for thread in threading.enumerate())
+
+
+def _leave_readers() -> None:
+    """End the program without pyarrow's own ends where threads still wait for a store: they would wait, or crash."""
+    from pyarrow import fs
+
+    if not _is_reading():
+        return
+    with contextlib.suppress(KeyboardInterrupt):  # the second one, after which `join` takes a thread for ended
+        time.sleep(_LAST_S)
+    if _is_reading():
+        atexit.unregister(getattr(fs, "ensure_s3_finalized", _leave_readers))
+        with contextlib.suppress(AttributeError, OSError):  # glibc alone has it: `_exit` gets the exit code
+            libc = ctypes.CDLL(None)
+            libc.on_exit(libc._exit, None)
 
 
 def _open_s3(settings: dict[str, Any], bucket: str) -> Any:
