@@ -42,8 +42,6 @@ def run_trl(options: argparse.Namespace) -> None:
     if options.dry:
         row, rows = row // 16, rows // 8
     directory = options.directory
-    for side in SIDES:
-        (directory / side).mkdir(parents=True, exist_ok=True)
     config, order = write_settings(directory, shape)
     before, after = (directory / side / "packed.parquet" for side in SIDES)
     rng = np.random.default_rng(0)
@@ -74,7 +72,9 @@ def run_trl(options: argparse.Namespace) -> None:
 
 
 def write_settings(directory: Path, shape: str) -> tuple[Path, Path]:
-    """Write a model's config, and settings of a run that reads its rows in their order."""
+    """Make a folder for each side, a model's config, and settings of a run that reads its rows in their order."""
+    for side in SIDES:
+        (directory / side).mkdir(parents=True, exist_ok=True)
     config, order = directory / "config.json", directory / "sequential.yaml"
     config.write_text(json.dumps({**SAME, **TRL_SHAPES[shape], "tie_word_embeddings": True}))
     order.write_text("sampling: sequential\n")
@@ -140,8 +140,6 @@ def run_grown_rows(options: argparse.Namespace) -> None:
     shape, rows = ("tiny", 16) if options.dry else ("smollm2-135m", 200)
     rng, data = np.random.default_rng(3), []
     directory, plan = options.directory, options.directory / "plan.yaml"
-    for side in SIDES:
-        (directory / side).mkdir(parents=True, exist_ok=True)
     config, order = write_settings(directory, shape)
     for name, mean, longest in (("short", 3.5, 128), ("grown", 5.5, 2048)):
         lengths = np.clip(rng.lognormal(mean, 0.7, rows * 4096 // 25).astype(int), 8, longest)

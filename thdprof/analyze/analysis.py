@@ -23,7 +23,7 @@ from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Dataset, UnpackedDocuments, show_nothing
+from thdprof.analyze.sources.base import DRAWS, Dataset, UnpackedDocuments, show_nothing
 from thdprof.dispatch import Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, SpreadPart
@@ -245,12 +245,10 @@ def sentence(analysis: Analysis) -> str:
     return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
-_FEW_PACKS = 0.003
-"""Share of packs that a limit may add and still count as cheap, as `thdprof pack --max-docs auto` has it."""
+FEW_PACKS = 0.003
+"""Most packs, as a share, that a limit may add where no times are known to choose it by."""
 _COUNT_TAILS = ("next_fit", "maxtext_first_fit", "dp_balanced")
 """Packers in whose limit every document of a micro-batch counts; others have those of padding besides."""
-_DRAWS = 8
-"""Draws of a packer that shuffles by a state that no setting tells."""
 Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
@@ -360,7 +358,7 @@ class Study:
             for draw in self.dataset.other_draws
         ]
         if not others and first.settings.packer in DRAWN_PACKERS:
-            seeds = [{**self.request.given, "seed": (first.settings.seed + n) % 2**32} for n in range(1, _DRAWS)]
+            seeds = [{**self.request.given, "seed": (first.settings.seed + n) % 2**32} for n in range(1, DRAWS)]
             others = [replace(self, request=replace(self.request, given=given)) for given in seeds]
         if not others:
             return first
@@ -574,7 +572,7 @@ def _explain_limits(analysis: Analysis) -> str:
     lower = [limit for limit in limits if limit.max_docs < most]
     if not lower:
         return f"as the packer's own, {free}"
-    cheap = next((limit for limit in lower if limit.packs_more <= _FEW_PACKS), lower[-1])
+    cheap = next((limit for limit in lower if limit.packs_more <= FEW_PACKS), lower[-1])
     beside = "" if analysis.settings.packer in _COUNT_TAILS else ", besides documents of padding"
     setting = suggest_setting("max_docs_per_pack", cheap.max_docs)
     return (

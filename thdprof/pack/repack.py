@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.analysis import Analysis, Progress, Study, analyze, read_requested
+from thdprof.analyze.analysis import FEW_PACKS, Analysis, Progress, Study, analyze, read_requested
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Range
@@ -38,8 +38,6 @@ _READ_SHARE = 0.4
 """Progress-bar estimate: the share of the work that ends with the analysis of the old packs."""
 _CAPS = tuple(quarter << power for power in range(11) for quarter in (4, 5, 6, 7))
 """Caps that are compared: powers of two, and three numbers between each and the next."""
-_MORE_PACKS = 0.003
-"""Most packs, as a share, that a cap may add where there are no times to choose it by."""
 _OLD_ROWS = ("packer", "max_docs_per_pack", "packing_processes", "packing_batch", "packing_bins", "shuffle_seed",
              "loader", "seq_length", "split", "sft_tokenizer_prompt_format", "tokenizer_model", "length_column",
              "drop_last")  # fmt: skip
@@ -250,7 +248,7 @@ def _choose_cap(try_cap: Callable[[int | None, float], _Trial], *, tail: int) ->
         chosen = replace(chosen, more_packs=chosen.packs / curve[0].packs - 1)
         curve.append(chosen)
         rate, most = chosen.tokens_per_second, best[0].tokens_per_second
-        if chosen.more_packs <= _MORE_PACKS if rate is None or most is None else rate > most:
+        if chosen.more_packs <= FEW_PACKS if rate is None or most is None else rate > most:
             best = chosen, packs, analysis
     return best, tuple(curve)
 

@@ -24,6 +24,9 @@ RowRule = Literal["bridge", "concatenate", "trl"]
 documents as they are. `trl` does so too, and pads a micro-batch with tokens that form a document of their own, as the
 pad_to_multiple_of of TRL's collator does."""
 
+DRAWS = 8
+"""Times that lengths, or a packer's shuffles that no setting tells, are drawn unless the user says otherwise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStream:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import (
+    DRAWS,
     Content,
     Dataset,
     Format,
@@ -261,7 +262,7 @@ _COMMON: Mapping[str, tuple[int, int, int]] = {
     "min": (1, 1, _MOST),
     "max": (_MOST, 1, _MOST),
     "documents": (10_000, 1, 100_000_000),
-    "draws": (8, 2, 1000),
+    "draws": (DRAWS, 2, 1000),
     "seed": (1234, 0, 2**32 - 1),
 }
 """Parameters that are whole numbers -> the default, the least and the largest."""

@@ -82,7 +82,7 @@ def locate(location: str) -> Path:
     if _USER.search(location):
         raise UsageError(
             f"{scheme}://: keys in a URI would be kept in the plan; give them as its library finds them, such as by "
-            "AWS_ACCESS_KEY_ID or ~/.netrc"
+            "AWS_ACCESS_KEY_ID, ~/.aws or ~/.netrc"
         )
     query = endpoint = ""
     if scheme in _OPENERS:
@@ -309,7 +309,7 @@ class RemotePath(Path):
 
 
 def _restore(location: str, entry: Entry | None, stamp: str | None, kept: list[tuple[int, bytes]]) -> Path:
-    """The path in another process, with what was fetched of it: nothing is fetched twice."""
+    """The path in another process, with what was fetched of it."""
     path = locate(location)
     if isinstance(path, RemotePath):
         path._entry, path._stamp, path._kept, path._is_restored = entry, stamp, kept, True
