@@ -6,6 +6,7 @@ compares losses, gradients and the routers' counts bit for bit. The weights foll
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -256,8 +257,15 @@ def products() -> str:
     """How grouped products differ from products one by one, and replayed from eager ones, over several routings."""
     from support.grouped_layers import expert_layer, lay, with_main_grads
 
+    from thdprof.runtime.megatron.gradient_sums import add_gradients
     from thdprof.runtime.megatron.grouped_experts import find_expert_layers, grouped
 
+    for dtype, number in itertools.product((torch.float32, torch.bfloat16), (4096, 4099)):
+        totals, found = torch.randn(5, number, device="cuda").to(dtype), torch.randn(5, number, device="cuda")
+        sums = (totals.float() + found.bfloat16().float()).to(dtype)
+        add_gradients(totals, found.bfloat16())
+        if not torch.equal(totals, sums):
+            return f"sums in {dtype} of {number} gradients differ"
     sizes = {"hidden_size": 256, "moe_ffn_hidden_size": 128, "gated_linear_unit": True, "moe_router_topk": 2}
     sizes |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "params_dtype": torch.bfloat16}
     own, ours = (expert_layer(**sizes).cuda().bfloat16() for _ in range(2))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,6 +34,7 @@ from support.layer_graphs import (
     train,
 )
 from support.layer_graphs import TOKENS as TOKENS_OF_LAYERS
+from support.paths import ROOT
 from support.plans import plan_of_shares
 
 from thdprof.runtime.graphs import bank
@@ -295,6 +299,38 @@ def refused(layer, change):
     with pytest.raises(SettingsError, match=r"graphs.modules is \[\]") as caught:
         find_expert_layers([layer])
     return str(caught.value)
+
+
+def test_gradients_are_added_between_those_of_other_weights():
+    """By Triton's interpreter, which runs a kernel on a CPU."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from thdprof.runtime.megatron.gradient_sums import add_gradients
+memory, found = torch.randn(3, 5000), torch.randn(3, 60, 70).bfloat16()
+totals = memory.as_strided((3, 60, 70), (5000, 70, 1))
+sums, between = totals + found, memory[:, 4200:].clone()
+add_gradients(totals, found)
+print(torch.equal(totals, sums), torch.equal(memory[:, 4200:], between))
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout == "True True\n", done.stderr
+
+
+def test_the_sum_of_gradients_compiles_for_hopper_and_moves_sixteen_bytes_at_a_time():
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from thdprof.runtime.megatron.gradient_sums import add_kernel
+
+    types = {"totals": "*fp32", "gradients": "*bf16", "number": "i32", "step": "i32", "block": "constexpr"}
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(4)}
+    source = ASTSource(fn=add_kernel, signature=types, constexprs={"block": 2048}, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    assert compiled.count("ld.global.v4.b32") == 3
+    assert "ld.global.b" not in compiled
 
 
 def test_experts_that_grouped_products_cannot_serve_are_refused():

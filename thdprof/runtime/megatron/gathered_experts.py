@@ -70,39 +70,32 @@ class Room:
 
 
 class BoundedRows(Rows):
-    """At most so many rows of one micro-batch. A token has no row, or up to top-k. The last rows may be nobody's."""
+    """At most so many rows of one micro-batch, and one that is nobody's. A token has no row, or up to top-k."""
 
-    def __init__(self, routed: torch.Tensor, number: int, top_k: int, *, reverse: bool, num_parts: int = 1) -> None:
+    def __init__(self, routed: torch.Tensor, number: int, top_k: int, *, reverse: bool) -> None:
         """The first `number` rows by `routed`, shape [tokens, experts of this rank], bool, with at most `top_k` true
-        entries a token. Sums are made for one of `num_parts` equal parts of the tokens at a time, to save memory.
+        entries a token.
         """
         num_tokens, num_experts = routed.shape
         by_expert = routed.T.flip(0) if reverse else routed.T
         flat = by_expert.reshape(-1)
-        self.reverse, self._num_parts = reverse, num_parts
-        self.places = flat.argsort(descending=True, stable=True)[:number]
+        self.reverse = reverse
+        places = flat.argsort(descending=True, stable=True)[:number]
+        self._nobodys = number = len(places)
+        self.places = torch.nn.functional.pad(places, (0, 1))
         self.tokens = self.places % num_tokens
-        self._number = number = len(self.places)
         self.ends = by_expert.sum(dim=1).cumsum(0).clamp(max=number).to(torch.int32)
-        self.has_token = torch.arange(number, device=routed.device) < self.ends[-1]
+        self.has_token = torch.arange(number + 1, device=routed.device) < self.ends[-1]
         """Whether each row is a token's, shape [rows], bool."""
         row = flat.cumsum(0, dtype=torch.int32) - 1
-        self._row_of_place = torch.where(flat & (row < number), row, number)  # `number`: it has none
+        self._row_of_place = torch.where(flat & (row < number), row, number)
         rows = self._row_of_place.view(num_experts, num_tokens).T.sort(dim=1).values
-        self.token_rows = rows[:, : min(top_k, num_experts)]
-
-    def sum_up(self, hidden: torch.Tensor) -> torch.Tensor:
-        """For each token the sum of its rows of `hidden`, always in the same order; 0 without a row."""
-        sums = []
-        for rows in self.token_rows.chunk(self._num_parts):
-            found = hidden.index_select(0, rows.reshape(-1).clamp(max=self._number - 1)).view(*rows.shape, -1)
-            sums.append(found.masked_fill_((rows == self._number)[..., None], 0).sum(dim=1))
-        return torch.cat(sums)
+        self.token_rows = rows[:, : min(top_k, num_experts)].contiguous()
 
     def at_places(self, values: torch.Tensor) -> torch.Tensor:
         """For each place among experts x tokens the entry of `values`, of shape [rows]; 0 for one without a row."""
-        found = values.index_select(0, self._row_of_place.clamp(max=self._number - 1))
-        return found.masked_fill_(self._row_of_place == self._number, 0)
+        found = values.index_select(0, self._row_of_place)
+        return found.masked_fill_(self._row_of_place == len(values) - 1, 0)
 
 
 class _SpreadProbabilities(torch.autograd.Function):
@@ -179,8 +172,7 @@ class GatheringDispatcher(LocalDispatcher):
         else:
             rows = max(rows, int(needed[group.rank()]))
         reverse = self._is_reversed()
-        bounded = BoundedRows(routed[:, self._local], rows, self._top_k, reverse=reverse, num_parts=group.size())
-        self._rows = bounded
+        self._rows = bounded = BoundedRows(routed[:, self._local], rows, self._top_k, reverse=reverse)
         by_expert = all_probs[:, self._local].T
         places = (by_expert.flip(0) if reverse else by_expert).reshape(-1)
         return move_hidden(everyones, bounded, to_rows=True), _SpreadProbabilities.apply(places, bounded)

@@ -67,6 +67,9 @@ class Rows:
     It stands for the numbers of tokens by expert, of which megatron-core asks a list.
     """
 
+    _nobodys: int | None = None
+    """The row that stands for none in `token_rows`."""
+
     def __init__(self, routing_map: torch.Tensor, top_k: int, *, reverse: bool) -> None:
         """Rows by `routing_map`, of shape [tokens, experts], bool, with `top_k` experts of every token; `reverse` says
         that the last expert's weight comes first.
@@ -92,8 +95,8 @@ class Rows:
         return by_expert[::-1] if self.reverse else by_expert
 
     def sum_up(self, hidden: torch.Tensor) -> torch.Tensor:
-        """For each token the sum of its rows of `hidden`, always in the same order."""
-        return hidden.index_select(0, self.token_rows.reshape(-1)).view(*self.token_rows.shape, -1).sum(dim=1)
+        """For each token the sum of its rows of `hidden`, always in the same order; 0 without a row."""
+        return torch.nn.functional.embedding_bag(self.token_rows, hidden, mode="sum", padding_idx=self._nobodys)
 
 
 class _Between(torch.autograd.Function):
@@ -168,8 +171,14 @@ def accumulate(weights: Sequence[Any], found: torch.Tensor) -> list[torch.Tensor
     """Add gradients, of shape [experts, *the weights'], to `main_grad`; returns what autograd gets in their place."""
     sums = [weight.main_grad for weight in weights]
     together = side_by_side(sums)
-    for total, gradient in [(together, found)] if together is not None else zip(sums, found, strict=True):
-        total.add_(gradient)
+    parts = [(together, found)] if together is not None else zip([s[None] for s in sums], found.split(1), strict=True)
+    for totals, gradients in parts:
+        if totals.device.type == "cuda" and totals[0].is_contiguous() and gradients.is_contiguous():
+            from thdprof.runtime.megatron.gradient_sums import add_gradients
+
+            add_gradients(totals, gradients)
+        else:
+            totals.add_(gradients)
     for weight in weights:
         weight.grad_added_to_main_grad = True
     dummy = _dummy(weights[0].shape, weights[0].dtype, weights[0].device)
@@ -337,7 +346,7 @@ def grouped(
         for layer in layers:
             experts, router = layer.experts, layer.router
             for linear in (experts.linear_fc1, experts.linear_fc2):
-                apart += not lay_side_by_side(_weights(linear))
+                apart += not lay_side_by_side(_weights(linear)[::-1])  # as gradients lie in their buffers
                 stack.enter_context(attributes(linear, forward=partial(_multiply, linear)))
                 stack.callback(_forget_accumulation, linear)
             # overlapped shared experts would run inside the dispatcher; they run before the router
