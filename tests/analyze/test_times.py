@@ -315,6 +315,16 @@ def test_ranks_with_other_experts_do_not_share_the_optimizers_work_on_them():
     assert of_half == pytest.approx(of_all)  # a rank has half of the experts, and all of their state
 
 
+@pytest.mark.parametrize(("distributed", "us"), [(False, 25.0), (True, 45.0)])
+def test_the_host_steps_through_the_weights_of_experts_one_by_one(distributed, us):
+    few = replace(QWEN, num_experts=8, moe_ffn_hidden_size=3072, use_distributed_optimizer=distributed)
+    many = replace(few, num_experts=32, moe_ffn_hidden_size=768)  # as many parameters
+    took, took_more = (modelled(model, experts="dropless").optimizer() for model in (few, many))
+    assert took_more - took == pytest.approx(28 * 2 * 24 * us / 1000, rel=0.01)
+    of_trainer = [modelled(model, experts="dropless", loader="trainer").optimizer() for model in (few, many)]
+    assert of_trainer[1] - of_trainer[0] == pytest.approx(0.0, abs=0.1)  # whose experts are one parameter
+
+
 @pytest.mark.parametrize(
     ("setting", "factor"),
     [({}, 1.0), ({"fp8_recipe": "tensorwise"}, 1.15), ({"recompute_granularity": "full"}, 1.2)],

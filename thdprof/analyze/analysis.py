@@ -395,9 +395,6 @@ class Study:
         full_size = len(table) - _count_other_sizes(table, settings)
         notes = (*gpu_note, *dataset.notes, *schedule.notes, *note_order(settings, table))
         if room is not None and chosen.buckets:
-            notes += (
-                "steps with whole experts that ranks share took 1.35 times what is modelled, where they were timed",
-            )
             observed = None if request.expert_loads is None else request.expert_loads.observed
             if observed is not None and settings.pipeline_parallel_size > 1:
                 notes += (f"{room.basis}: the loads of the first pipeline stage are taken for those of every stage",)

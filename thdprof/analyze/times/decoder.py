@@ -612,16 +612,17 @@ class Decoder:
                 device.moves(experts * n * k * _ADDED_BYTES * 1e-6, 4.0, kind="experts"),
             ]
         layer.add(self._expert_activation(rows * inner, biased=0))
-        summed = ranks * tokens * (3 * model.moe_router_topk + 1) * model.hidden_size * 2e-6  # gathered by token, added
-        layer.forward += [gathered(summed, 3), *exchange]
-        layer.backward.append(gathered(summed, 3))
+        summed = ranks * tokens * (model.moe_router_topk + 1) * model.hidden_size * 2e-6
+        sums = device.moves(summed, _SUMMED_TBPS, kind="experts", launches=2)
+        layer.forward += [sums, *exchange]
+        layer.backward.append(sums)
         return layer
 
     def _grouped_product(self, experts: int, m: float, n: float, k: float, *, weights: float) -> Kernels:
         """A product of shapes [m, k] and [k, n] for each expert, in one kernel, which reads `weights` elements.
 
-        Experts have so few rows each that nothing hides the reads of weights or the writes of their gradients: the sum
-        of both times agrees with the one layer that was measured (benchmarks/results/experts.md).
+        Experts have so few rows each that little hides the reads of weights or the writes of their gradients
+        (benchmarks/results/experts.md).
         """
         gpu, flops = self._device.gpu, 2.0 * experts * m * n * k
         share = max(
@@ -633,7 +634,7 @@ class Decoder:
         output, operands = experts * m * n * 2.0, (experts * (m + (0 if weights else n)) * k + weights) * 2.0
         full = flops / (gpu.bf16_tflops * 1e6 * _AT_BEST[False]) / math.pow(min(1.0, share), _QUANTIZATION)
         memory = (output + operands) / (gpu.memory_tbps * 0.8 * 1e6)
-        return Kernels(kind="experts", us=_PRODUCT_US + full + memory + GAP_US)
+        return Kernels(kind="experts", us=_PRODUCT_US + _UNHIDDEN * (full + memory) + GAP_US)
 
     def _quantize_experts(self, elements: int, experts: int) -> list[Kernels]:
         us = experts * (_QUANTIZE_EXPERT_US + 4 * GAP_US)
@@ -649,7 +650,10 @@ class Decoder:
 
 
 _UNFUSED_TBPS = 3.2
-_GATHERED_TBPS = 3.0
+_GATHERED_TBPS, _SUMMED_TBPS = 5.0, 0.88
+"""Rates at which rows are gathered by expert, of tokens that the cache holds, and added up for each token."""
+_UNHIDDEN = 0.81
+"""Time of a grouped product beside its arithmetic and its reads and writes together."""
 _SORTING_KERNELS, _SORTING_US = 30, 3.0
 _ADDED_BYTES = 10
 """Bytes that adding a gradient in bf16 to one in fp32 reads and writes."""

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +37,9 @@ _LOSS_US_AN_ELEMENT = 17.4e-6
 """Cross entropy over the vocabulary, forward and backward, for one token and one entry: unfused, in fp32."""
 _OPTIMIZER_MS_A_PARAMETER = 14e-9
 """Adam with clipping and zeroed gradients, for one parameter, on an H200."""
+_OPTIMIZER_US_AN_EXPERTS_WEIGHT = {False: 25.0, True: 45.0}
+"""Megatron's optimizer on the host, for one weight of one expert, without and with --use-distributed-optimizer: it goes
+through tensors one by one, while the GPU waits (benchmarks/results/experts.md)."""
 
 
 _LIGHT = 0.4
@@ -284,8 +288,20 @@ class ModelledTimes:
         ]
         ranks = settings.data_parallel_size * settings.context_parallel_size
         dense, experts = (ranks, expert_ranks(model, ranks)) if model.use_distributed_optimizer else (1, 1)
-        most = max(count.dense / dense + count.experts / experts for count in counts)
-        return most * _OPTIMIZER_MS_A_PARAMETER * 4.8 / self.gpu.memory_tbps
+        a_parameter = _OPTIMIZER_MS_A_PARAMETER * 4.8 / self.gpu.memory_tbps
+        a_weight = _OPTIMIZER_US_AN_EXPERTS_WEIGHT[model.use_distributed_optimizer] / 1000
+        return max(
+            (count.dense / dense + count.experts / experts) * a_parameter + weights / experts * a_weight
+            for count, weights in zip(counts, self._count_expert_weights(), strict=True)
+        )
+
+    def _count_expert_weights(self) -> Iterator[int]:
+        """Weights of experts that the optimizer of a rank of each stage steps through; a Trainer's experts are one."""
+        model = self.model
+        separate = not self.settings.is_of_trainer and model.lora_dim is None
+        local = (model.num_experts or 0) // model.expert_model_parallel_size
+        for stage in stages(model, pipeline_size=self.settings.pipeline_parallel_size, num_chunks=1):
+            yield 2 * local * sum("moe" in kind for kind in stage.layers) if separate else 0
 
     def table(self) -> CostTable:
         """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""

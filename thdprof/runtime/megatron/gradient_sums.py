@@ -14,7 +14,7 @@ _BLOCK = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_kernel(totals, gradients, number, step, block: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def add_kernel(totals, gradients, number, step, block: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Add each expert's `number` gradients to sums that lie `step` apart."""
     expert = tl.program_id(1).to(tl.int64)
     places = tl.program_id(0) * block + tl.arange(0, block)
