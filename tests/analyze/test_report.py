@@ -423,17 +423,20 @@ PLOTTED = ("shapes", "caps", "steps")
 
 
 SLOW_FONTS = """
+import os
 import threading
 
 
 class Timer(threading.Timer):
     def __init__(self, interval, *arguments, **keywords):
         super().__init__(0 if interval == 5 else interval, *arguments, **keywords)
+        os.write(2, b"IOStream.flush timed out\\n")
 
 
 threading.Timer = Timer
 """
-"""Matplotlib says after five seconds that it collects fonts; here it does so at once, as on a busy host."""
+"""Matplotlib says after five seconds that it collects fonts; here it does so at once, as on a busy host, where the
+kernel writes to its stderr, too."""
 
 
 def test_the_notebook_runs_and_follows_its_cap(made, tmp_path, monkeypatch):

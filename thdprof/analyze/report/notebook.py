@@ -37,8 +37,6 @@ _LONGEST_SOCKET = 90
 """Most characters of a socket's path; some systems allow 104 only, and the kernel appends a suffix."""
 _END_SECONDS = 10.0
 """Seconds that the thread may take to end after its kernel was killed."""
-_STARTUP = "import logging\nlogging.getLogger('matplotlib.font_manager').setLevel(logging.ERROR)\n"
-"""Runs before the first cell. On a busy host matplotlib would write into the notebook that it collects fonts."""
 
 
 def build_notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, beside: Path) -> NotebookNode:
@@ -71,9 +69,6 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
     need("ipykernel")
     need("matplotlib")
     with tempfile.TemporaryDirectory(prefix="thdprof-") as runtime:
-        startup = Path(runtime, "profile_default", "startup", "quiet.py")
-        startup.parent.mkdir(parents=True)
-        startup.write_text(_STARTUP)
         sockets = str(Path(runtime) / "kernel")
         # where the system allows so long a path, sockets in our own directory, not ports that others can reach
         channel = {"transport": "ipc", "ip": sockets} if len(sockets) < _LONGEST_SOCKET else {}
@@ -82,6 +77,7 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
             notebook,
             timeout=_CELL_SECONDS,
             kernel_name="python3",
+            extra_arguments=["--HistoryManager.enabled=False"],
             config=traitlets.Config({"KernelManager": channel}),
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
@@ -92,6 +88,9 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
             raise DataError(f"the report's notebook failed: {error.ename}: {error.evalue}") from error
         except (nbclient.exceptions.CellTimeoutError, nbclient.exceptions.DeadKernelError) as error:
             raise DataError(f"the report's notebook did not end: {' '.join(str(error).split())[:200]}") from error
+    for cell in notebook["cells"]:
+        if "outputs" in cell:  # what libraries say on a busy host, such as that fonts are collected, is no result
+            cell["outputs"] = [output for output in cell["outputs"] if output.get("name") != "stderr"]
     notebook["metadata"].pop("widgets", None)
     notebook["metadata"]["language_info"] = {"name": "python"}
 
