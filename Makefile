@@ -10,8 +10,10 @@ NEWEST := .venv-newest
 NEWEST_PACKAGES := $(NEWEST)/.packages
 NEWEST_STAMP := $(NEWEST)/.installed
 TEST_EXTRAS := test,megatron
-# Modules are compiled as they are imported: most of torch's never are.
-INSTALL := -m pip install --disable-pip-version-check -q --no-compile
+# By uv, which fetches and unpacks packages at once, and those of both environments once; by pip where there is no uv.
+# Modules are compiled as they are imported.
+PIP := -m pip install --disable-pip-version-check -q --no-compile
+install_in = $(1) -m uv pip install -q $(2) || $(1) $(PIP) $(2)
 # Processes of tests import torch and Megatron anew: uncompiled, that takes twice the time or more.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -23,15 +25,16 @@ setup: $(STAMP)  ## create .venv with thdprof and what analysis needs
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.12 found: install one with pyenv (pyenv install 3.12)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	-$(PY) $(PIP) uv
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PY) $(INSTALL) -c constraints.txt -e .
+	$(call install_in,$(PY),-c constraints.txt -e .)
 	@touch $@
 $(TEST_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PY) $(INSTALL) -c constraints.txt -e '.[$(TEST_EXTRAS)]'
-	$(PY) $(INSTALL) -c constraints.txt --no-deps megatron-bridge
+	$(call install_in,$(PY),-c constraints.txt -e '.[$(TEST_EXTRAS)]')
+	$(call install_in,$(PY),-c constraints.txt --no-deps megatron-bridge)
 	@touch $(STAMP) $(if $(findstring docs,$(TEST_EXTRAS)),$(DOCS_STAMP)) $@
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PY) $(INSTALL) -c constraints.txt -e '.[docs]'
+	$(call install_in,$(PY),-c constraints.txt -e '.[docs]')
 	@touch $(STAMP) $@
 
 demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml and its profile
@@ -54,12 +57,13 @@ golden: $(TEST_STAMP)  ## compare what thdprof prints and writes for fixed cases
 $(NEWEST_PACKAGES): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.12 found: install one with pyenv (pyenv install 3.12)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(NEWEST)
+	-$(NEWEST)/bin/python $(PIP) uv
 	$(NEWEST)/bin/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 		print(*project['dependencies'], *project['optional-dependencies']['transformers'], sep='\n')" >$(NEWEST)/requirements.txt
-	$(NEWEST)/bin/python $(INSTALL) -r $(NEWEST)/requirements.txt pytest pytest-xdist hypothesis
+	$(call install_in,$(NEWEST)/bin/python,-r $(NEWEST)/requirements.txt pytest pytest-xdist hypothesis)
 	@touch $@
 $(NEWEST_STAMP): $(NEWEST_PACKAGES)
-	$(NEWEST)/bin/python $(INSTALL) --no-deps -e .
+	$(call install_in,$(NEWEST)/bin/python,--no-deps -e .)
 	@touch $@
 
 test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the newest versions that are allowed
@@ -68,13 +72,13 @@ test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the 
 		tests/runtime tests/transformers tests/examples/test_trl_example.py $(ARGS)
 
 test-ray: $(TEST_STAMP)  ## run the tests on a Ray cluster, on moto's S3 and beside Grain, whose packages this adds to .venv
-	$(PY) $(INSTALL) -c constraints.txt -e '.[ray]' 'moto[server]>=5' 'grain>=0.2.18'
+	$(call install_in,$(PY),-c constraints.txt -e '.[ray]' 'moto[server]>=5' 'grain>=0.2.18')
 	$(PY) -m pytest -q -n 0 tests/analyze/test_ray.py tests/analyze/test_moto.py tests/analyze/test_grain_packers.py $(ARGS)
 
 PACKERS := build/packers
+RELEASED := axolotl==0.19.0 llamafactory==0.9.5 ms-swift==4.6.0 binpacking==2.0.1 verl==0.9.1
 compare-packers: $(TEST_STAMP)  ## pack random documents by released Axolotl, LLaMA-Factory, ms-swift, verl and NeMo-RL, and compare
-	$(PY) $(INSTALL) --no-deps --upgrade --target $(PACKERS) \
-		axolotl==0.19.0 llamafactory==0.9.5 ms-swift==4.6.0 binpacking==2.0.1 verl==0.9.1
+	$(call install_in,$(PY),--no-deps --upgrade --target $(PACKERS) $(RELEASED))
 	-test -d $(PACKERS)/nemo-rl || git clone -q --depth 1 https://github.com/NVIDIA-NeMo/RL $(PACKERS)/nemo-rl
 	$(PY) tools/compare_packers.py $(PACKERS) $(ARGS)
 

@@ -315,6 +315,11 @@ def test_ranks_with_other_experts_do_not_share_the_optimizers_work_on_them():
     assert of_half == pytest.approx(of_all)  # a rank has half of the experts, and all of their state
 
 
+def test_the_optimizer_steps_through_adapters_alone_where_these_are_trained():
+    whole, adapted = (modelled(model).optimizer() for model in (QWEN, replace(QWEN, lora_dim=16)))
+    assert adapted < 0.05 * whole
+
+
 @pytest.mark.parametrize(("distributed", "us"), [(False, 25.0), (True, 45.0)])
 def test_the_host_steps_through_the_weights_of_experts_one_by_one(distributed, us):
     few = replace(QWEN, num_experts=8, moe_ffn_hidden_size=3072, use_distributed_optimizer=distributed)

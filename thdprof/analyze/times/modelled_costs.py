@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from thdprof.analyze.predictions import Range
 from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, Work, round_documents
 from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.memory import slot_bytes
-from thdprof.analyze.times.parameters import expert_ranks, stage_parameters, stages
+from thdprof.analyze.times.parameters import Stage, expert_ranks, stage_parameters, stages
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_yaml
 from thdprof.training import Attention, Model, TrainingSettings
@@ -282,26 +281,22 @@ class ModelledTimes:
     def optimizer(self) -> float:
         """The optimizer's step on one rank, in milliseconds; without a vocabulary over the layers' parameters alone."""
         model, settings = self.model, self.settings
-        counts = [
-            stage_parameters(model, stage)
-            for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
-        ]
         ranks = settings.data_parallel_size * settings.context_parallel_size
         dense, experts = (ranks, expert_ranks(model, ranks)) if model.use_distributed_optimizer else (1, 1)
         a_parameter = _OPTIMIZER_MS_A_PARAMETER * 4.8 / self.gpu.memory_tbps
         a_weight = _OPTIMIZER_US_AN_EXPERTS_WEIGHT[model.use_distributed_optimizer] / 1000
-        return max(
-            (count.dense / dense + count.experts / experts) * a_parameter + weights / experts * a_weight
-            for count, weights in zip(counts, self._count_expert_weights(), strict=True)
-        )
+        weights_a_layer = 2 * (model.num_experts or 0) // model.expert_model_parallel_size
+        if settings.is_of_trainer:  # whose weights of all experts are one parameter
+            weights_a_layer = 0
 
-    def _count_expert_weights(self) -> Iterator[int]:
-        """Weights of experts that the optimizer of a rank of each stage steps through; a Trainer's experts are one."""
-        model = self.model
-        separate = not self.settings.is_of_trainer and model.lora_dim is None
-        local = (model.num_experts or 0) // model.expert_model_parallel_size
-        for stage in stages(model, pipeline_size=self.settings.pipeline_parallel_size, num_chunks=1):
-            yield 2 * local * sum("moe" in kind for kind in stage.layers) if separate else 0
+        def step_of_stage(stage: Stage) -> float:
+            count = stage_parameters(model, stage)
+            if count.adapters is not None:
+                return count.adapters / dense * a_parameter
+            weights = weights_a_layer * sum("moe" in kind for kind in stage.layers)
+            return (count.dense / dense + count.experts / experts) * a_parameter + weights / experts * a_weight
+
+        return max(map(step_of_stage, stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)))
 
     def table(self) -> CostTable:
         """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""
