@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -164,3 +167,11 @@ def test_text_json_and_plan_hold_the_spread(thdprof, tmp_path):
     done = thdprof("pack", WIDE, "--seq-length", 4096, "--dry-run")
     assert done.returncode == 2
     assert "lengths that are drawn are no data to pack" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("given", [{"engine": "ray"}, {"cache": Path("kept")}, {"settings": {"length_column": "n"}}])
+def test_options_of_files_are_refused_where_lengths_are_drawn(given, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    with pytest.raises(UsageError, match="leave out --engine, --cache and --length-column"):
+        read_dataset(["lognormal:mean=900,sigma=1.1,"], **given)
+    assert read_dataset(["lognormal:mean=900,sigma=1.1,"]).num_documents()

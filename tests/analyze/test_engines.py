@@ -86,6 +86,22 @@ def test_a_cache_that_is_no_database_is_made_anew(tmp_path, shards, several):
     assert (shards / ".thdprof" / "shards.broken").read_bytes() == b"no database" * 1000
 
 
+def test_a_cache_that_is_damaged_inside_is_made_anew(tmp_path, shards, several):
+    expected, file = read_dataset([str(shards)]), shards / ".thdprof" / "shards.sqlite"
+    content = file.read_bytes()
+    file.write_bytes(content[:4096] + b"\xa5" * 12288 + content[16384:])
+    assert read_dataset([str(shards)]).fingerprint == expected.fingerprint
+    assert len(change_kept(file)) == expected.num_documents()
+    assert (shards / ".thdprof" / "shards.broken").exists()
+
+
+def test_a_cache_that_was_named_and_cannot_be_used_is_noted(tmp_path, shards):
+    (tmp_path / "file").write_text("")
+    (note,) = read_dataset([str(shards)], cache=tmp_path / "file").notes
+    assert f"what was read could not be kept in {tmp_path / 'file'}" in note
+    assert read_dataset([str(shards)]).notes == ()
+
+
 def test_a_name_that_is_no_utf8_is_kept(shards, several):
     os.rename(shards / "000.parquet", os.fsencode(shards) + b"/\xff.parquet")
     documents = read_dataset([str(shards)]).num_documents()
@@ -180,6 +196,7 @@ def test_ray_that_is_missing_is_told(thdprof, tmp_path, monkeypatch):
     done = thdprof("analyze", path, "--engine", "ray:auto")
     assert (done.returncode, done.stdout) == (2, "")
     assert "pip install '.[ray]'" in " ".join(done.stderr.split())
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_an_interrupted_scan_goes_on_where_it_was(shards, several, monkeypatch):

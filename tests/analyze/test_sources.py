@@ -924,6 +924,58 @@ def test_a_damaged_file_of_a_directory_is_named_and_not_left_out(tmp_path):
             read_dataset([str(tmp_path)])
 
 
+def test_a_link_to_a_file_that_is_gone_is_named_and_not_left_out(tmp_path):
+    files.write_lines(tmp_path / "1.jsonl", [3, 4])
+    (tmp_path / "2.jsonl").symlink_to(tmp_path / "nothing")
+    (tmp_path / "README").symlink_to(tmp_path / "nothing")
+    for location in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(DataError, match=r"2\.jsonl: cannot be read: No such file"):
+            read_dataset([str(location)])
+
+
+def test_of_several_formats_the_named_one_is_read(tmp_path):
+    files.write_trl(tmp_path / "a.parquet", ROWS)
+    pq.write_table(pa.table({"length": [5, 6, 7]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="holds several formats"):
+        read_dataset([str(tmp_path)])
+    dataset = read_dataset([str(tmp_path)], format="trl")
+    assert dataset.uris == (str(tmp_path / "a.parquet"),)
+    assert "1 file of another format, such as b.parquet, beside 1 of trl, is left out" in dataset.notes[-1]
+
+
+def test_data_that_are_given_twice_are_noted(tmp_path):
+    path = files.write_lines(tmp_path / "a.jsonl", [3, 4])
+    dataset = read_dataset([str(path), str(tmp_path / "*.jsonl")])
+    assert dataset.num_documents() == 4
+    assert dataset.notes[-1] == f"{path} is given more than once, and counted as often"
+
+
+def test_a_csv_of_many_lines_in_quotes_has_its_own_rows(tmp_path):
+    text = "first line of some text, which is long enough\n7,seven\nand more"
+    for name, row in {"a.csv": f'100,"{text}"\n', "b.csv.gz": f'100,"{text}"\n'}.items():
+        content = ("length,text\n" + row * 30_000).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content, 1) if name.endswith("gz") else content)
+        assert read_dataset([str(tmp_path / name)]).content.document_tokens.tolist() == [100] * 30_000
+    whole = (tmp_path / "b.csv.gz").read_bytes()
+    for cut in (len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.csv.gz").write_bytes(whole[:cut])
+        with pytest.raises(DataError, match="truncated or corrupt"):
+            read_dataset([str(tmp_path / "cut.csv.gz")])
+    (tmp_path / "head.csv").write_text("length\n")
+    with pytest.raises(DataError, match="holds no lengths"):
+        read_dataset([str(tmp_path / "head.csv")])
+
+
+def test_rows_behind_an_empty_page_are_missed(tmp_path):
+    """Where pyarrow, which stops at such a page, decodes lists."""
+    column = pa.array([[1, 2], [], [3], [], [4]], pa.list_(pa.int64()))
+    pages = {"row_group_size": 1, "use_dictionary": False, "data_page_size": 10}
+    encoding = {"input_ids.list.element": "DELTA_BINARY_PACKED"}
+    pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet", column_encoding=encoding, **pages)
+    with pytest.raises(DataError, match=r"column input_ids: 0 rows of the footer's 1"):
+        read_dataset([str(tmp_path / "a.parquet")])
+
+
 def test_a_missing_file_of_a_saved_dataset_is_named(tmp_path):
     rows = huggingface.Dataset.from_dict({"lengths": [[5], [6], [7], [8]]})
     rows.save_to_disk(tmp_path / "saved", num_shards=2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,15 @@ from typing import Any
 from thdprof.analyze.sources import engines
 from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick
 from thdprof.analyze.sources.readers.npy import MAGIC
-from thdprof.analyze.sources.remote import begins_with, find_matches, is_remote, locate, map_apart, stamp
+from thdprof.analyze.sources.remote import (
+    begins_with,
+    find_matches,
+    is_file_or_gone,
+    is_remote,
+    locate,
+    map_apart,
+    stamp,
+)
 from thdprof.errors import DataError, UsageError
 from thdprof.words import write_count
 
@@ -94,10 +103,12 @@ def read_dataset(
 
         if len(locations) > 1 or format not in ("auto", "lengths"):
             raise UsageError(f"{drawn[0]}: its lengths are drawn: give it alone, and no --format but lengths")
+        if engine != "local" or cache is not None or settings.get("length_column") is not None:
+            raise UsageError(f"{drawn[0]}: its lengths are drawn: leave out --engine, --cache and --length-column")
         return draw_lengths(drawn[0])
     reading = Reading.from_settings(settings, cache=cache, digest=digest, engine=engine, tick=tick)
     try:
-        chosen, paths = _find(locations, _candidates(format, reading))
+        chosen, paths, notes = _find(locations, _candidates(format, reading))
         if format == "auto" and chosen.name == "megatron-sft" and reading.trainer is None:
             raise UsageError(
                 f"{paths[0]}: conversations become other tokens in TRL than in Megatron-LM: give --training-args or "
@@ -108,7 +119,7 @@ def read_dataset(
         raise DataError(f"{error.filename or locations[0]}: cannot be read: {error.strerror or error}") from error
     if dataset.num_tokens() == 0:
         raise DataError(f"{dataset.uris[0]}: has no tokens: every length in the dataset is 0")
-    return dataset
+    return replace(dataset, notes=(*dataset.notes, *notes))
 
 
 def scan_files(name: str, reading: Reading, items: Sequence[engines.Item]) -> list[tuple[str, Shard | None]]:
@@ -156,18 +167,24 @@ def _candidates(format: str, reading: Reading) -> list[Format]:
     return [get_format(name, reading) for name in names]
 
 
-def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Format, list[Path]]:
-    """The format of all files at `locations`, and the files."""
-    found = [_files(location, candidates) for location in locations]
+def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Format, list[Path], list[str]]:
+    """The format of all files at `locations`, the files, and notes on them."""
+    notes: list[str] = []
+    found = [_files(location, candidates, notes) for location in locations]
     paths = [path for _, files in found for path in files]
+    if len({*paths}) < len(paths):
+        twice = Counter(paths).most_common(1)[0][0]
+        notes.append(f"{twice} is given more than once, and counted as often")
     if len(candidates) == 1:
-        return candidates[0], paths
+        return candidates[0], paths, notes
     [*formats] = (format_ for format_, _ in found)
-    return (formats[0] if len(found) == 1 else None) or _detect(paths, candidates), paths
+    return (formats[0] if len(found) == 1 else None) or _detect(paths, candidates), paths, notes
 
 
-def _files(location: str, candidates: Sequence[Format]) -> tuple[Format | None, list[Path]]:
-    """The data files that `location` stands for, sorted where it stands for several, and their format where known."""
+def _files(location: str, candidates: Sequence[Format], notes: list[str]) -> tuple[Format | None, list[Path]]:
+    """The data files that `location` stands for, sorted where it stands for several, and their format where known;
+    notes on them are added to `notes`.
+    """
     path = locate(location)
     if path.is_file():
         return None, [_index_of(path)]
@@ -175,7 +192,7 @@ def _files(location: str, candidates: Sequence[Format]) -> tuple[Format | None, 
     if index.is_file():
         return None, [index]
     if path.is_dir():
-        return _files_of_directory(_split_of(path), candidates)
+        return _files_of_directory(_split_of(path), candidates, notes)
     matches = find_matches(location)
     if matches:
         return None, list(dict.fromkeys(map(_index_of, matches)))
@@ -208,13 +225,14 @@ def _split_of(directory: Path) -> Path:
     return splits[0] if splits else directory
 
 
-def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[Format, list[Path]]:
+def _files_of_directory(directory: Path, candidates: Sequence[Format], notes: list[str]) -> tuple[Format, list[Path]]:
     """The only one of `candidates` that files in `directory` have, and these files.
 
     The OSError of a file that cannot be read is passed on, because the file may belong to the dataset. So may one that
-    no format recognises and that ends as they do.
+    no format recognises and that ends as they do. One of another format than the only candidate is left out, with a
+    note.
     """
-    listed = _files_of_state(directory) or sorted(path for path in directory.iterdir() if path.is_file())
+    listed = _files_of_state(directory) or sorted(path for path in directory.iterdir() if is_file_or_gone(path))
     recognise = partial(_recognise, candidates=candidates)
     recognised = (
         map_apart(recognise, listed, threads=_AT_ONCE) if is_remote(str(directory)) else list(map(recognise, listed))
@@ -239,12 +257,19 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[
         raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
     candidate, files = found[0]
     endings = {path.suffix for path in files} - {".json"}  # of which many a file is no data
+    others: list[str] = []
     for path, number in zip(listed, recognised, strict=True):
         if number is None and path.suffix in endings and not (candidate.aside and candidate.aside.fullmatch(path.name)):
+            if len(candidates) == 1 and _recognise(path, [get_format(name, Reading()) for name in FORMATS]) is not None:
+                others.append(path.name)
+                continue
             raise DataError(
                 f"{path}: is not of format {candidate.name}, as {write_count(len(files), 'file')} beside it: it may be "
                 "damaged; write it again, or take it out of the directory"
             )
+    if others:
+        left_out = f"{write_count(len(others), 'file')} of another format, such as {others[0]}"
+        notes.append(f"{directory}: {left_out}, beside {len(files)} of {candidate.name}, is left out")
     return candidate, files
 
 

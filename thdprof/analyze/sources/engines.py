@@ -56,13 +56,19 @@ class ProcessDiedError(Exception):
 
 
 def check_engine(name: str) -> None:
-    """Refuse a name of no engine.
+    """Refuse a name of no engine, and one whose package is not installed.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is one of these.
     """
-    if name not in ("local", "ray") and not name.startswith("ray:"):
+    if name == "local":
+        return
+    if name != "ray" and not name.startswith("ray:"):
         raise UsageError(f"--engine {name}: give local, ray, or ray:ADDRESS of a cluster, such as ray:auto")
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--engine ray: the package ray is not installed: {install_line('ray')}") from error
 
 
 def run(work: Work, items: Sequence[Any], *, engine: str, size: int, parallel: bool) -> Iterator[list[tuple[int, Any]]]:
@@ -211,10 +217,8 @@ class _Ray:
     """Tasks of a Ray cluster, which can see the files and has this package's dependencies."""
 
     def __init__(self, address: str, work: Work) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise UsageError(f"--engine ray: the package ray is not installed: {install_line('ray')}") from error
+        import ray
+
         self._ray, self._ends = ray, not ray.is_initialized()
         if self._ends:
             host, has_port, port = address.rpartition("://")[2].rpartition(":")
@@ -316,9 +320,10 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
         if cache is not None:
             cache.close()
     dataset = format_.join(format_.name, paths, [shards[at] for at in range(len(paths))], reading)
-    if not (text and new and cache is not None and cache.fault is not None):
+    if not (new and cache is not None and cache.fault is not None and (text or reading.cache is not None)):
         return dataset
-    note = f"the counted tokens could not be kept in {cache.directory} ({cache.fault}): give another --cache"
+    what = "the counted tokens" if text else "what was read"
+    note = f"{what} could not be kept in {cache.directory} ({cache.fault}): give another --cache"
     return replace(dataset, notes=(*dataset.notes, note))
 
 
@@ -334,16 +339,20 @@ class KeptShards:
     """
 
     def __init__(self, directory: Path, key: Any) -> None:
-        import sqlite3
-
         self.directory = directory
         self.fault: Exception | None = None
-        self._key, self._database = json.dumps(key, sort_keys=True), None
+        self._key, self._file = json.dumps(key, sort_keys=True), directory / "shards.sqlite"
+        self._database: sqlite3.Connection | None = None
+        self._open()
+
+    def _open(self) -> None:
+        import sqlite3
+
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._database = self._connect(directory / "shards.sqlite")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._database = self._connect(self._file)
         except (OSError, sqlite3.Error) as error:
-            self.fault = error
+            self._database, self.fault = None, error
 
     @staticmethod
     def _connect(file: Path) -> sqlite3.Connection:
@@ -355,7 +364,7 @@ class KeptShards:
             database.execute(make)
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError:  # something else has that name
+        except sqlite3.DatabaseError:  # something else has that name, or it is damaged
             database.close()
             file.replace(file.with_suffix(".broken"))
             database = sqlite3.connect(file, timeout=10)
@@ -369,11 +378,17 @@ class KeptShards:
         kept = {}
         if self._database is not None:
             query = "SELECT stamp, content FROM shards WHERE key = ? AND file = ?"
-            with contextlib.suppress(sqlite3.Error):
+            try:
                 for name in set(names):
                     for stamp, content in self._database.execute(query, (self._key, name)):
                         with contextlib.suppress(Exception):  # a damaged one raises many kinds; it is read anew
                             kept[name] = stamp, unpack(content)
+            except sqlite3.OperationalError as error:
+                self.fault = error
+            except sqlite3.DatabaseError:  # damaged inside
+                self._database.close()
+                self._file.replace(self._file.with_suffix(".broken"))
+                self._open()
         return kept
 
     def keep(self, shards: Sequence[tuple[str, str, Shard]]) -> None:

@@ -214,7 +214,13 @@ def _read_csv(path: Path, keys: Keys) -> NDArray[np.integer]:
     if name is None:
         raise DataError(f"{path}: no column is named {', '.join(keys)}")
     with arrow.arrow_errors(path), json_lines.open_unpacked(path) as file:
-        table = reader.read_csv(file, convert_options=reader.ConvertOptions(include_columns=[name]))
+        table = reader.read_csv(
+            file,
+            parse_options=reader.ParseOptions(newlines_in_values=True),  # else blocks are cut inside quotes
+            convert_options=reader.ConvertOptions(include_columns=[name]),
+        )
+    if table.num_rows == 0:
+        raise DataError(f"{path}: holds no lengths; write it again with data")
     return arrow.integers(table.column(name), f"{path}: column {name}")
 
 
@@ -290,8 +296,8 @@ def draw_lengths(location: str) -> Dataset:
     needed = re.findall(r"[a-z]+", _DISTRIBUTIONS[name])
     known = [*dict.fromkeys((*needed, *_COMMON))]
     values: dict[str, float] = {}
-    for part in text.split(","):
-        key, _, value = part.strip().partition("=")
+    for part in filter(None, map(str.strip, text.split(","))):
+        key, _, value = part.partition("=")
         if key not in known or key in values:
             what = "given twice" if key in values else f"no parameter of it; choose one of {list_choices(key, known)}"
             raise UsageError(f"{location}: {key} is {what}")

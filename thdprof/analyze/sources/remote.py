@@ -94,11 +94,16 @@ def locate(location: str) -> Path:
 
 
 def stamp(path: Path) -> str:
-    """A text that changes when the file does: its size, with its ETag or checksum, or the time of its last change."""
+    """A text that changes when the file does: its size, with its ETag or checksum, or the times of its last changes."""
     if isinstance(path, RemotePath):
         return path.stamp()
     told = path.stat()
-    return f"{told.st_size} {told.st_mtime_ns}"
+    return f"{told.st_size} {told.st_mtime_ns} {told.st_ctime_ns}"
+
+
+def is_file_or_gone(path: Path) -> bool:
+    """Whether it is a file, or a link to one that is gone, which an attempt to read it then says."""
+    return path.is_file() or (not isinstance(path, RemotePath) and path.is_symlink() and not os.path.exists(path))
 
 
 def begins_with(path: Path, *magics: bytes) -> bool:
@@ -149,7 +154,7 @@ def map_apart[Each, Result](
 def find_matches(location: str) -> list[Path]:
     """The files that the glob `location` stands for, sorted; names of directories may have wildcards, too."""
     if not is_remote(location):
-        return sorted(path for match in glob.glob(location) if (path := Path(match)).is_file())
+        return sorted(path for match in glob.glob(location) if is_file_or_gone(path := Path(match)))
     pattern = locate(location)
     parts = PurePath(*pattern.parts).parts
     fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))

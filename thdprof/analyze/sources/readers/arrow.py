@@ -10,6 +10,7 @@ import json
 import mmap
 import struct
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -30,7 +31,10 @@ def arrow_errors(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError, UnicodeError, struct.error) as error:
+    except (
+        *(pa.ArrowException, OSError, MemoryError, ValueError, OverflowError, UnicodeError, struct.error),
+        *(EOFError, zlib.error),  # of gzip
+    ) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split()).split(" Detail:")[0][:200] or type(error).__name__

@@ -312,4 +312,5 @@ def _check_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> N
 
 def _quote(value: Any) -> str:
     text = value.strip().decode("utf-8", "replace") if isinstance(value, bytes) else json.dumps(value)
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:41])
     return text if len(text) <= 40 else text[:37] + "..."

@@ -431,9 +431,12 @@ class ParquetFile:
         self.check_pages(leaf)
         with arrow_errors(self.path):
             column = self.arrow.read(columns=[self.arrow.schema.column(leaf).path]).column(0)
-        if len(column) != self.num_rows():  # pyarrow stops at an empty page without an error
-            raise DataError(f"{self.path}: column {name}: {len(column)} rows of the footer's {self.num_rows()}")
+        self._check_rows(name, len(column), self.num_rows())
         return column
+
+    def _check_rows(self, name: str, found: int, rows: int) -> None:
+        if found != rows:  # pyarrow stops at an empty page without an error
+            raise DataError(f"{self.path}: column {name}: {found} rows of the footer's {rows}")
 
     def batches(self, names: Sequence[str], rows: int) -> Iterator[Any]:
         """Record batches of the columns `names`, of at most `rows` rows."""
@@ -461,6 +464,7 @@ class ParquetFile:
                 self.check_pages(leaf)
                 with arrow_errors(self.path):
                     lists = self.arrow.read_row_group(chunk.group, columns=[name]).column(0)
+                self._check_rows(name, len(lists), chunk.num_rows)
                 of_chunk = arrow.row_lengths(lists, f"{self.path}: column {name}", row)
             lengths.append(of_chunk)
             row += chunk.num_rows
