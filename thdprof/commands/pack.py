@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from thdprof.commands import streams
 from thdprof.commands.analyze import check_not_refused
 from thdprof.commands.options import (
-    Datasets,
     Force,
     Json,
     RunOptions,
+    dataset_argument,
     output_option,
     pack_option,
     with_settings,
@@ -22,7 +22,10 @@ from thdprof.errors import UsageError
 @with_settings
 def pack(
     *,
-    datasets: Datasets = None,
+    datasets: Annotated[
+        list[str] | None,
+        dataset_argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
+    ] = None,
     run: RunOptions,
     max_docs: Annotated[
         str | None,
