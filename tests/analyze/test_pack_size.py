@@ -122,3 +122,12 @@ def test_a_plan_of_a_given_pack_size_is_no_guess_nor_is_one_from_before_the_fiel
     held = check(parse_plan(old, where="plan"))
     assert (held.table.exact, held.table.size_guessed) == (True, False)
     assert not [note for note in held.notes if "pack size" in note]
+
+
+@pytest.mark.parametrize(
+    ("write", "owner"),
+    [(files.write_trl, "TRL's max_length"), (files.write_llamafactory, "LLaMA-Factory's cutoff_len")],
+)
+def test_the_note_names_the_packers_own_size(write, owner, tmp_path):
+    notes = analyze_dataset(write(tmp_path / "rows.arrow", [[4, 3], [5, 5]])).notes
+    assert any(f"{owner} is that or more" in note for note in notes)

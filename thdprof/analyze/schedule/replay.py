@@ -214,7 +214,9 @@ def replay(
     if planned_guess:
         guessed = dataset.pack_tokens != settings.seq_length
     if guessed:
-        schedule = _mark_guessed_size(schedule, kind, settings, planned=planned_guess)
+        trainers = "LLaMA-Factory's cutoff_len" if dataset.format == "llamafactory" else "TRL's max_length"
+        owner = {"bridge": "Megatron-Bridge's pack size", "trl": trainers}.get(kind, "training's sequence length")
+        schedule = _mark_guessed_size(schedule, kind, settings, owner=owner, planned=planned_guess)
     return Replay(
         kind=kind,
         settings=settings,
@@ -237,13 +239,15 @@ def _kind(content: Content) -> Kind:
             return "streams"
 
 
-def _mark_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:
+def _mark_guessed_size(
+    schedule: Schedule, kind: Kind, settings: TrainingSettings, *, owner: str, planned: bool
+) -> Schedule:
     """The schedule with a note on its pack size, and not exact where training's counts depend on that size.
 
     Megatron-Bridge and tail policies fill rows up to it: then every full row would have a document more. The Trainer's
-    rows are filled up to the size that the plan itself gives. `planned` tells that a plan holds the guess.
+    rows are filled up to the size that the plan itself gives. `owner` names that size, and `planned` tells that a plan
+    holds the guess.
     """
-    owner = {"bridge": "Megatron-Bridge's pack size", "trl": "TRL's max_length"}.get(kind, "training's sequence length")
     fills = kind == "bridge" or (settings.tail_policy != "none" and settings.loader != "trainer")
     row, give = ("the plan's fullest row", "analyse again with") if planned else ("the fullest row", "give")
     remedy = f", and tails are counted by it: {give} training's as --seq-length" if fills else ""
