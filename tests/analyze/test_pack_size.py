@@ -124,10 +124,13 @@ def test_a_plan_of_a_given_pack_size_is_no_guess_nor_is_one_from_before_the_fiel
     assert not [note for note in held.notes if "pack size" in note]
 
 
-@pytest.mark.parametrize(
-    ("write", "owner"),
-    [(files.write_trl, "TRL's max_length"), (files.write_llamafactory, "LLaMA-Factory's cutoff_len")],
-)
-def test_the_note_names_the_packers_own_size(write, owner, tmp_path):
-    notes = analyze_dataset(write(tmp_path / "rows.arrow", [[4, 3], [5, 5]])).notes
-    assert any(f"{owner} is that or more" in note for note in notes)
+def test_the_note_names_the_packers_own_size(tmp_path):
+    ends = [{"sequence_boundaries": [0, 4, 7, 9], "image_subseq_ids": []}, {"sequence_boundaries": [0, 5, 10, 12]}]
+    packed = {"input_ids": [[1] * 9, [1] * 12], "packing_params": ends}  # the last ones are padding
+    paths = {
+        "TRL's max_length": files.write_trl(tmp_path / "trl.arrow", [[4, 3], [5, 5]]),
+        "LLaMA-Factory's cutoff_len": files.write_table(tmp_path / "packed.arrow", packed),
+    }
+    for owner, path in paths.items():
+        note = f"pack size taken from the fullest row, 10 tokens; {owner} is that or more"
+        assert note in analyze_dataset(path).notes
