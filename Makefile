@@ -13,7 +13,7 @@ TEST_EXTRAS := test,megatron
 # By uv, which fetches and unpacks packages at once, and those of both environments once; by pip where there is no uv.
 # Modules are compiled as they are imported.
 PIP := -m pip install --disable-pip-version-check -q --no-compile
-install_in = $(1) -m uv pip install -q $(2) || $(1) $(PIP) $(2)
+install_in = $(1) -m uv pip install -q --python $(1) $(2) || $(1) $(PIP) $(2)
 # Processes of tests import torch and Megatron anew: uncompiled, that takes twice the time or more.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -95,6 +95,21 @@ def test_a_cache_that_is_damaged_inside_is_made_anew(tmp_path, shards, several):
     assert (shards / ".thdprof" / "shards.broken").exists()
 
 
+def test_a_damaged_cache_that_cannot_be_renamed_is_noted(tmp_path, shards, monkeypatch):
+    expected = read_dataset([str(shards)], cache=tmp_path / "kept")
+    content = (tmp_path / "kept" / "shards.sqlite").read_bytes()
+    (tmp_path / "kept" / "shards.sqlite").write_bytes(content[:4096] + b"\xa5" * 12288 + content[16384:])
+    (tmp_path / "kept" / "shards.broken").mkdir()
+    again = read_dataset([str(shards)], cache=tmp_path / "kept")
+    assert again.fingerprint == expected.fingerprint
+    assert "could not be kept in" in again.notes[-1]
+
+
+def test_a_shard_without_arrays_is_none():
+    with pytest.raises(ValueError, match="no array"):
+        engines.unpack(engines.pack(Shard(())))
+
+
 def test_a_cache_that_was_named_and_cannot_be_used_is_noted(tmp_path, shards):
     (tmp_path / "file").write_text("")
     (note,) = read_dataset([str(shards)], cache=tmp_path / "file").notes

@@ -6,6 +6,7 @@ A new format is one module with a `FORMAT`, listed here.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from thdprof.analyze.sources.readers.npy import MAGIC
 from thdprof.analyze.sources.remote import (
     begins_with,
     find_matches,
-    is_file_or_gone,
+    is_link_to_nothing,
     is_remote,
     locate,
     map_apart,
@@ -170,10 +171,11 @@ def _candidates(format: str, reading: Reading) -> list[Format]:
 def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Format, list[Path], list[str]]:
     """The format of all files at `locations`, the files, and notes on them."""
     notes: list[str] = []
-    found = [_files(location, candidates, notes) for location in locations]
+    found = [_files(location, candidates) for location in locations]
     paths = [path for _, files in found for path in files]
-    if len({*paths}) < len(paths):
-        twice = Counter(paths).most_common(1)[0][0]
+    given = [str(p) if is_remote(str(p)) else os.path.abspath(p) for p in paths] if len(locations) > 1 else []
+    if len({*given}) < len(given):
+        twice = paths[given.index(Counter(given).most_common(1)[0][0])]
         notes.append(f"{twice} is given more than once, and counted as often")
     if len(candidates) == 1:
         return candidates[0], paths, notes
@@ -181,10 +183,8 @@ def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Forma
     return (formats[0] if len(found) == 1 else None) or _detect(paths, candidates), paths, notes
 
 
-def _files(location: str, candidates: Sequence[Format], notes: list[str]) -> tuple[Format | None, list[Path]]:
-    """The data files that `location` stands for, sorted where it stands for several, and their format where known;
-    notes on them are added to `notes`.
-    """
+def _files(location: str, candidates: Sequence[Format]) -> tuple[Format | None, list[Path]]:
+    """The data files that `location` stands for, sorted where it stands for several, and their format where known."""
     path = locate(location)
     if path.is_file():
         return None, [_index_of(path)]
@@ -192,7 +192,7 @@ def _files(location: str, candidates: Sequence[Format], notes: list[str]) -> tup
     if index.is_file():
         return None, [index]
     if path.is_dir():
-        return _files_of_directory(_split_of(path), candidates, notes)
+        return _files_of_directory(_split_of(path), candidates)
     matches = find_matches(location)
     if matches:
         return None, list(dict.fromkeys(map(_index_of, matches)))
@@ -225,14 +225,13 @@ def _split_of(directory: Path) -> Path:
     return splits[0] if splits else directory
 
 
-def _files_of_directory(directory: Path, candidates: Sequence[Format], notes: list[str]) -> tuple[Format, list[Path]]:
+def _files_of_directory(directory: Path, candidates: Sequence[Format]) -> tuple[Format, list[Path]]:
     """The only one of `candidates` that files in `directory` have, and these files.
 
     The OSError of a file that cannot be read is passed on, because the file may belong to the dataset. So may one that
-    no format recognises and that ends as they do. One of another format than the only candidate is left out, with a
-    note.
+    no format recognises and that ends as they do.
     """
-    listed = _files_of_state(directory) or sorted(path for path in directory.iterdir() if is_file_or_gone(path))
+    listed = _files_of_state(directory) or sorted(path for path in directory.iterdir() if path.is_file())
     recognise = partial(_recognise, candidates=candidates)
     recognised = (
         map_apart(recognise, listed, threads=_AT_ONCE) if is_remote(str(directory)) else list(map(recognise, listed))
@@ -254,23 +253,18 @@ def _files_of_directory(directory: Path, candidates: Sequence[Format], notes: li
             found.remove((candidate, files))
     if len(found) > 1:
         kinds = ", ".join(f"{len(files)} of {candidate.name}" for candidate, files in found)
-        raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
+        raise DataError(f"{directory}: holds several formats ({kinds}); name the files of one of them")
     candidate, files = found[0]
     endings = {path.suffix for path in files} - {".json"}  # of which many a file is no data
-    others: list[str] = []
     for path, number in zip(listed, recognised, strict=True):
         if number is None and path.suffix in endings and not (candidate.aside and candidate.aside.fullmatch(path.name)):
-            if len(candidates) == 1 and _recognise(path, [get_format(name, Reading()) for name in FORMATS]) is not None:
-                others.append(path.name)
-                continue
             raise DataError(
                 f"{path}: is not of format {candidate.name}, as {write_count(len(files), 'file')} beside it: it may be "
                 "damaged; write it again, or take it out of the directory"
             )
-    if others:
-        left_out = f"{write_count(len(others), 'file')} of another format, such as {others[0]}"
-        notes.append(f"{directory}: {left_out}, beside {len(files)} of {candidate.name}, is left out")
-    return candidate, files
+    others = [] if is_remote(str(directory)) else directory.iterdir()
+    gone = [path for path in others if path.suffix in endings and is_link_to_nothing(path)]
+    return candidate, sorted([*files, *gone])  # an attempt to read such a link says that its file is gone
 
 
 def _files_of_state(directory: Path) -> list[Path]:

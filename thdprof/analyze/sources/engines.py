@@ -345,11 +345,13 @@ class KeptShards:
         self._database: sqlite3.Connection | None = None
         self._open()
 
-    def _open(self) -> None:
+    def _open(self, *, anew: bool = False) -> None:
         import sqlite3
 
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if anew:
+                self._file.replace(self._file.with_suffix(".broken"))
             self._database = self._connect(self._file)
         except (OSError, sqlite3.Error) as error:
             self._database, self.fault = None, error
@@ -364,7 +366,7 @@ class KeptShards:
             database.execute(make)
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError:  # something else has that name, or it is damaged
+        except (sqlite3.DatabaseError, UnicodeError):  # something else has that name, or it is damaged
             database.close()
             file.replace(file.with_suffix(".broken"))
             database = sqlite3.connect(file, timeout=10)
@@ -387,8 +389,7 @@ class KeptShards:
                 self.fault = error
             except sqlite3.DatabaseError:  # damaged inside
                 self._database.close()
-                self._file.replace(self._file.with_suffix(".broken"))
-                self._open()
+                self._open(anew=True)
         return kept
 
     def keep(self, shards: Sequence[tuple[str, str, Shard]]) -> None:
@@ -421,4 +422,6 @@ def unpack(content: bytes) -> Shard:
     """The shard in bytes of `pack`; raises errors of many kinds for others."""
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
         arrays = tuple(saved[f"arr_{index}"] for index in range(len(saved.files) - 1))
+        if not arrays:
+            raise ValueError("no array")
         return Shard(arrays, json.loads(saved["facts"].tobytes()))

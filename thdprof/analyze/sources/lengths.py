@@ -207,6 +207,10 @@ def _find_csv_column(path: Path, keys: Keys) -> str | None:
     return next((key for key in keys if key in columns), None)
 
 
+_CSV_BLOCK = 2**24
+"""Bytes of a block, and of the longest row."""
+
+
 def _read_csv(path: Path, keys: Keys) -> NDArray[np.integer]:
     from pyarrow import csv as reader
 
@@ -216,6 +220,7 @@ def _read_csv(path: Path, keys: Keys) -> NDArray[np.integer]:
     with arrow.arrow_errors(path), json_lines.open_unpacked(path) as file:
         table = reader.read_csv(
             file,
+            read_options=reader.ReadOptions(block_size=_CSV_BLOCK),
             parse_options=reader.ParseOptions(newlines_in_values=True),  # else blocks are cut inside quotes
             convert_options=reader.ConvertOptions(include_columns=[name]),
         )

@@ -101,9 +101,14 @@ def stamp(path: Path) -> str:
     return f"{told.st_size} {told.st_mtime_ns} {told.st_ctime_ns}"
 
 
-def is_file_or_gone(path: Path) -> bool:
-    """Whether it is a file, or a link to one that is gone, which an attempt to read it then says."""
-    return path.is_file() or (not isinstance(path, RemotePath) and path.is_symlink() and not os.path.exists(path))
+def is_link_to_nothing(path: Path) -> bool:
+    """Whether it is a link to a file that is gone; an editor's lock, which is hidden, is none."""
+    return (
+        not isinstance(path, RemotePath)
+        and path.is_symlink()
+        and not os.path.exists(path)
+        and not path.name.startswith(".")
+    )
 
 
 def begins_with(path: Path, *magics: bytes) -> bool:
@@ -154,7 +159,10 @@ def map_apart[Each, Result](
 def find_matches(location: str) -> list[Path]:
     """The files that the glob `location` stands for, sorted; names of directories may have wildcards, too."""
     if not is_remote(location):
-        return sorted(path for match in glob.glob(location) if is_file_or_gone(path := Path(match)))
+        matches = [Path(match) for match in glob.glob(location)]
+        files = [path for path in matches if path.is_file()]
+        endings = {path.suffix for path in files}
+        return sorted([*files, *(path for path in matches if path.suffix in endings and is_link_to_nothing(path))])
     pattern = locate(location)
     parts = PurePath(*pattern.parts).parts
     fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))

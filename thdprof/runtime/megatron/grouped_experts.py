@@ -173,16 +173,21 @@ def accumulate(weights: Sequence[Any], found: torch.Tensor) -> list[torch.Tensor
     together = side_by_side(sums)
     parts = [(together, found)] if together is not None else zip([s[None] for s in sums], found.split(1), strict=True)
     for totals, gradients in parts:
-        if totals.device.type == "cuda" and totals[0].is_contiguous() and gradients.is_contiguous():
-            from thdprof.runtime.megatron.gradient_sums import add_gradients
-
-            add_gradients(totals, gradients)
-        else:
-            totals.add_(gradients)
+        is_plain = totals.device.type == "cuda" and totals[0].is_contiguous() and gradients.is_contiguous()
+        (_adder() if is_plain else torch.Tensor.add_)(totals, gradients)
     for weight in weights:
         weight.grad_added_to_main_grad = True
     dummy = _dummy(weights[0].shape, weights[0].dtype, weights[0].device)
     return [dummy.detach() for _ in weights]
+
+
+@cache
+def _adder() -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    try:
+        from thdprof.runtime.megatron.gradient_sums import add_gradients
+    except ImportError:  # a torch without Triton
+        return torch.Tensor.add_
+    return add_gradients
 
 
 @cache
