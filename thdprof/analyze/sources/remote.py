@@ -97,8 +97,8 @@ def stamp(path: Path) -> str:
     """A text that changes when the file does: its size, with its ETag or checksum, or the times of its last changes."""
     if isinstance(path, RemotePath):
         return path.stamp()
-    told = path.stat()
-    return f"{told.st_size} {told.st_mtime_ns} {told.st_ctime_ns}"
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def is_link_to_nothing(path: Path) -> bool:
