@@ -346,32 +346,24 @@ class KeptShards:
         self._open()
 
     def _open(self, *, anew: bool = False) -> None:
+        """Open the database; `anew`: set aside what has its name, and make another one."""
         import sqlite3
 
+        make = "CREATE TABLE IF NOT EXISTS shards (key, file, stamp, content, PRIMARY KEY (key, file))"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if anew:
                 self._file.replace(self._file.with_suffix(".broken"))
-            self._database = self._connect(self._file)
-        except (OSError, sqlite3.Error) as error:
+            self._database = sqlite3.connect(self._file, timeout=10)
+            self._database.execute(make)
+        except (OSError, sqlite3.OperationalError) as error:
             self._database, self.fault = None, error
-
-    @staticmethod
-    def _connect(file: Path) -> sqlite3.Connection:
-        import sqlite3
-
-        make = "CREATE TABLE IF NOT EXISTS shards (key, file, stamp, content, PRIMARY KEY (key, file))"
-        database = sqlite3.connect(file, timeout=10)
-        try:
-            database.execute(make)
-        except sqlite3.OperationalError:
-            raise
-        except (sqlite3.DatabaseError, UnicodeError):  # something else has that name, or it is damaged
-            database.close()
-            file.replace(file.with_suffix(".broken"))
-            database = sqlite3.connect(file, timeout=10)
-            database.execute(make)
-        return database
+        except (sqlite3.DatabaseError, UnicodeError) as error:  # something else has that name, or it is damaged
+            if anew or self._database is None:
+                self._database, self.fault = None, error
+            else:
+                self._database.close()
+                self._open(anew=True)
 
     def load(self, names: Iterable[str]) -> dict[str, tuple[str, Shard]]:
         """The stamp and the shard of each file that is kept among `names`, by its name."""
