@@ -24,8 +24,6 @@ from torch import nn
 from torch.nn import functional
 
 from thdprof.analyze.report.comparison import print_comparison
-from thdprof.analyze.schedule import samplers
-from thdprof.analyze.schedule.gpt_dataset import train_share
 from thdprof.analyze.sources import read_dataset
 from thdprof.compare.statistics import compare, read_stats
 from thdprof.dispatch import BY_SHAPE, Dispatcher
@@ -35,6 +33,8 @@ from thdprof.runtime import Bucket, PackedSequence, Stats, graphed, pack
 from thdprof.runtime.padding import boundaries_of, shape_of
 from thdprof.runtime.stack import PackedStack
 from thdprof.runtime.stats import Prediction
+from thdprof.schedule import samplers
+from thdprof.systems.megatron_gpt import train_share
 
 VOCABULARY = 256
 Step = list[PackedSequence]

@@ -34,8 +34,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from thdprof.analyze.schedule.packers import pack_rows  # noqa: E402
-from thdprof.analyze.schedule.step_packers import pack_steps  # noqa: E402
+from thdprof.systems import find_packer  # noqa: E402
 from thdprof.training import TrainingSettings  # noqa: E402
 
 Packs = list[list[int]]
@@ -57,7 +56,7 @@ def load(path: Path, *names: str, **given: Any) -> SimpleNamespace:
 def pack(documents: list[int], **values: Any) -> Packs:
     """thdprof's packs."""
     settings = TrainingSettings(**values)
-    packing = (pack_steps if "loader" in values else pack_rows)(np.array(documents, dtype=np.int32), settings)
+    packing = find_packer(settings.packer).pack(np.array(documents, dtype=np.int32), settings)
     return [part.tolist() for part in np.split(packing.rows.document_tokens, packing.rows.row_offsets[1:-1])]
 
 

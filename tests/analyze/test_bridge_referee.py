@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from thdprof.analyze.schedule.replay import build_schedule
+from thdprof.analyze.replay import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources import read_dataset
 

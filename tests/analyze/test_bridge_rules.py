@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import bridge_referee as referee  # skips without megatron-bridge, fails where that does not import
 
-from thdprof.analyze.schedule.replay import build_schedule
+from thdprof.analyze.replay import build_schedule
 from thdprof.analyze.sources import read_dataset
 from thdprof.training import TrainingSettings
 

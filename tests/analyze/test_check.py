@@ -15,11 +15,11 @@ from support.sample_files import cost_table, write_bridge, write_bridge_npy, wri
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check, dispatch
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.compare.revision import revise
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan, parse_plan
+from thdprof.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.words import separate_shares
 
 COSTS = cost_table()

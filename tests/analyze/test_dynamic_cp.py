@@ -20,14 +20,14 @@ from thdprof.analyze.buckets.recommend import recommend
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.analysis import print_report
-from thdprof.analyze.schedule import dynamic_cp
-from thdprof.analyze.schedule.dynamic_cp import Group, StoppedError, align_rounds, deal
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.settings.limits import Limits
-from thdprof.analyze.sources.base import UnpackedDocuments
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import parse_plan
+from thdprof.read.dataset import UnpackedDocuments
+from thdprof.schedule import dynamic_cp
+from thdprof.schedule.dynamic_cp import Group, StoppedError, align_rounds, deal
+from thdprof.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.training import TrainingSettings
 
 RANKS = (1, 2, 4, 8)
@@ -450,9 +450,9 @@ class TestDynamicCp:
 def test_compiled_equals_interpreted(packer, rng, monkeypatch):
     lengths = random_lengths(rng, 8 * 100, 800).reshape(10, 80)
     values = run_settings(packer, 8, 100)
-    monkeypatch.setattr("thdprof.analyze.schedule.compiled._WORTH_COMPILING", 2**62)
+    monkeypatch.setattr("thdprof.schedule.compiled._WORTH_COMPILING", 2**62)
     plain = groups_of(lengths, values)
-    monkeypatch.setattr("thdprof.analyze.schedule.compiled._WORTH_COMPILING", 0)
+    monkeypatch.setattr("thdprof.schedule.compiled._WORTH_COMPILING", 0)
     assert groups_of(lengths, values) == plain
 
 

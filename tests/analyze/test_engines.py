@@ -19,9 +19,10 @@ from support import sample_files
 from support.kept_shards import change_kept
 from support.rank_processes import ForkedProgram
 
-from thdprof.analyze.sources import engines, read_dataset
-from thdprof.analyze.sources.base import Shard
+from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, UsageError
+from thdprof.read import engines
+from thdprof.read.dataset import Shard
 
 
 @pytest.fixture

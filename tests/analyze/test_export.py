@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import yaml
 
-from thdprof.analyze.export import TARGETS, export_plan
+from thdprof.analyze.export import export_plan
 from thdprof.errors import UsageError
 from thdprof.plan import Plan, parse_plan
+from thdprof.systems import find_target
+from thdprof.training.systems import EXPORTS
 
 
 def percentiles(most: int) -> dict:
@@ -126,9 +128,9 @@ def words_of(exported) -> list[str]:
 def test_targets_describe_what_they_give():
     megatron = ["megatron-lm", "megatron-lm-dev", "megatron-bridge", "megatron-rl"]
     others = ["axolotl", "torchtitan", "maxtext", "levanter", "nemo-rl", "verl", "torch", "json"]
-    assert list(TARGETS) == [*megatron, *others]
-    for name, target in TARGETS.items():
-        exported = export_plan(plan_for(name), name)
+    assert list(EXPORTS) == [*megatron, *others]
+    for name in EXPORTS:
+        target, exported = find_target(name), export_plan(plan_for(name), name)
         assert exported.text.endswith("\n")
         assert target.title in exported.text.split("\n")[0]
 
@@ -436,7 +438,7 @@ def test_a_cap_that_would_fail_is_refused(target, least):
 @pytest.mark.parametrize(
     ("target", "max_seqs", "message"),
     [
-        ("nemo", None, f"--to nemo: unknown; choose one of {', '.join(TARGETS)}"),
+        ("nemo", None, f"--to nemo: unknown; choose one of {', '.join(EXPORTS)}"),
         ("json", 5, "--max-seqs 5: target json gives the plan as it is and takes no cap; leave it out"),
         ("megatron-lm", 0, "--max-seqs 0: must be at least 1 and less than 2**31"),
     ],

@@ -33,13 +33,15 @@ from support import conversations
 from support import sample_files as files
 from support.paths import ROOT
 
-from thdprof.analyze.sources import FORMATS, read_dataset
-from thdprof.analyze.sources.base import PackedRows, Reading
-from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
-from thdprof.analyze.sources.readers import count_trl_tokens, npy, unpickler
-from thdprof.analyze.sources.readers.parquet import CorruptPage, list_lengths, pages
-from thdprof.analyze.sources.readers.tokenize_program import Refused, load_tokenizer
+from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, UsageError
+from thdprof.read import npy, unpickler
+from thdprof.read.dataset import PackedRows, Reading
+from thdprof.read.parquet import CorruptPage, list_lengths, pages
+from thdprof.systems import count_trl_tokens
+from thdprof.systems.megatron_sft import conversations_of, lines_of
+from thdprof.systems.tokenize_program import Refused, load_tokenizer
+from thdprof.training import FORMATS
 
 CASES_A_FILE = 200
 ADDRESS_SPACE_BYTES = 4 * 2**30

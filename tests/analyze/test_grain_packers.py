@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thdprof.analyze.schedule.grain import shuffle
-from thdprof.analyze.schedule.replay import replay
-from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
+from thdprof.analyze.replay import replay
 from thdprof.errors import DataError, UsageError
-from thdprof.training import GRAIN_PACKERS
+from thdprof.read.dataset import Dataset, UnpackedDocuments
+from thdprof.schedule.grain import shuffle
+from thdprof.systems import maxtext, torchtitan
 
 RECORDED = {
     "torchtitan_first_fit": "144b59d9c53ee763",
@@ -122,7 +122,7 @@ def read_by_grain(documents: list[int], given: dict[str, Any], stream: int, stre
         yield np.bincount(row["inputs_segment_ids"])[1:].tolist()
 
 
-@pytest.mark.parametrize("packer", GRAIN_PACKERS)
+@pytest.mark.parametrize("packer", [p.name for p in (*torchtitan.PACKERS, *maxtext.PACKERS)])
 def test_micro_batches_equal_grains(packer):
     rng, runs = np.random.default_rng(11), []
     for _ in range(40):

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from thdprof.analyze.schedule.replay import build_schedule
+from thdprof.analyze.replay import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError
@@ -140,7 +140,7 @@ def test_a_separate_last_epoch_and_a_joint_one(tmp_path):
 def test_torch_randperm_is_reproduced():
     import torch
 
-    from thdprof.analyze.schedule.samplers import torch_randperm
+    from thdprof.schedule.samplers import torch_randperm
 
     compared = 0
     for size in (0, 1, 2, 3, 10, 1000, 60_000, 250_000):

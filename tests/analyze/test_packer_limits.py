@@ -11,10 +11,12 @@ from support.sample_files import write_lines
 
 from thdprof.analyze import analysis, analyze_dataset, make_plan
 from thdprof.analyze.analysis import answer
-from thdprof.analyze.schedule.replay import build_schedule
+from thdprof.analyze.replay import build_schedule
 from thdprof.plan import load_plan
-from thdprof.training import LIMITED_PACKERS
+from thdprof.systems import find_packer
+from thdprof.training import PACKERS
 
+LIMITED = [name for name in PACKERS if (limit := find_packer(name).limit) is not None and limit.in_training]
 LENGTHS = np.clip(np.random.default_rng(5).lognormal(4.5, 1.2, 3000), 1, 1024).astype(int)
 RUN = {"seq_length": 1024, "global_batch_size": 32, "data_parallel_size": 2}
 
@@ -24,7 +26,7 @@ def analyze(packer, lengths=LENGTHS, **given):
     return analyze_dataset(lengths, packer=packer, **RUN, **loader, **given)
 
 
-@pytest.mark.parametrize("packer", LIMITED_PACKERS)
+@pytest.mark.parametrize("packer", LIMITED)
 def test_every_cap_costs_what_the_packer_makes_of_it(packer):
     result = analyze(packer)
     limits, now = result.packer_limits, result.packing_efficiency
@@ -80,7 +82,7 @@ def test_a_limit_of_one_row_is_not_priced_where_micro_batches_join_rows(packer):
     assert analyze("torchtitan_first_fit", micro_batch_size=2).packer_limits
 
 
-@pytest.mark.parametrize("packer", LIMITED_PACKERS)
+@pytest.mark.parametrize("packer", LIMITED)
 def test_the_limit_says_where_documents_of_padding_come_on_top(packer):
     result = analyze(packer)
     cap = result.packer_limits[0].max_docs

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
 
-from thdprof.analyze.schedule import compiled
-from thdprof.analyze.schedule.packers import dp_balanced, pack_rows
 from thdprof.errors import DataError, UsageError
+from thdprof.schedule import compiled
+from thdprof.systems import find_packer
 from thdprof.training import TrainingSettings
 
 PACKERS = ("first_fit_decreasing", "first_fit_shuffle", "next_fit", "best_fit_decreasing")
@@ -27,7 +27,7 @@ def rows_of(rows) -> list[list[int]]:
 
 def pack(documents, packer="next_fit", pack_tokens=10, seed=0, **options):
     settings = TrainingSettings(packer=packer, seq_length=pack_tokens, seed=seed, **options)
-    return pack_rows(np.array(documents, dtype=np.int32), settings)
+    return find_packer(settings.packer).pack(np.array(documents, dtype=np.int32), settings)
 
 
 def by_search(documents, pack_tokens, cap, prefer) -> list[list[int]]:
@@ -92,8 +92,8 @@ class TestByHand:
             pack([0, 0], "best_fit_decreasing")
         with pytest.raises(UsageError, match=r"max_docs_per_pack 1: leaves no document .* use 2 or more"):
             pack([1], max_docs_per_pack=1, tail_policy="append_dummy_seq")
-        with pytest.raises(UsageError, match="--packer dp_balanced"):
-            pack([1], "dp_balanced")
+        with pytest.raises(UsageError, match="--packer torchtitan_first_fit: does not make rows"):
+            pack([1], "torchtitan_first_fit")
         with pytest.raises(UsageError, match="--pad-seq-to-mult 16: is more than --seq-length 10"):
             pack([1], pad_seq_to_mult=16)
 
@@ -235,7 +235,7 @@ def megatron_steps(documents, values: TrainingSettings) -> list[list[list[list[i
 
 def balance(documents, settings):
     """The packs of `dp_balanced`, and the micro-batches of one rank in every step."""
-    packing = dp_balanced(documents, settings)
+    packing = find_packer("dp_balanced").pack(documents, settings)
     return packing.rows, packing.num_microbatches
 
 
@@ -288,7 +288,7 @@ class TestDpBalanced:
             values = dp_settings(**case["settings"], global_batch_size=len(documents))
             if case["packs_by_rank"] is None:
                 with pytest.raises(DataError, match=r"step 0: its \d+ documents cannot be spread"):
-                    dp_balanced(documents, settings=values)
+                    balance(documents, settings=values)
                 stopped += 1
                 continue
             rows, microbatches = balance(documents, settings=values)
@@ -321,7 +321,7 @@ class TestDpBalanced:
                 expected = megatron_steps(documents.tolist(), values)
             except IndexError:
                 with pytest.raises(DataError, match=r"step \d+: its \d+ documents cannot be spread"):
-                    dp_balanced(documents, settings=values)
+                    balance(documents, settings=values)
                 continue
             rows, microbatches = balance(documents, settings=values)
             assert rows_of(rows) == [pack for step in expected for rank in step for pack in rank]
@@ -332,16 +332,16 @@ class TestDpBalanced:
     def test_refusals(self):
         few = np.array([1, 1], dtype=np.int32)
         with pytest.raises(DataError, match="2 documents do not make one step of --global-batch-size 4"):
-            dp_balanced(few, settings=dp_settings(global_batch_size=4))
+            balance(few, settings=dp_settings(global_batch_size=4))
         with pytest.raises(DataError, match=r"step 0: its 2 documents .* multiple of 4 packs"):
-            dp_balanced(
+            balance(
                 few,
                 settings=dp_settings(
                     global_batch_size=2, data_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_size=2
                 ),
             )
         with pytest.raises(UsageError, match="--seq-length 10: must be a multiple of --pad-seq-to-mult 4"):
-            dp_balanced(few, settings=dp_settings(pad_seq_to_mult=4))
+            balance(few, settings=dp_settings(pad_seq_to_mult=4))
 
 
 @settings(max_examples=20, deadline=None)

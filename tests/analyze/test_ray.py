@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support import conversations, sample_files
 
-from thdprof.analyze.sources import engines, read_dataset
+from thdprof.analyze.sources import read_dataset
+from thdprof.read import engines
 
 pytest.importorskip("ray")
 

@@ -22,8 +22,8 @@ from support import conversations, sample_files
 from support.object_store import serve
 
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.remote import READING, Entry, RemotePath, find_matches, locate, map_apart, stamp
 from thdprof.errors import DataError, UsageError
+from thdprof.read.remote import READING, Entry, RemotePath, find_matches, locate, map_apart, stamp
 
 ROWS = [[5, 6, 7], [9], [3, 3], [12, 1], [8]]
 
@@ -148,7 +148,7 @@ def test_few_bytes_of_large_files_are_fetched(store):
 
 
 def test_a_store_that_fails_for_a_while_is_asked_again(store, monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("thdprof.read.remote._PAUSES", (0.01, 0.01))
     sample_files.write_lines(bucket(store) / "lengths.jsonl", list(range(1, 40_000)))
     expected = read_dataset([str(bucket(store) / "lengths.jsonl")])
     store.statuses = [503, 500, 429]
@@ -178,7 +178,7 @@ class Short:
 
 
 def test_an_answer_that_lacks_its_end_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("thdprof.read.remote._PAUSES", (0.01, 0.01))
     assert RemotePath("key", store=Short(2)).read_bytes() == b"0123456789"
     with pytest.raises(OSError, match="3 of 10 bytes came") as raised:
         RemotePath("key", store=Short(3)).read_bytes()
@@ -195,7 +195,7 @@ def test_an_answer_that_lacks_its_end_is_asked_for_again(monkeypatch):
     ],
 )
 def test_a_status_in_a_name_is_no_denial(reason, denied, monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", ())
+    monkeypatch.setattr("thdprof.read.remote._PAUSES", ())
     failing = Short(0)
     failing.look_up = lambda key: (_ for _ in ()).throw(OSError(reason))
     with pytest.raises(OSError) as raised:
@@ -228,7 +228,7 @@ def test_stores_that_fsspec_reads_by_coroutines_need_take_no_option_of_it(has_ra
         assert sum(end - start for start, end in asked) < len(content) / 2
     else:
         with (
-            mock.patch("thdprof.analyze.sources.remote._PAUSES", ()),
+            mock.patch("thdprof.read.remote._PAUSES", ()),
             pytest.raises(DataError, match="no ranges: down"),
         ):
             read_dataset([f"{scheme}://host/data.idx"], cache=tmp_path / "kept")
@@ -280,15 +280,15 @@ def test_an_error_waits_for_no_other_file():
 
 
 def test_few_of_many_files_keep_what_was_fetched(monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.sources.remote._MOST_KEPT_BYTES", 640)
+    monkeypatch.setattr("thdprof.read.remote._MOST_KEPT_BYTES", 640)
     paths = [RemotePath(f"{number}", store=Short(0)) for number in range(200)]
     assert all(path.read_bytes() == b"0123456789" for path in paths)
     assert 0 < sum(bool(path._kept) for path in paths) <= 64
 
 
 def test_a_store_that_goes_on_failing_is_an_error_of_one_line(store, thdprof, monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.sources.remote._PAUSES", (0.01,))
-    monkeypatch.setattr("thdprof.analyze.sources.remote._ATTEMPTS", 2)
+    monkeypatch.setattr("thdprof.read.remote._PAUSES", (0.01,))
+    monkeypatch.setattr("thdprof.read.remote._ATTEMPTS", 2)
     sample_files.write_lines(bucket(store) / "lengths.jsonl", [5])
 
     def told(location):
@@ -339,7 +339,8 @@ def test_a_signal_ends_a_read_that_would_take_hours(store, tmp_path, where, numb
 GIVES_UP = """
 import signal, sys
 from unittest import mock
-from thdprof.analyze.sources import read_dataset, remote
+from thdprof.analyze.sources import read_dataset
+from thdprof.read import remote
 from thdprof.errors import DataError
 with mock.patch.multiple(remote, _PATIENCE_S=0.3, _LONG_S=0.1):
     try:
@@ -364,8 +365,8 @@ def test_a_program_ends_with_its_own_code_while_a_read_goes_on(store, interrupte
 
 
 def test_a_store_that_drips_is_an_error_after_a_while(store, monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.sources.remote._PATIENCE_S", 0.5)
-    monkeypatch.setattr("thdprof.analyze.sources.remote._LONG_S", 0.4)
+    monkeypatch.setattr("thdprof.read.remote._PATIENCE_S", 0.5)
+    monkeypatch.setattr("thdprof.read.remote._LONG_S", 0.4)
     sample_files.write_bridge(bucket(store) / "rows.parquet", ROWS)
     store.drip_s = 0.3
     with pytest.raises(DataError, match=r"^s3://bucket/rows.parquet: cannot be read: no whole answer came in"):
@@ -452,7 +453,7 @@ def test_a_file_that_changes_on_its_way_to_another_process_is_an_error(store, mo
     assert remote.open("rb").read(6) == b"\x93NUMPY"
     sent, late = (pickle.loads(pickle.dumps(remote)) for _ in range(2))
     assert sent.stamp() == remote.stamp()
-    monkeypatch.setattr("thdprof.analyze.sources.remote._MOST_KEPT_BYTES", 2**16)
+    monkeypatch.setattr("thdprof.read.remote._MOST_KEPT_BYTES", 2**16)
     assert sent.read_bytes() == path.read_bytes()
     np.save(path, np.arange(1, 50_001))
     for _ in range(2):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from support import strategies
 from support.schedules import rows, schedule
 
-from thdprof.analyze.schedule import gpt_dataset
-from thdprof.analyze.schedule.gpt_dataset import gpt_samples
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.sources.base import UnpackedDocuments
 from thdprof.errors import DataError, UsageError
+from thdprof.read.dataset import UnpackedDocuments
+from thdprof.systems import megatron_gpt
+from thdprof.systems.megatron_gpt import gpt_samples
 
 
 def columns(found):
@@ -80,7 +80,7 @@ def test_samples_do_not_depend_on_how_they_are_shuffled(documents, seq_length, n
     except DataError:  # megatron-core's own index build stops on these
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt_dataset, "_bits", lambda n_seqs, length: None)
+        patch.setattr(megatron_gpt, "_bits", lambda n_seqs, length: None)
         by_index = gpt_samples(tokens, **options)
     for name in ("n_seqs", "max_seqlen", "squared"):
         first, second = getattr(found, name), getattr(by_index, name)

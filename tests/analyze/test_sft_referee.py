@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import conversations
 
-from thdprof.analyze.schedule.replay import replay
+from thdprof.analyze.replay import replay
 from thdprof.analyze.sources import read_dataset
 
 sft = pytest.importorskip("support.sft_referee")

@@ -10,13 +10,13 @@ import pytest
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import dispatch
 from thdprof.analyze.profile.run_profile import make_profile
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.shell import read_script
 from thdprof.compare.fit import misfits
 from thdprof.dispatch import Bucket, Dispatcher, Shape
 from thdprof.errors import UsageError
 from thdprof.plan import BucketPart
+from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.training import Model, shared_capture_ranks
 
 RANKS, MICROBATCHES, STEPS, TOKENS = 4, 3, 40, 64

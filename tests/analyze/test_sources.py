@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from support import sample_files as files
 from support import strategies
 
-from thdprof.analyze.sources import get_format, read_dataset
-from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
+from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError
+from thdprof.read.dataset import Dataset, PackedRows, UnpackedDocuments
+from thdprof.systems import find_format
 
 ROWS = [[3, 4, 2], [9], [1, 1, 1, 1], [5, 6]]
 TOKENS = [3, 4, 2, 9, 1, 1, 1, 1, 5, 6]
@@ -477,7 +478,7 @@ class TestLengths:
         assert_rows(self.read(path), ROWS, "concatenate")
 
     def test_many_lines_over_several_chunks(self, tmp_path, rng, monkeypatch):
-        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._CHUNK_BYTES", 1000)
+        monkeypatch.setattr("thdprof.read.json_lines._CHUNK_BYTES", 1000)
         rows = [rng.integers(0, 9000, rng.integers(1, 9)).tolist() for _ in range(900)]
         path = files.write_lines(tmp_path / "a.jsonl", rows)
         assert_rows(self.read(path), rows, "concatenate")
@@ -790,8 +791,8 @@ class TestGzip:
         refused(path, "its gzip is truncated or corrupt", format="lengths")
         path.write_bytes(gzip.compress(b"3\n" * 99 + b"x\n"))
         refused(path, "line 100: x is not JSON")
-        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._FREE_BYTES", 1000)
-        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._CHUNK_BYTES", 1000)
+        monkeypatch.setattr("thdprof.read.json_lines._FREE_BYTES", 1000)
+        monkeypatch.setattr("thdprof.read.json_lines._CHUNK_BYTES", 1000)
         for bomb in (b"3\n" * 1_000_000, b"[" + b"1," * 1_000_000):
             path.write_bytes(gzip.compress(bomb))
             refused(path, "refused: its gzip becomes more than 200 times as long")
@@ -799,7 +800,7 @@ class TestGzip:
     def test_refuses_a_line_that_would_fill_memory(self, tmp_path, monkeypatch):
         path = tmp_path / "a.jsonl.gz"
         path.write_bytes(gzip.compress(b"3\n" + b"5" * 2**21 + b"\n"))
-        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._LONGEST_PACKED_LINE", 2**20)
+        monkeypatch.setattr("thdprof.read.json_lines._LONGEST_PACKED_LINE", 2**20)
         refused(path, "refused: its gzip has a line of more than 1 MiB")
 
     def test_equal_lengths_may_become_longer(self, tmp_path):
@@ -903,7 +904,7 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
     others += [tmp_path / name for name in ("empty", "nested", "floats.npy", "a.parquet")]
     compared = 0
     for name in own:
-        recognises = get_format(name).recognises
+        recognises = find_format(name).recognises
         for owner, paths in own.items():
             for path in paths:
                 taken = name == owner or (name, path.name) == ("lengths", "trl.parquet")  # trl is tried first

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from thdprof.analyze import analyze_dataset
-from thdprof.analyze.schedule.replay import replay
-from thdprof.analyze.schedule.step_packers import pack_steps
-from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
+from thdprof.analyze.replay import replay
 from thdprof.errors import DataError, UsageError
-from thdprof.training import DRAWN_PACKERS, MEGATRON_RL_PACKERS, RL_PACKERS, TrainingSettings
+from thdprof.read.dataset import Dataset, UnpackedDocuments
+from thdprof.systems import find_packer, megatron_rl, nemo_rl, verl
+from thdprof.training import TrainingSettings
 
 RECORDED = {
     "concatenative": "2ea776ce742b5a45",  # NeMo-RL 7ea279ab
@@ -39,14 +39,14 @@ def draw(rng: np.random.Generator, ranks: int) -> tuple[list[int], int]:
 def by_rank(documents: list[int], **values) -> list[list[list[list[int]]]]:
     """The packs of every step and rank."""
     settings = TrainingSettings(loader="single", **values)
-    packing = pack_steps(np.array(documents, dtype=np.int32), settings)
+    packing = find_packer(settings.packer).pack(np.array(documents, dtype=np.int32), settings)
     rows, counts = packing.rows, packing.num_microbatches
     packs = iter([part.tolist() for part in np.split(rows.document_tokens, rows.row_offsets[1:-1])])
     ranks = range(settings.data_parallel_size)
     return [[[next(packs) for _ in range(count)] for _ in ranks] for count in counts.tolist()]
 
 
-@pytest.mark.parametrize("packer", [n for n in RL_PACKERS if n not in (*MEGATRON_RL_PACKERS, *DRAWN_PACKERS)])
+@pytest.mark.parametrize("packer", [p.name for p in (*nemo_rl.PACKERS, *verl.PACKERS) if not p.is_drawn])
 def test_packs_equal_those_of_the_source(packer):
     rng, steps = np.random.default_rng(7), []
     for case in range(60):
@@ -85,7 +85,7 @@ def draw_limits(case: int) -> tuple[int, int]:
     return (2, 5, 50)[case % 3], (1, 4)[case % 2]
 
 
-@pytest.mark.parametrize("packer", MEGATRON_RL_PACKERS)
+@pytest.mark.parametrize("packer", [p.name for p in megatron_rl.PACKERS])
 def test_bins_equal_megatrons(packer):
     rng, steps = np.random.default_rng(7), []
     for case in range(60):

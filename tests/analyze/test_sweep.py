@@ -20,12 +20,13 @@ from support.sample_files import write_bridge, write_index, write_lines
 from thdprof.analyze import analysis, analyze_dataset, make_plan
 from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.report.sweep import plan_cells
-from thdprof.analyze.schedule import gpt_dataset, packers
-from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import read_axes, read_request, split_arguments, swept_settings
 from thdprof.analyze.sweep import Sweep, sweep
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import BucketPart, load_plan
+from thdprof.schedule.schedule import Memo
+from thdprof.systems import megatron_gpt
+from thdprof.systems.base import Packer
 
 PACKS = [[3, 4], [5], [1, 1, 1], [7, 1], [6], [2, 2, 2, 2], [8], [1, 7]]
 
@@ -228,9 +229,9 @@ def test_the_source_is_read_once_and_sequences_are_shuffled_once(tmp_path, rng, 
         monkeypatch.setattr(module, name, call)
 
     counted(sweeping, "read_requested", "read")
-    counted(gpt_dataset, "_shuffle_ends", "shuffle")
-    counted(gpt_dataset, "_count", "samples")
-    counted(packers, "pack_rows", "pack")
+    counted(megatron_gpt, "_shuffle_ends", "shuffle")
+    counted(megatron_gpt, "_count", "samples")
+    counted(Packer, "pack", "pack")
     index = write_index(tmp_path / "a.idx", rng.integers(1, 60, 400))
     found = swept([index], ["micro-batch-size=1,2,4", "seq-length=16,32", "buckets=1,2"])
     assert all(c.plan for c in found.combinations)

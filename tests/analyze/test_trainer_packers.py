@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 
-from thdprof.analyze.schedule.packers import pack_rows
-from thdprof.analyze.schedule.replay import build_schedule, replay
-from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
+from thdprof.analyze.replay import build_schedule, replay
 from thdprof.errors import DataError, UsageError
 from thdprof.pack.documents import collect_documents
+from thdprof.read.dataset import Dataset, UnpackedDocuments
+from thdprof.systems import find_packer
 from thdprof.training import TrainingSettings
 
 Packs = list[list[int]]
@@ -82,7 +82,8 @@ def swift(lengths: list[int], capacity: int, processes: int, strategy: str) -> P
 
 
 def rows_of(documents: list[int], **settings) -> Packs:
-    rows = pack_rows(np.array(documents, dtype=np.int32), TrainingSettings(**settings)).rows
+    run = TrainingSettings(**settings)
+    rows = find_packer(run.packer).pack(np.array(documents, dtype=np.int32), run).rows
     return [part.tolist() for part in np.split(rows.document_tokens, rows.row_offsets[1:-1])]
 
 

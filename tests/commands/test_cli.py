@@ -299,8 +299,8 @@ def test_analysis_needs_no_torch():
         "import sys, runpy; sys.modules['torch'] = None; sys.modules['megatron'] = None\n"
         "import thdprof.cli, thdprof.analyze.planning, thdprof.analyze.analysis, thdprof.analyze.sources.demo\n"
         "import thdprof.analyze.export\n"
-        "from thdprof.analyze.sources import FORMATS, get_format\n"
-        "[get_format(name) for name in FORMATS]"
+        "from thdprof.systems import find_format\nfrom thdprof.training import FORMATS\n"
+        "[find_format(name) for name in FORMATS]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -346,8 +346,8 @@ def test_numbers_that_are_no_lengths(thdprof, tmp_path, text, message):
 
 def test_a_parquet_column_of_many_equal_lengths(tmp_path):
     from thdprof.analyze.sources import read_dataset
-    from thdprof.analyze.sources.readers import parquet
     from thdprof.errors import DataError
+    from thdprof.read import parquet
 
     path = tmp_path / "equal.parquet"
     pq.write_table(pa.table({"length": np.full(30_000_000, 7)}), path, row_group_size=30_000_000)
@@ -439,7 +439,7 @@ def test_the_progress_bar_leaves_a_terminal_clean(thdprof_process, packs):
 
 
 def test_loops_compile_where_nothing_can_be_cached():
-    from thdprof.analyze.schedule import compiled
+    from thdprof.schedule import compiled
 
     made = {}
     exec("def double(n):\n    return 2 * n\n", made)  # in no file, so that numba finds no place for its cache

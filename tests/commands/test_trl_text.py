@@ -18,7 +18,7 @@ import yaml
 from support import conversations
 from support.kept_shards import change_kept
 
-from thdprof.analyze.sources import trl_text
+from thdprof.systems import trl_text
 
 pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="text needs transformers"),
@@ -267,7 +267,7 @@ def test_a_models_config_is_no_trainers_arguments(thdprof, data, tokenizer, tmp_
 def test_a_worker_that_is_killed_ends_the_counting():
     from concurrent.futures.process import BrokenProcessPool
 
-    from thdprof.analyze.sources.readers import count_trl_tokens
+    from thdprof.systems import count_trl_tokens
 
     def count(part):
         if part == 5:

@@ -581,14 +581,13 @@ def test_the_python_reference_shows_signatures_arguments_fields_and_errors():
 
 
 def test_formats_targets_and_packers_are_those_there_are():
-    from thdprof.analyze.export import TARGETS
-    from thdprof.analyze.sources import FORMATS
-    from thdprof.training import definitions
+    from thdprof.training import FORMATS, definitions
+    from thdprof.training.systems import EXPORTS
 
     text = (DOCS / "formats.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", text.split("## What is exact")[0], re.M) == [*FORMATS]
     targets = (DOCS / "reference-cli.md").read_text().split("## Export targets")[1]
-    assert re.findall(r"^\| `([a-z-]+)` \|", targets, re.M) == [*TARGETS]
+    assert re.findall(r"^\| `([a-z-]+)` \|", targets, re.M) == [*EXPORTS]
     table = text.split("| packer | packs like |")[1].split("```")[0]
     assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row))) == {
         *definitions()["packer"].choices,

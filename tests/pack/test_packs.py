@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support import pack_lengths
 from support.pack_lengths import count_best_fit
 
-from thdprof.analyze.schedule import compiled
 from thdprof.pack.packs import pack_documents
+from thdprof.schedule import compiled
 
 small_lengths = st.integers(1, 30).flatmap(
     lambda longest: st.tuples(st.just(longest), st.lists(st.integers(1, longest), max_size=40))

@@ -22,11 +22,12 @@ from support.trl_training import documents, small_model, trainer
 from transformers import AutoTokenizer
 
 from thdprof.analyze.settings.request import read_request
-from thdprof.analyze.sources import indexed, read_dataset
+from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import DataError, UsageError
 from thdprof.pack import write
 from thdprof.pack.repack import repack
+from thdprof.systems import megatron_gpt
 
 IN_ORDER = {
     "packing": False, "padding_free": True, "max_length": None, "train_sampling_strategy": "sequential",
@@ -128,7 +129,7 @@ def test_rows_of_tokens_are_those_that_trl_packs(kind, tmp_path, monkeypatch):
 
 
 def test_tokens_of_a_megatron_dataset_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "TOKENS_AT_ONCE", 5000)
+    monkeypatch.setattr(megatron_gpt, "TOKENS_AT_ONCE", 5000)
     demo = write_demo(tmp_path / "demo")
     index, output = demo.megatron, tmp_path / "packs.parquet"
     result = pack(index, output, seq_length=512, split="100,0,0")

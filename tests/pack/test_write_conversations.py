@@ -11,10 +11,10 @@ from support import conversations
 
 from thdprof.analyze.analysis import analyze
 from thdprof.analyze.settings.request import read_request
-from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
 from thdprof.errors import DataError, UsageError
 from thdprof.pack import write
 from thdprof.pack.repack import plan_packs, repack
+from thdprof.systems.megatron_sft import conversations_of, lines_of
 
 sft = pytest.importorskip("support.sft_referee")
 pytestmark = [pytest.mark.referee, pytest.mark.usefixtures("warm_tokenizer")]

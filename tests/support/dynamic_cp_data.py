@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
-from thdprof.analyze.schedule import packers, samplers
 from thdprof.plan import Plan
 from thdprof.runtime.megatron import lay_out, misplaced
+from thdprof.schedule import packing, samplers
 
 FILL = 0.8
 """Share of the ranks' room that the documents of a step take where the sizes of groups are given."""
@@ -56,7 +56,7 @@ class Documents:
 
         self._stored, self.multiple = IndexedDataset(prefix), plan.training.pad_seq_to_mult
         lengths = np.array(self._stored.sequence_lengths)
-        self.padded = packers.cut(lengths.astype(np.int64), plan.training.seq_length, self.multiple, [])
+        self.padded = packing.cut(lengths.astype(np.int64), plan.training.seq_length, self.multiple, [])
         """Tokens of every document in memory, int64."""
         self.lengths = np.minimum(lengths, self.padded)
         """Tokens of every document, int64."""

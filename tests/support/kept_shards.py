@@ -9,8 +9,8 @@ from pathlib import Path
 
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import Shard
-from thdprof.analyze.sources.engines import pack, unpack
+from thdprof.read.dataset import Shard
+from thdprof.read.engines import pack, unpack
 
 
 def change_kept(database: Path, change: Callable[[NDArray], NDArray] = lambda lengths: lengths) -> list[int]:

@@ -8,11 +8,11 @@ import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import build_schedule
+from thdprof.analyze.replay import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.sources.base import Dataset, PackedRows
 from thdprof.analyze.times.memory import slot_bytes
+from thdprof.read.dataset import Dataset, PackedRows
+from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.training import Attention, Model, TrainingSettings
 
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from thdprof.analyze.sources.readers import count_trl_tokens, tokenize_program
+from thdprof.systems import count_trl_tokens, tokenize_program
 
 ROOT = Path(__file__).parents[2]
 _PROGRAMS = {"conversations": tokenize_program.main, "text": count_trl_tokens.main}
@@ -89,7 +89,7 @@ def _run(*_: Any, stdin: Any, **__: Any) -> SimpleNamespace:
 @contextmanager
 def counting() -> Iterator[None]:
     """Inside the block, tokens are counted by processes that are forked and need no start of their own."""
-    from thdprof.analyze.sources import megatron_sft, trl_text
+    from thdprof.systems import megatron_sft, trl_text
 
     text = SimpleNamespace(Popen=_Forked.start, PIPE=subprocess.PIPE)
     with (

@@ -17,17 +17,18 @@ from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, fallback_ra
 from thdprof.analyze.caveats import caveats, find_gpu_memory, note_order
 from thdprof.analyze.expert_room import ExpertRoom, choose_room
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import Replay, build_schedule, replay, summarize_dataset
-from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
+from thdprof.analyze.replay import Replay, build_schedule, replay, summarize_dataset
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import DRAWS, Dataset, UnpackedDocuments, show_nothing
 from thdprof.dispatch import Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, SpreadPart
-from thdprof.training import DRAWN_PACKERS, LIMITED_PACKERS, Model, TrainingSettings, suggest_setting
+from thdprof.read.dataset import DRAWS, Dataset, UnpackedDocuments, show_nothing
+from thdprof.schedule.microbatch_table import MicrobatchTable
+from thdprof.schedule.schedule import FORGETFUL, Memo
+from thdprof.systems import find_packer
+from thdprof.training import Model, TrainingSettings, suggest_setting
 from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
 
 if TYPE_CHECKING:
@@ -247,8 +248,6 @@ def sentence(analysis: Analysis) -> str:
 
 FEW_PACKS = 0.003
 """Most packs, as a share, that a limit may add where no times are known to choose it by."""
-_COUNT_TAILS = ("next_fit", "maxtext_first_fit", "dp_balanced")
-"""Packers in whose limit every document of a micro-batch counts; others have those of padding besides."""
 Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
@@ -357,7 +356,7 @@ class Study:
             replace(self, dataset=replace(self.dataset, content=draw(), other_draws=()))
             for draw in self.dataset.other_draws
         ]
-        if not others and first.settings.packer in DRAWN_PACKERS:
+        if not others and find_packer(first.settings.packer).is_drawn:
             seeds = [{**self.request.given, "seed": (first.settings.seed + n) % 2**32} for n in range(1, DRAWS)]
             others = [replace(self, request=replace(self.request, given=given)) for given in seeds]
         if not others:
@@ -527,7 +526,10 @@ def _price_limits(
 ) -> tuple[PackerLimitPart, ...]:
     """What each of `caps` costs as the packer's limit, over one epoch; empty where the packer keeps to none."""
     content = dataset.content
-    if settings.packer not in LIMITED_PACKERS or not isinstance(content, UnpackedDocuments) or _joins_rows(settings):
+    kept = find_packer(settings.packer).limit
+    if kept is None or not kept.in_training or not isinstance(content, UnpackedDocuments):
+        return ()
+    if kept.of_row and settings.micro_batch_size > 1:  # a micro-batch joins several rows
         return ()
     lengths = content.document_tokens
     chosen = np.random.default_rng(0).choice(len(lengths), min(len(lengths), _MOST_PRICED), replace=False)
@@ -546,22 +548,13 @@ def _price_limits(
     )
 
 
-def _joins_rows(settings: TrainingSettings) -> bool:
-    """Whether a micro-batch joins several rows, and the packer's limit is of one."""
-    return settings.micro_batch_size > 1 and settings.packer.startswith(("next_fit", "maxtext"))
-
-
 def _explain_limits(analysis: Analysis) -> str:
     """The least limit that costs hardly a pack, else the next below the fullest micro-batch; empty without limits."""
     own, limits, spread = analysis.settings.max_docs_per_pack, analysis.packer_limits, analysis.spread
     fullest = analysis.n_seqs.max if spread is None else spread.most.n_seqs.max
-    if analysis.settings.packer == "maxtext_best_fit" and not _joins_rows(analysis.settings):
-        return (
-            f"max_segments_per_seq of at least {fullest}, the fullest micro-batch: best fit keeps to none, "
-            "and attention may crash or give wrong results above it"
-        )
+    packer = find_packer(analysis.settings.packer)
     if not limits:
-        return ""
+        return packer.advise_limit(analysis.settings, fullest)
     most = own or fullest
     free = f"{most}, {'as now' if own else 'the fullest micro-batch'}, costs none"
     if analysis.dataset.documents > _MOST_PRICED:
@@ -570,7 +563,7 @@ def _explain_limits(analysis: Analysis) -> str:
     if not lower:
         return f"as the packer's own, {free}"
     cheap = next((limit for limit in lower if limit.packs_more <= FEW_PACKS), lower[-1])
-    beside = "" if analysis.settings.packer in _COUNT_TAILS else ", besides documents of padding"
+    beside = "" if packer.limit is not None and packer.limit.counts_padding else ", besides documents of padding"
     setting = suggest_setting("max_docs_per_pack", cheap.max_docs)
     return (
         f"as the packer's own, {cheap.max_docs} costs {percent(max(0.0, cheap.packs_more))} more packs, with "
@@ -629,7 +622,7 @@ def _summarize_cp_sizes(run: AnalyzedRun, profiles: Mapping[int, Profile]) -> tu
 def _count_other_sizes(table: MicrobatchTable, settings: TrainingSettings) -> int:
     """Micro-batches that do not have the number of tokens that graphs are captured for."""
     if table.groups is not None:
-        from thdprof.analyze.schedule.dynamic_cp import capacity
+        from thdprof.schedule.dynamic_cp import capacity
 
         return int((table.n_tokens != capacity(table, settings)).sum())
     if table.n_tokens.strides == (0,):

@@ -17,10 +17,10 @@ from thdprof.analyze.report.plots import Result
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS
 from thdprof.analyze.settings.request import Request, read_request
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset, table_dataset, temporary_path
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
+from thdprof.read.dataset import Dataset
 from thdprof.training import Attention, Model, TrainingOptions
 from thdprof.words import find_similar
 

@@ -9,10 +9,11 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Predictions
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.megatron_limits import UNMEASURED
-from thdprof.training import AXOLOTL_PACKERS, Kind, Model, TrainingSettings, suggest_setting
+from thdprof.schedule.microbatch_table import MicrobatchTable
+from thdprof.systems import find_packer
+from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent
 
 if TYPE_CHECKING:
@@ -27,11 +28,6 @@ _PADDING_REMEDY: dict[Kind, str] = {
     "documents": "train and analyse with a --tail-policy (Megatron-Bridge's packers: --pad-to-max-length)",
 }
 """The way to give all micro-batches one token count, by the kind of data that the dataset holds."""
-_PADDING_REMEDY_BY_PACKER = {
-    "balanced_cp": "the scheduler pads nothing: pad in your own, and analyse with the --tail-policy that does so",
-    "dynamic_cp": "train with --pad-packed-seq-alignment max, and analyse with its --tail-policy",
-}
-"""The way to do so under dynamic context parallelism, by the packer."""
 
 MODELLED = "times are modelled, not measured"
 """How the warning begins that stands beside every modelled time."""
@@ -45,16 +41,8 @@ def note_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if not table.drawn:
         return []
-    if settings.packer == "nemo_first_fit_shuffle":
-        return [
-            "NeMo-RL shuffles with Python's generator, whose state no setting tells: micro-batches were drawn with "
-            f"--seed {settings.seed}"
-        ]
-    if settings.packer in AXOLOTL_PACKERS and settings.sampling == "random":
-        return [
-            "Axolotl's order of documents is known with curriculum_sampling alone: micro-batches were drawn with "
-            f"--seed {settings.seed}; {suggest_setting('sampling', 'sequential')} replays the file's order"
-        ]
+    if (note := find_packer(settings.packer).note_order(settings)) is not None:
+        return [note]
     if settings.loader is not None:
         return []
     return [
@@ -187,7 +175,7 @@ def _warn_of_counts(run: AnalyzedRun, costs: CostTable, kind: Kind, full_size: i
     if other_sizes := len(table) - full_size:
         dynamic = table.groups is not None
         count = "the token count of their context-parallel size's graphs" if dynamic else "the largest token count"
-        remedy = _PADDING_REMEDY_BY_PACKER[settings.packer] if dynamic else _PADDING_REMEDY[kind]
+        remedy = find_packer(settings.packer).padding_remedy or _PADDING_REMEDY[kind]
         yield (
             f"{other_sizes:,} of {len(table):,} micro-batches ({percent(other_sizes / len(table))}) "
             f"{'does' if other_sizes == 1 else 'do'} not have {count}, and a graph replays one count only: the figures "

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Progress, read_showing
 from thdprof.analyze.buckets.statistics import Profile, fallback_rate
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.replay import replay, summarize_dataset
+from thdprof.analyze.replay import replay, summarize_dataset
 from thdprof.analyze.sources import format_of
-from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import TABLE, URI
 from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import DatasetPart, FallbackRate, Plan
+from thdprof.read.dataset import Dataset
+from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.training.pipeline_slots import slots
 
 _READ_SHARE = 0.15

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
-from thdprof.analyze.sources.remote import find_matches, locate
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -22,6 +21,7 @@ from thdprof.plan import (
     Plan,
     PredictionsPart,
 )
+from thdprof.read.remote import find_matches, locate
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis

@@ -16,13 +16,13 @@ from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.caveats import find_gpu_memory
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
-from thdprof.analyze.schedule.replay import summarize_dataset
-from thdprof.analyze.schedule.schedule import Memo
+from thdprof.analyze.replay import summarize_dataset
 from thdprof.analyze.settings.request import Axis, Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import DatasetPart, Plan
+from thdprof.schedule.schedule import Memo
 from thdprof.training import model_definitions
 from thdprof.words import memory_size
 

@@ -10,11 +10,9 @@ import typer
 from thdprof.commands import streams
 from thdprof.commands.options import Overwrite, PlanFile
 from thdprof.errors import UsageError
+from thdprof.training.systems import EXPORTS
 
-_TARGETS = (
-    "Target: megatron-lm, megatron-lm-dev, megatron-bridge, megatron-rl, axolotl, torchtitan, maxtext, levanter, "
-    "nemo-rl, verl, torch or json."
-)
+_TARGETS = f"Target: {', '.join([*EXPORTS][:-1])} or {[*EXPORTS][-1]}."
 
 
 def export(
@@ -27,8 +25,9 @@ def export(
     force: Overwrite = False,
 ) -> None:
     """Turn a plan into the flags or overrides of a training system."""
-    from thdprof.analyze.export import TARGETS, export_plan
+    from thdprof.analyze.export import export_plan
     from thdprof.files import check_targets, write_text
+    from thdprof.systems import find_target
 
     exported = export_plan(streams.read_plan(plan), to, max_seqs=max_seqs)
     if output is None:
@@ -39,7 +38,7 @@ def export(
         return
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o {output}: is a file; name a directory for the target's files")
-    files = {TARGETS[to].main_file: exported.text, **exported.extra_files}
+    files = {find_target(to).main_file: exported.text, **exported.extra_files}
     output.mkdir(parents=True, exist_ok=True)
     check_targets([output / name for name in files], force=force)
     for name, text in files.items():

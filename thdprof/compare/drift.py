@@ -24,7 +24,7 @@ from math import ceil, exp, floor, lgamma, log10
 
 from thdprof.dispatch import Bucket
 from thdprof.plan import Plan
-from thdprof.training import STEP_PACKERS
+from thdprof.training import PACKERS
 
 FALSE_ALARMS_PER_RUN = 1e-3
 """Largest chance that a run whose data is the plan's ever raises an alarm."""
@@ -76,7 +76,7 @@ class DriftTest:
         )
         self._exact = plan.microbatches.exact
         together = plan.microbatches.count / plan.microbatches.steps
-        if run.packer in STEP_PACKERS and plan.dataset.format == "lengths":
+        if PACKERS[run.packer].packs_steps and plan.dataset.format == "lengths":
             self._together = together
         elif run.loader == "batch" and plan.dataset.format.startswith("bridge"):
             self._together = together / run.data_parallel_size

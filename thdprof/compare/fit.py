@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
-from thdprof.training import DYNAMIC_CP, Kind, definitions
+from thdprof.training import FORMATS, definitions, has_dynamic_cp
 from thdprof.training.pipeline_slots import slots
 from thdprof.words import list_some
 
@@ -77,19 +77,6 @@ _CHANGES = {name: (changes, why) for changes, why, names in _ROWS for name in na
 """What each setting changes that is compared as it stands."""
 _ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
 """Settings that `install` refuses even where the plan captures nothing."""
-_KINDS: Mapping[str, frozenset[Kind]] = {
-    "megatron": frozenset({"streams"}),
-    "bridge": frozenset({"bridge"}),
-    "bridge-npy": frozenset({"bridge"}),
-    "trl": frozenset({"trl"}),
-    "llamafactory": frozenset({"trl"}),
-    "datatrove": frozenset({"documents"}),
-    "olmo": frozenset({"documents"}),
-    "lengths": frozenset({"documents", "packs"}),
-    "trl-text": frozenset({"documents"}),
-    "megatron-sft": frozenset({"conversations"}),
-}
-"""What a dataset can hold, by the name of its format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +118,11 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
     # who decides together follows from the plan, too, where its graphs exchange tokens
     if "moe_preprocess" in plan.graphs.modules or plan.graphs.expert_room is not None:
         settings = {name: value for name, value in settings.items() if name != "shared_capture_ranks"}
-    kinds = _KINDS.get(plan.dataset.format)
+    entry = FORMATS.get(plan.dataset.format)
     known = {
         name: value
         for name, value in settings.items()
-        if kinds is None or definitions()[name].has_effect(kinds, plan.dataset.format)
+        if entry is None or definitions()[name].has_effect(entry.kinds, plan.dataset.format)
     }
     found = [*_plain(plan, known), *_packing(plan, known), *_slots(plan, known), *_length(plan, known)]
     found += _contents(plan, known, data_paths)
@@ -157,7 +144,7 @@ def describe(found: Sequence[Misfit], arguments: Mapping[str, str]) -> tuple[lis
 
 
 def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
-    dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
+    dynamic = plan.training.has_dynamic_cp and plan.training.max_seqlen_per_dp_cp_rank is not None
     for name, (changes, why) in _CHANGES.items():
         planned = getattr(plan.training, name)
         if name not in settings or (dynamic and name == "seq_length"):  # then it is what all ranks hold together
@@ -178,7 +165,7 @@ def _packing(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     planned, run = plan.training.packer, settings.get("packer")
     if run is None or run == planned:
         return
-    other_graphs = (planned in DYNAMIC_CP) != (run in DYNAMIC_CP) and bool(plan.captured)
+    other_graphs = has_dynamic_cp(planned) != has_dynamic_cp(run) and bool(plan.captured)
     yield Misfit("packer", planned, run, *(("graphs", _OTHER_SHAPE) if other_graphs else ("prediction", _OTHER_ROWS)))
 
 
@@ -188,7 +175,7 @@ def _slots(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     names = ("micro_batch_size", "data_parallel_size", "pipeline_parallel_size")
     if (
         not plan.captured
-        or training.packer in DYNAMIC_CP
+        or training.has_dynamic_cp
         or any(settings.get(name, getattr(training, name)) != getattr(training, name) for name in names)
     ):
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Limit, Words, must_be_off
 from thdprof.megatron_limits.run import FLEX, UP_TO_ROUTER, Run
+from thdprof.training import PACKERS
 
 if TYPE_CHECKING:
     from thdprof.plan import Module
@@ -503,7 +504,7 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         is_on=lambda run: (
             (run.pipeline_parallel_size or 1) > 1
             # a run of the dev branch may have it, which install does not serve
-            and not (run.packer == "dynamic_cp" and run.impl in (None, "none", "module"))
+            and (run.impl not in (None, "none", "module") or run.packer is None or PACKERS[run.packer].is_released)
         ),
         options=Words("--pipeline-parallel-size {pipeline_parallel_size} with --packer {packer}", "use 1"),
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from thdprof.training import DYNAMIC_CP
+from thdprof.training import has_dynamic_cp
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Module, Plan
@@ -32,7 +32,7 @@ def takes_unmeasured(environment: Mapping[str, str]) -> bool:
 
 def is_dynamic(plan: Plan) -> bool:
     """Whether micro-batches of the plan have context-parallel sizes of their own."""
-    return plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
+    return plan.training.has_dynamic_cp and plan.training.max_seqlen_per_dp_cp_rank is not None
 
 
 def find_kind(plan: Plan) -> Impl:
@@ -178,7 +178,7 @@ class Run:
         if impl in ("none", "module"):
             own = ("pipeline_parallel_size", "packer", "recompute", "bucket_cp_sizes")
             known = {name: value for name, value in known.items() if name not in own}
-        return cls(impl=impl, **{"dynamic_cp": known.get("packer") in DYNAMIC_CP, **known})
+        return cls(impl=impl, **{"dynamic_cp": has_dynamic_cp(known.get("packer")), **known})
 
     @classmethod
     def from_plan(cls, plan: Plan, config: Any, environment: Mapping[str, str], **more: Any) -> Self:

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import indexed
-from thdprof.analyze.sources.base import Dataset, Reading
-from thdprof.analyze.sources.readers import arrow, json_lines
-from thdprof.analyze.sources.readers.json_lines import IGNORED, LABELS, TOKENS
-from thdprof.analyze.sources.readers.parquet import column_names, holds_columns, read_batches
-from thdprof.analyze.sources.remote import locate
-from thdprof.analyze.sources.trl_text import write_tokens
 from thdprof.errors import DataError, UsageError
+from thdprof.read import arrow, json_lines
+from thdprof.read.dataset import Dataset, Reading
+from thdprof.read.json_lines import IGNORED, LABELS, TOKENS
+from thdprof.read.parquet import column_names, holds_columns, read_batches
+from thdprof.read.remote import locate
+from thdprof.systems import megatron_gpt
+from thdprof.systems.trl_text import write_tokens
 
 LOSS_MASK = "loss_mask"
 _BESIDE = {LABELS: np.int32, "completion_mask": np.int8, "assistant_masks": np.int8}
@@ -135,7 +135,7 @@ def _copy_tokens(paths: Sequence[Path], beside: dict[str, Any], directory: Path)
 
 
 def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
-    if indexed.recognises(path):
+    if megatron_gpt.recognises(path):
         return [TOKENS]
     held = column_names(path)
     return [name for name in (TOKENS, *beside) if name in held]
@@ -144,8 +144,8 @@ def _columns_of(path: Path, beside: Collection[str]) -> list[str]:
 def _read_batches(path: Path, names: Sequence[str]) -> Iterator[Batch]:
     import pyarrow as pa
 
-    if indexed.recognises(path):
-        yield from ({TOKENS: some} for some in indexed.read_tokens(path))
+    if megatron_gpt.recognises(path):
+        yield from ({TOKENS: some} for some in megatron_gpt.read_tokens(path))
         return
     if holds_columns(path):
         for _, batch in read_batches(path, names):

@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule.gpt_dataset import train_share
-from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
-from thdprof.analyze.sources.readers import json_lines
-from thdprof.analyze.sources.readers.parquet import column_names, holds_columns, read_batches
-from thdprof.analyze.sources.remote import locate
 from thdprof.errors import DataError
-from thdprof.training import AXOLOTL_PACKERS, SWIFT_PACKERS, TrainingSettings
+from thdprof.read import json_lines
+from thdprof.read.dataset import Conversations, Dataset, PackedRows, UnpackedDocuments
+from thdprof.read.parquet import column_names, holds_columns, read_batches
+from thdprof.read.remote import locate
+from thdprof.systems import find_packer
+from thdprof.systems.base import Overlong
+from thdprof.systems.megatron_gpt import train_share
+from thdprof.training import TrainingSettings
 from thdprof.words import write_count
 
 _SOURCES = ("source", "dataset")
@@ -66,14 +68,16 @@ def collect_documents(
         DataError: no document is left.
     """
     content, notes, row_counts = dataset.content, _note_splits(dataset), dataset.rows_of_files()
-    lengths, rule, stored_more = dataset.document_tokens(), "cut", 0
+    lengths, stored_more = dataset.document_tokens(), 0
+    rule: Overlong = "cut"
     counts = np.ones(len(lengths), dtype=np.int64)
     match content:
         case PackedRows():
             counts, stored_more = np.diff(content.row_offsets), int(content.rule == "bridge")
         case UnpackedDocuments():
-            rule = _overlong_rule(settings)
-            if settings.packer == "none" and content.trained_from is not None:
+            packer = find_packer(settings.packer)
+            rule = packer.treat_overlong(settings)
+            if packer.row_is_document and content.trained_from is not None:
                 lengths = np.where(content.trained_from <= seq_length, lengths, 0)
         case Conversations():
             counts = np.concatenate([np.diff(file.line_offsets) for file in content.files])
@@ -133,15 +137,6 @@ def _note_splits(dataset: Dataset) -> list[str]:
         return []
     files = ", ".join(held_out[:3]) + (" and others" if len(held_out) > 3 else "")
     return [f"packed with the other files: {files}; if these are for validation, name the others alone"]
-
-
-def _overlong_rule(settings: TrainingSettings) -> str:
-    """What training does with a document that is longer than a pack."""
-    if settings.packer.startswith("first_fit") and settings.pad_seq_to_mult == 1:
-        return "leave out"
-    if settings.packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS):
-        return "leave out"
-    return "split" if settings.packer in ("best_fit_split", "wrapped", "torchtitan_first_fit") else "cut"
 
 
 def read_sources(documents: Documents) -> tuple[list[str], NDArray[np.int64]] | None:

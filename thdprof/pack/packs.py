@@ -13,7 +13,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule import compiled
+from thdprof.schedule import compiled
 
 _SPREADS = ((0, 1), (0.01, 1), (0.01, 4), (0.01, 16))
 """What is tried for a number of packs, the most even packs first. Share of the tokens, in the shortest documents, that

@@ -15,10 +15,13 @@ from thdprof.analyze.analysis import FEW_PACKS, Analysis, Progress, Study, analy
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.schedule.gpt_dataset import train_share
-from thdprof.analyze.schedule.packers import pad
 from thdprof.analyze.settings.request import Request
-from thdprof.analyze.sources.base import (
+from thdprof.errors import UsageError
+from thdprof.pack.documents import Documents, collect_documents, read_sources
+from thdprof.pack.order import OrderFigures, measure_order, order_packs
+from thdprof.pack.packs import pack_documents
+from thdprof.plan import Plan
+from thdprof.read.dataset import (
     Content,
     ConversationFile,
     Conversations,
@@ -27,12 +30,10 @@ from thdprof.analyze.sources.base import (
     RowRule,
     UnpackedDocuments,
 )
-from thdprof.errors import UsageError
-from thdprof.pack.documents import Documents, collect_documents, read_sources
-from thdprof.pack.order import OrderFigures, measure_order, order_packs
-from thdprof.pack.packs import pack_documents
-from thdprof.plan import Plan
-from thdprof.training import TRAINER_PACKERS, TRL_PACKERS, GraphKind, TailPolicy, TrainingSettings
+from thdprof.schedule.packing import pad
+from thdprof.systems import find_packer
+from thdprof.systems.megatron_gpt import train_share
+from thdprof.training import GraphKind, TailPolicy, TrainingSettings
 
 _READ_SHARE = 0.4
 """Progress-bar estimate: the share of the work that ends with the analysis of the old packs."""
@@ -331,7 +332,7 @@ def make_packs(
         DataError: no document is left to pack.
         UsageError: `max_docs` leaves no place for a document.
     """
-    pads = isinstance(dataset.content, UnpackedDocuments) and settings.packer not in (*TRL_PACKERS, *TRAINER_PACKERS)
+    pads = isinstance(dataset.content, UnpackedDocuments) and find_packer(settings.packer).pads_documents
     multiple = settings.pad_seq_to_mult if pads else 1
     if isinstance(dataset.content, Conversations) and settings.context_parallel_size > 1:
         multiple = 2 * settings.context_parallel_size  # as SFTDataset pads each conversation
@@ -397,7 +398,7 @@ def _find_rule(dataset: Dataset, settings: TrainingSettings, target: Target | No
         return dataset.content.rule
     if settings.is_of_trainer:
         return "trl"
-    bridge = isinstance(dataset.content, UnpackedDocuments) and settings.packer.startswith("first_fit")
+    bridge = isinstance(dataset.content, UnpackedDocuments) and find_packer(settings.packer).rule == "bridge"
     return "bridge" if bridge else "concatenate"
 
 

@@ -15,17 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Progress
-from thdprof.analyze.sources.base import Dataset, Reading
-from thdprof.analyze.sources.bridge import write_metadata
-from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
-from thdprof.analyze.sources.readers.arrow import make_lists
-from thdprof.analyze.sources.readers.json_lines import TOKENS
-from thdprof.analyze.sources.remote import locate
+from thdprof.analyze.sources import make_reading
 from thdprof.errors import DataError, UsageError
 from thdprof.files import replacing, write_batches
 from thdprof.pack.contents import LOSS_MASK, Column, Contents, copy_contents
 from thdprof.pack.documents import Documents
 from thdprof.pack.repack import Packs, Repacking, Target
+from thdprof.read.arrow import make_lists
+from thdprof.read.dataset import Dataset, Reading
+from thdprof.read.json_lines import TOKENS
+from thdprof.read.remote import locate
+from thdprof.systems.bridge import write_metadata
+from thdprof.systems.megatron_sft import conversations_of, lines_of
 
 _TOKENS_A_GROUP = 1 << 22
 """Most tokens of a row group of the output, which is what is held in memory."""
@@ -60,7 +61,7 @@ def write_packs(
     if target == "megatron-sft":
         write_conversations(result.packs, dataset, path, tick)
         return
-    reading = Reading.from_settings(result.old.given, cache=result.old.cache)
+    reading = make_reading(result.old.given, cache=result.old.cache)
     write = write_trl if target == "trl" else write_bridge
     write(result.packs, dataset, reading, path, tick)
 

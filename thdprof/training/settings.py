@@ -18,11 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, Union, get_args
 from annotated_types import Interval
 
 from thdprof.errors import UsageError
+from thdprof.training.systems import PACKER_ALIASES, Kind, PackerAlias, PackerName, has_dynamic_cp
 from thdprof.words import list_choices
 
-Kind = Literal["streams", "bridge", "trl", "packs", "documents", "conversations"]
-"""What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
-documents that are not packed yet, or conversations that Megatron-LM's SFTDataset packs while training."""
 Panel = Literal[
     "Dataset",
     "Batch and parallelism",
@@ -232,64 +230,6 @@ def _shorten(value: object) -> str:
 Loader = Literal["single", "cyclic", "batch", "trainer"]
 Sampling = Literal["random", "sequential"]
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
-Packer = Literal[
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "next_fit",
-    "best_fit_decreasing",
-    "best_fit_split",
-    "wrapped",
-    "none",
-    "greedy_knapsack",
-    "binpack",
-    "swift_sequential",
-    "multipack",
-    "multipack_sequential",
-    "concatenative",
-    "nemo_first_fit_decreasing",
-    "nemo_first_fit_shuffle",
-    "modified_first_fit_decreasing",
-    "karmarkar_karp",
-    "megatron_rl_fifo",
-    "megatron_rl_round_robin",
-    "torchtitan_first_fit",
-    "maxtext_first_fit",
-    "maxtext_best_fit",
-    "dp_balanced",
-    "balanced_cp",
-    "dynamic_cp",
-]
-DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
-"""Packers that give every micro-batch a context-parallel size of its own."""
-MEGATRON_RL_PACKERS = ("megatron_rl_fifo", "megatron_rl_round_robin")
-"""Packers of Megatron-LM's reinforcement learning, by its --rl-sequence-packing-algo."""
-DRAWN_PACKERS = ("nemo_first_fit_shuffle",)
-"""Packers that shuffle by the state of a generator that no setting tells."""
-NEMO_PACKERS = ("concatenative", "nemo_first_fit_decreasing", "modified_first_fit_decreasing", *DRAWN_PACKERS)
-"""Packers of NeMo-RL, by its policy.sequence_packing.algorithm."""
-RL_PACKERS = (*NEMO_PACKERS, "karmarkar_karp", *MEGATRON_RL_PACKERS)
-"""Packers of reinforcement learning: NeMo-RL's, verl's balanced partitions, and Megatron-LM's bins."""
-GRAIN_PACKERS = ("torchtitan_first_fit", "maxtext_first_fit", "maxtext_best_fit")
-"""Packers of trainers that pack with Grain, which read the documents in Grain's order."""
-STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP, *RL_PACKERS)
-"""Packers that pack each global batch for itself while training."""
-TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped", "none")
-"""Packers that pack as TRL's packing strategies do; `none` makes a row of every document, as TRL without packing."""
-SWIFT_PACKERS = ("binpack", "swift_sequential")
-"""Packers of ms-swift's packing strategies, whose rows its own sampler reads."""
-AXOLOTL_PACKERS = ("multipack", "multipack_sequential")
-"""Packers of Axolotl's sample packing, which makes whole micro-batches of the documents of an epoch in their order."""
-LIMITED_PACKERS = ("next_fit", "multipack", *MEGATRON_RL_PACKERS, "torchtitan_first_fit", "maxtext_first_fit",
-                   "dp_balanced")  # fmt: skip
-"""Packers at run time that keep to a limit of documents, which costs packs and no fallbacks; Levanter's is `next_fit`.
-"""
-TRAINER_PACKERS = ("greedy_knapsack", *SWIFT_PACKERS, *AXOLOTL_PACKERS)
-"""Packers of trainers that Hugging Face's Trainer runs, besides TRL's."""
-PackerAlias = Literal["bfd", "bfd_split", "ffd"]
-PACKER_ALIASES: Mapping[PackerAlias, Packer] = MappingProxyType(
-    {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_split", "ffd": "first_fit_decreasing"}
-)
-"""Short names of packers; the first two are TRL's."""
 SHORT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "dp": "data_parallel_size",
@@ -302,8 +242,6 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """What users type -> the setting that they mean."""
-TRL_MAX_LENGTH = 1024
-"""TRL's max_length where nobody gives another."""
 Attention = Literal["transformer_engine", "torch"]
 Experts = Literal["none", "padded", "dropless"]
 GraphKind = Literal["module", "chunk", "local", "transformer_engine"]
@@ -448,7 +386,7 @@ class TrainingSettings:
     ] = 1
     """Tokens to whose multiple documents (with TRL: micro-batches) are padded."""
     packer: Annotated[
-        Packer,
+        PackerName,
         _PACKING(
             "How unpacked documents become rows.",
             kinds=("documents",),
@@ -545,6 +483,11 @@ class TrainingSettings:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
+    def has_dynamic_cp(self) -> bool:
+        """Whether the packer gives every micro-batch a context-parallel size of its own."""
+        return has_dynamic_cp(self.packer)
+
+    @property
     def is_of_trainer(self) -> bool:
         """Whether Hugging Face's Trainer runs the training, with models of transformers."""
         return self.loader == "trainer"
@@ -604,7 +547,7 @@ class TrainingOptions(TypedDict, total=False):
     tail_policy: TailPolicy
     pad_to_max_length: bool
     pad_seq_to_mult: int
-    packer: Packer | PackerAlias
+    packer: PackerName | PackerAlias
     packing_processes: int
     packing_batch: int | None
     packing_bins: int | None

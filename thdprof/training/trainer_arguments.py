@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from thdprof.errors import UsageError
-from thdprof.training.settings import PACKER_ALIASES, definitions
+from thdprof.training.settings import definitions
+from thdprof.training.systems import TRL_STRATEGIES
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "seq_length": "max_length",
@@ -35,14 +36,6 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "assistant_only_loss": "assistant_only_loss",
 }
 """What Trainer's arguments call the settings of a run."""
-
-PACKERS: Mapping[str, str] = {
-    "bfd": PACKER_ALIASES["bfd"],
-    "bfd_split": PACKER_ALIASES["bfd_split"],
-    "bfd-requeue": PACKER_ALIASES["bfd_split"],
-    "wrapped": "wrapped",
-}
-"""TRL's `packing_strategy` -> the packer that packs as it does."""
 
 _READ = """
 accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading adam_beta1 adam_beta2
@@ -154,9 +147,9 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
     found["drop_last"] = bool(arguments.get("dataloader_drop_last", False))
     if arguments.get("packing"):
         strategy = arguments.get("packing_strategy", "bfd")
-        if not isinstance(strategy, str) or strategy not in PACKERS:
-            raise UsageError(f"{where}: packing_strategy {strategy!r}: known are {', '.join(PACKERS)}")
-        found["packer"] = PACKERS[strategy]
+        if not isinstance(strategy, str) or strategy not in TRL_STRATEGIES:
+            raise UsageError(f"{where}: packing_strategy {strategy!r}: known are {', '.join(TRL_STRATEGIES)}")
+        found["packer"] = TRL_STRATEGIES[strategy]
         if arguments.get("max_length", 0) is None:
             raise UsageError(f"{where}: max_length is null: TRL refuses to pack without it; set it")
     elif "packing" in arguments:

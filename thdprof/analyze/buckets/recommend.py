@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES, AnalyzedRun, Histogram, Profile, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts, costs_of_run
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.plan import FallbackRate
+from thdprof.schedule.microbatch_table import MicrobatchTable
 
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
 """Percentiles of max_seqlen that are considered as lengths of a bucket."""

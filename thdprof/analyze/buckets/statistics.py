@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.plan import FallbackRate, Percentiles
+from thdprof.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.training import Model, TrainingSettings
 from thdprof.training.pipeline_slots import slots
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import AnalyzedRun, fallback_rate
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.dispatch import Bucket, Shapes, holds
 from thdprof.plan import FallbackRate
+from thdprof.schedule.microbatch_table import MicrobatchTable, RankGroups
 
 _LARGEST_KEY = 2**62
 """Upper bound of an integer that holds the counts of a row."""

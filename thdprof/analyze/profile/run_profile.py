@@ -37,12 +37,12 @@ from thdprof.analyze.buckets.cost_table import CostTable, Milliseconds, StoredPa
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text, replacing
 from thdprof.plan import Count, FallbackRate, Training, validate
-from thdprof.training import DYNAMIC_CP, TrainingSettings, definitions_of
+from thdprof.schedule.microbatch_table import MicrobatchTable
+from thdprof.training import TrainingSettings, definitions_of
 from thdprof.words import html_table, make_printable, shorten, write_count
 
 if TYPE_CHECKING:
@@ -580,7 +580,7 @@ def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSett
     before, after = costs.replay_ms(top.max_seqs, 1), costs.replay_ms(cap, 1)
     outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
     # under dynamic context parallelism the number of replays is not known: groups wait for each other between them
-    if training.packer not in DYNAMIC_CP and (outside_ms or optimizer_ms or costs.ms_per_squared_token):
+    if not training.has_dynamic_cp and (outside_ms or optimizer_ms or costs.ms_per_squared_token):
         of_a_rank = part.microbatches / (part.steps * training.data_parallel_size)
         return top.step_ms + (of_a_rank + training.pipeline_parallel_size - 1) * (after - before)
     return (top.step_ms - optimizer_ms) * ((after + outside_ms) / (before + outside_ms)) + optimizer_ms

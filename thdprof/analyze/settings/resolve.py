@@ -7,24 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import check_options
+from thdprof.read.dataset import Format
+from thdprof.systems import find_format, find_packer
+from thdprof.systems.base import Packer, Problem
+from thdprof.systems.trl import MAX_LENGTH as TRL_MAX_LENGTH
 from thdprof.training import (
-    AXOLOTL_PACKERS,
     DEFAULT_PROMPT_FORMAT,
-    DYNAMIC_CP,
-    GRAIN_PACKERS,
-    MEGATRON_RL_PACKERS,
-    RL_PACKERS,
-    STEP_PACKERS,
-    SWIFT_PACKERS,
-    TRAINER_PACKERS,
-    TRL_MAX_LENGTH,
-    TRL_PACKERS,
     Kind,
     Loader,
-    Packer,
+    PackerName,
     TrainingSettings,
     definitions,
+    has_dynamic_cp,
     name_setting,
 )
 
@@ -40,23 +34,11 @@ class Assumption:
     why: str
 
 
-Problem = tuple[str, str]
-"""A setting, or words for it and its value; what is wrong with it, and what to use instead."""
 _MOST_MICROBATCHES = 2_000_000_000
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
-_AXOLOTL_BIN = 200
-_MEGATRON_RL_BIN = 50
-_USUAL: Mapping[Packer | None, str] = {
-    None: "Megatron-Bridge's default",
-    "best_fit_decreasing": "TRL's default packing_strategy",
-    "greedy_knapsack": "LLaMA-Factory's neat_packing",
-    "binpack": "ms-swift's default packing_strategy",
-    "multipack": "Axolotl's sample_packing",
-}
-"""Why a packer is taken where none is given, by that of those who train on such files."""
-_NO_CAP = "{}: --packer {} has no cap on documents; leave it out"
-_BLENDED = ("megatron", "megatron-sft")
-"""Formats whose datasets Megatron-LM builds, with its own samplers and blends."""
+_SOME_READ = ("packing_batch", "packing_bins", "tail_policy", "pad_seq_to_mult", "max_seqlen_per_dp_cp_rank",
+              "min_dynamic_context_parallel_size")  # fmt: skip
+"""Settings of packing that some packers do not read."""
 
 
 def resolve_settings(
@@ -68,7 +50,7 @@ def resolve_settings(
     default_loader: Loader | None,
     num_datasets: int,
     kind: Kind | None = None,
-    usual_packer: Packer | None = None,
+    usual_packer: PackerName | None = None,
     longest: int | None = None,
 ) -> tuple[TrainingSettings, tuple[Assumption, ...], tuple[str, ...]]:
     """Complete what was given with defaults; also which were taken, and notes on what has no effect.
@@ -84,7 +66,8 @@ def resolve_settings(
     values = {name: value for name, value in given.items() if value is not None}
     known = definitions()
     _check_values(values)
-    if kind == "trl" and values.get("packer") in TRL_PACKERS:
+    asked = find_packer(values["packer"]) if "packer" in values else None
+    if kind == "trl" and asked is not None and asked.is_trl:
         for name in ("packer", "packing_processes", "shuffle_seed"):
             values.pop(name, None)  # the rows were saved after TRL packed them, and shuffled them last of all
     notes = _drop_what_has_no_effect(values, kind, dataset_format)
@@ -95,23 +78,26 @@ def resolve_settings(
             values[name] = value
             assumed.append(Assumption(name=name, value=value, flag=known[name].label, why=why))
 
-    dynamic = kind in (None, "documents") and values.get("packer") in DYNAMIC_CP
-    if dynamic:
+    asked = find_packer(values["packer"]) if "packer" in values else None
+    if kind in (None, "documents") and has_dynamic_cp(values.get("packer")):
         assume("seq_length", _most_tokens(values), "what all ranks hold together")
     elif pack_tokens is not None:
         assume("seq_length", pack_tokens, "its fullest row" if size_guessed else "the dataset's own pack size")
-    elif values.get("packer") == "none" and longest is not None:
+    elif asked is not None and asked.row_is_document and longest is not None:
         assume("seq_length", longest, "its longest document")
-    elif usual_packer is not None and values.get("packer", usual_packer) in TRL_PACKERS:
+    elif usual_packer is not None and (asked or find_packer(usual_packer)).is_trl:
         assume("seq_length", TRL_MAX_LENGTH, "TRL's default max_length")
     else:
         assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
     for name in ("micro_batch_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         assume(name, known[name].default, "not given")
     if kind == "documents":
-        assume("packer", usual_packer or known["packer"].default, _USUAL[usual_packer])
-        notes += _check_packer(values, values["packer"])
-        _assume_packers_own(values, assume)
+        usual = find_packer(usual_packer or known["packer"].default)
+        assume("packer", usual.name, usual.usual)
+        packer = find_packer(values["packer"])
+        notes += _check_packer(values, packer)
+        for assumption in packer.assumes:
+            assume(*assumption)
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
     accumulation = values.pop("gradient_accumulation", None)
     if accumulation is not None and "global_batch_size" in values:
@@ -121,7 +107,7 @@ def resolve_settings(
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
-    elif kind == "documents" and values.get("packer") in ("best_fit_decreasing", "best_fit_split", *TRAINER_PACKERS):
+    elif kind == "documents" and packer.loader == "trainer":
         assume("loader", "trainer", "trainers that pack so are Hugging Face's")
     _assume_usual(values, kind, assume)
     if "train_iters" in values:
@@ -131,7 +117,7 @@ def resolve_settings(
     if values.get("weights") is not None:
         values["weights"] = tuple(float(w) for w in values["weights"])
     settings = TrainingSettings(**values)
-    for name, text in _find_problems(settings, dataset_format, num_datasets):
+    for name, text in _find_problems(settings, find_format(dataset_format), num_datasets):
         shown = name_setting(name, getattr(settings, name)) if name in known else name
         raise UsageError(f"{shown}: {text}")
     return settings, tuple(assumed), notes
@@ -162,54 +148,35 @@ def _check_values(values: dict[str, Any]) -> None:
         values[name] = known[name].canonical(value)
 
 
-def _check_packer(values: dict[str, Any], packer: str) -> tuple[str, ...]:
+def _check_packer(values: dict[str, Any], packer: Packer) -> tuple[str, ...]:
     """Refuse settings with which nobody packs; take out those that have no effect on the packer, with a note each."""
-    if packer in STEP_PACKERS and "global_batch_size" not in values:
-        raise UsageError(f"--packer {packer} packs the documents of one step together: give --global-batch-size")
-    if packer.startswith("first_fit") and values["micro_batch_size"] != 1:
+    if packer.packs_steps and "global_batch_size" not in values:
+        raise UsageError(f"--packer {packer.name} packs the documents of one step together: give --global-batch-size")
+    packer.refuse(values)
+    if packer.needs_loader and values.get("loader", packer.loader) != packer.loader:
         raise UsageError(
-            f"--micro-batch-size {values['micro_batch_size']}: --packer {packer} packs for Megatron-Bridge, which "
-            "trains packed rows with 1; make the packs longer, or give another packer"
+            f"--loader {values['loader']}: rows of --packer {packer.name} are read with {packer.loader} alone"
         )
-    if packer in (*SWIFT_PACKERS, *AXOLOTL_PACKERS) and values.get("loader", "trainer") != "trainer":
-        raise UsageError(f"--loader {values['loader']}: rows of --packer {packer} are read with trainer alone")
-    if packer in GRAIN_PACKERS and values.get("loader", "single") != "single":
-        raise UsageError(f"--loader {values['loader']}: rows of --packer {packer} are read with single alone")
-    uncapped = {*TRAINER_PACKERS, *RL_PACKERS, "maxtext_best_fit"} - {"multipack", *MEGATRON_RL_PACKERS}
-    if packer in uncapped and "max_docs_per_pack" in values:
-        raise UsageError(_NO_CAP.format(name_setting("max_docs_per_pack"), packer))
-    tail = "append_dummy_seq" if packer == "torchtitan_first_fit" else "none"
-    idle = {  # settings without an effect on the packer, and the values with which that goes without saying
-        "packing_batch": (packer not in ("greedy_knapsack", "multipack"), None),
-        "packing_bins": (packer not in GRAIN_PACKERS, None),
-        "tail_policy": (packer in GRAIN_PACKERS, tail),
-        "pad_seq_to_mult": (packer in ("karmarkar_karp", *GRAIN_PACKERS), 1),
-        "max_seqlen_per_dp_cp_rank": (packer not in DYNAMIC_CP, None),
-        "min_dynamic_context_parallel_size": (packer != "dynamic_cp", 1),
-    }
-    noted = [name for name, (is_idle, usual) in idle.items() if is_idle and values.pop(name, usual) != usual]
-    return tuple(f"{name_setting(name)} has no effect on --packer {packer} and was left out" for name in noted)
-
-
-def _assume_packers_own(values: dict[str, Any], assume: Callable[[str, Any, str], None]) -> None:
-    if values["packer"] == "multipack":
-        assume("max_docs_per_pack", _AXOLOTL_BIN, "Axolotl's default sample_packing_bin_size")
-    if values["packer"] in MEGATRON_RL_PACKERS:
-        assume("max_docs_per_pack", _MEGATRON_RL_BIN, "Megatron's default --rl-sequence-packing-max-sequences-per-bin")
-        assume("tail_policy", "append_dummy_seq", "Megatron's bins end in a sequence of padding")
-    if values["packer"] == "torchtitan_first_fit":
-        assume("seed", 42, "torchtitan's default")
-        assume("tail_policy", "append_dummy_seq", "torchtitan's padding is a document")
-    elif values["packer"] in GRAIN_PACKERS:
-        assume("seed", 0, "MaxText's default data_shuffle_seed")
+    if packer.limit is None and "max_docs_per_pack" in values:
+        cap = name_setting("max_docs_per_pack")
+        raise UsageError(f"{cap}: --packer {packer.name} has no cap on documents; leave it out")
+    usual = {name: value for name, value, _ in packer.assumes}  # with which it goes without saying
+    noted = [
+        name
+        for name in _SOME_READ
+        if name not in packer.reads
+        and values.pop(name, usual_value := usual.get(name, definitions()[name].default)) != usual_value
+    ]
+    return tuple(f"{name_setting(name)} has no effect on --packer {packer.name} and was left out" for name in noted)
 
 
 def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[[str, Any, str], None]) -> None:
     """Take what Hugging Face's Trainer takes where nothing is given, and refuse what it does not read."""
     if kind not in (None, "trl", "packs", "documents"):
         raise UsageError("--loader trainer: the Trainer reads rows that TRL packs, or lengths; choose another loader")
-    if values.get("packer") in STEP_PACKERS:
-        raise UsageError(f"--packer {values['packer']}: the Trainer reads rows that were packed before")
+    packer = find_packer(values.get("packer", definitions()["packer"].default))
+    if packer.packs_steps:
+        raise UsageError(f"--packer {packer.name}: the Trainer reads rows that were packed before")
     for name in ("context_parallel_size", "pipeline_parallel_size"):
         if values.get(name, 1) != 1:
             raise UsageError(
@@ -218,8 +185,7 @@ def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[
     if "train_epochs" in values and {"train_samples", "train_iters"} & {*values}:
         raise UsageError(f"{name_setting('train_epochs')} and --train-iters both say how long the run is; give one")
     assume("seed", 42, "the Trainer's default")
-    axolotl = values.get("packer") in AXOLOTL_PACKERS
-    assume("drop_last", axolotl, "as Axolotl's sampler does" if axolotl else "the Trainer's default")
+    assume("drop_last", *packer.drop_last)
     assume("tail_policy", "append_dummy_seq", "thdprof.transformers pads the decoder's rows")
 
 
@@ -249,7 +215,7 @@ def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_
     return tuple(notes)
 
 
-def _find_problems(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> Iterator[Problem]:
+def _find_problems(settings: TrainingSettings, dataset_format: Format, num_datasets: int) -> Iterator[Problem]:
     step = settings.micro_batch_size * settings.data_parallel_size
     if (settings.train_samples or 0) > _MOST_MICROBATCHES * settings.micro_batch_size:
         yield "train_samples", f"more than {_MOST_MICROBATCHES:,} micro-batches; analyse a part of the run"
@@ -266,43 +232,25 @@ def _find_problems(settings: TrainingSettings, dataset_format: str, num_datasets
     if settings.data_parallel_size % settings.shared_capture_ranks:
         size = settings.data_parallel_size
         yield "shared_capture_ranks", f"--data-parallel-size {size} is not a multiple of it"
-    if settings.packer in DYNAMIC_CP:
-        yield from _find_dynamic_cp_problems(settings)
-    if settings.packer in ("maxtext_first_fit", "maxtext_best_fit") and settings.packing_bins is not None:
-        of_rank, of_step = settings.global_batch_size // settings.data_parallel_size, settings.global_batch_size
-        if settings.packing_bins % of_rank or of_step % settings.packing_bins:
-            yield (
-                "packing_bins",
-                "MaxText's host reads the rows of its ranks in a step, "
-                f"a multiple of {of_rank} that divides --global-batch-size {of_step}",
-            )
+    yield from find_packer(settings.packer).find_problems(settings)
     multiple = 2 * settings.context_parallel_size
     if multiple > 2 and settings.seq_length % multiple:
         with_size = f"with --context-parallel-size {settings.context_parallel_size}"
         yield "seq_length", f"{with_size} it must be a multiple of {multiple}"
     if settings.weights is not None:
         weights = settings.weights
-        if dataset_format not in _BLENDED:
-            yield "--weights", f"blends are for Megatron datasets, not for format {dataset_format}"
+        if not dataset_format.is_blended:
+            yield "--weights", f"blends are for Megatron datasets, not for format {dataset_format.name}"
         if len(weights) != num_datasets:
             yield "--weights", f"{len(weights)} given for {num_datasets} datasets; give one each"
         if not all(0 < w < float("inf") for w in weights):
             yield f"--weights {','.join(map(str, weights))}", "every weight must be over 0"
         if settings.train_samples is None:
             yield "--weights", "Megatron needs the run's length then; add --train-samples or --train-iters"
-    if dataset_format.startswith("bridge") and settings.micro_batch_size != 1:
-        yield "micro_batch_size", "Megatron-Bridge trains packed rows with 1; make the packs longer instead"
     if settings.train_epochs is not None and settings.loader != "trainer":
         what = "is for --loader trainer; give --train-iters or --train-samples"
         raise UsageError(f"{name_setting('train_epochs')}: {what}")
-    if settings.loader == "batch" and dataset_format in _BLENDED:
-        yield "loader", "Megatron's own datasets are read with single or cyclic"
-    if dataset_format == "megatron-sft" and num_datasets > 1 and settings.weights is None:
-        yield (
-            f"{num_datasets} files of conversations",
-            "Megatron's --sft blends several files by weights alone; give --weights and --train-samples or "
-            "--train-iters, or join the files, as NeMo-RL does",
-        )
+    yield from dataset_format.find_problems(settings, num_datasets)
 
 
 def _find_pipeline_problems(settings: TrainingSettings) -> Iterator[Problem]:
@@ -316,27 +264,3 @@ def _find_pipeline_problems(settings: TrainingSettings) -> Iterator[Problem]:
     elif chunks > 1 and group is not None and group < stages:
         least = f"--pipeline-parallel-size {stages}"
         yield "microbatch_group_size", f"megatron-core refuses a group smaller than {least}; use at least that"
-
-
-def _find_dynamic_cp_problems(settings: TrainingSettings) -> Iterator[Problem]:
-    """What Megatron refuses under hybrid context parallelism, and what the schedulers do not know."""
-    packer = settings.packer
-    check_options(None, pipeline_parallel_size=settings.pipeline_parallel_size, packer=packer)
-    if settings.micro_batch_size > 1:
-        yield "micro_batch_size", f"--packer {packer} needs 1"
-    if settings.loader not in (None, "single"):
-        yield "loader", f"Megatron reads data for --packer {packer} with single alone"
-    if packer == "balanced_cp" and settings.max_docs_per_pack is not None:
-        raise UsageError(_NO_CAP.format(name_setting("max_docs_per_pack"), packer))
-    ranks = settings.data_parallel_size * settings.context_parallel_size
-    if settings.min_dynamic_context_parallel_size > ranks:
-        yield (
-            "min_dynamic_context_parallel_size",
-            f"there are {ranks} data-parallel x context-parallel ranks; use no more",
-        )
-    if packer == "balanced_cp" and ranks % 2:
-        yield (
-            f"{name_setting('data_parallel_size', settings.data_parallel_size)} x "
-            f"{name_setting('context_parallel_size', settings.context_parallel_size)}",
-            "Megatron's hybrid context parallelism needs an even number of ranks",
-        )

@@ -1,6 +1,6 @@
 """Dataset formats: finds the files of a dataset, recognises their format by content, reads documents per row.
 
-A new format is one module with a `FORMAT`, listed here.
+A format is described by a module of `thdprof.systems`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.analyze.sources import engines
-from thdprof.analyze.sources.base import Dataset, Format, Reading, Shard, Tick
-from thdprof.analyze.sources.readers.npy import MAGIC
-from thdprof.analyze.sources.remote import (
+from thdprof.errors import DataError, UsageError
+from thdprof.read import engines
+from thdprof.read.dataset import Dataset, Format, Reading, Shard, Tick
+from thdprof.read.npy import MAGIC
+from thdprof.read.remote import (
     begins_with,
     find_matches,
     is_link_to_nothing,
@@ -30,40 +30,14 @@ from thdprof.analyze.sources.remote import (
     map_apart,
     stamp,
 )
-from thdprof.errors import DataError, UsageError
+from thdprof.systems import find_format, find_packer
+from thdprof.training import FORMATS, PACKERS, definitions
 from thdprof.words import write_count
 
-_PLACES = {
-    "megatron": "indexed.FORMAT",
-    "bridge": "bridge.PARQUET",
-    "bridge-npy": "bridge.NPY",
-    "trl": "trl.FORMAT",
-    "llamafactory": "llamafactory.FORMAT",
-    "datatrove": "document_ends.DATATROVE",
-    "olmo": "document_ends.OLMO",
-    "lengths": "lengths.make_format",
-    "megatron-sft": "megatron_sft.FORMAT",
-    "trl-text": "trl_text.make_format",
-}
 _INDEXES = {".bin": ".idx", ".ds": ".ds.index", ".npy": ".csv.gz"}
 """Endings of token files -> those of the files that hold their documents' lengths: Megatron, datatrove, OLMo-core."""
 _DRAWN = re.compile(r"(?:[a-z]+:[a-z]+=|(?:lognormal|gamma|exponential|uniform):).*")
 """A distribution of lengths in place of files, as in lognormal:mean=900,sigma=1.1."""
-FORMATS = tuple(_PLACES)
-"""Names of the formats, in the order in which a file is tried."""
-
-
-def get_format(name: str, reading: Reading | None = None) -> Format:
-    """The format called `name`, as the run reads it.
-
-    Raises:
-        UsageError: no such format.
-    """
-    if name not in _PLACES:
-        raise UsageError(f"--format {name}: not a known format; known are auto, {', '.join(FORMATS)}")
-    module, constant = _PLACES[name].split(".")
-    found = getattr(import_module(f"thdprof.analyze.sources.{module}"), constant)
-    return found if isinstance(found, Format) else found(reading or Reading())
 
 
 def read_dataset(
@@ -100,14 +74,14 @@ def read_dataset(
     engines.check_engine(engine)
     drawn = [text for text in locations if _DRAWN.fullmatch(text) and not Path(text).exists()]
     if drawn:
-        from thdprof.analyze.sources.lengths import draw_lengths
+        from thdprof.systems.lengths import draw_lengths
 
         if len(locations) > 1 or format not in ("auto", "lengths"):
             raise UsageError(f"{drawn[0]}: its lengths are drawn: give it alone, and no --format but lengths")
         if engine != "local" or cache is not None or settings.get("length_column") is not None:
             raise UsageError(f"{drawn[0]}: its lengths are drawn: leave out --engine, --cache and --length-column")
         return draw_lengths(drawn[0])
-    reading = Reading.from_settings(settings, cache=cache, digest=digest, engine=engine, tick=tick)
+    reading = make_reading(settings, cache=cache, digest=digest, engine=engine, tick=tick)
     try:
         chosen, paths, notes = _find(locations, _candidates(format, reading))
         if format == "auto" and chosen.name == "megatron-sft" and reading.trainer is None:
@@ -123,13 +97,41 @@ def read_dataset(
     return replace(dataset, notes=(*dataset.notes, *notes))
 
 
+_READ_BY = ("tokenizer_model", "sft_tokenizer_prompt_format", "chat_template", "text_column", "eos_token",
+            "completion_only_loss", "assistant_only_loss", "length_column")  # fmt: skip
+"""Settings that decide on lengths."""
+
+
+def make_reading(given: Mapping[str, Any], *, tick: Tick | None = None, **values: Any) -> Reading:
+    """How the run reads its files, by the settings `given`; None counts as not given.
+
+    `values` are `cache`, `digest` and `engine`.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+    if tick is not None:
+        values["tick"] = tick
+    for name in _READ_BY:
+        if given.get(name) is not None:
+            definitions()[name].check(given[name])
+            values["prompt_format" if name == "sft_tokenizer_prompt_format" else name] = given[name]
+    name = definitions()["packer"].canonical(given.get("packer"))
+    packer = find_packer(name) if name in PACKERS else None
+    if given.get("loader") == "trainer" or (given.get("loader") is None and packer is not None and packer.is_trl):
+        values["trainer"] = "trl"
+    elif given.get("loader") is not None or given.get("sft_tokenizer_prompt_format") is not None:
+        values["trainer"] = "megatron"
+    return Reading(packed=packer is None or not packer.row_is_document, **values)
+
+
 def scan_files(name: str, reading: Reading, items: Sequence[engines.Item]) -> list[tuple[str, Shard | None]]:
     """The stamp and the shard of every file; None in place of a shard whose stamp is the one that is known.
 
     Raises:
         DataError, UsageError, OSError: as for `read_dataset`.
     """
-    format_ = get_format(name, reading)
+    format_ = find_format(name, reading)
     if len(items) > 1 and format_.count_text is None and is_remote(str(items[0][0])):
         return map_apart(lambda item: scan_files(name, reading, [item])[0], items, threads=_AT_ONCE)
     stamps = [reading.digest or stamp(path) for path, _ in items]
@@ -165,7 +167,7 @@ def _candidates(format: str, reading: Reading) -> list[Format]:
     if format == "auto" and reading.tokenizer_model is not None:
         names.remove("lengths")  # a column of lengths may count something else than the run's own tokens
         names.append("lengths")
-    return [get_format(name, reading) for name in names]
+    return [find_format(name, reading) for name in names]
 
 
 def _find(locations: Sequence[str], candidates: Sequence[Format]) -> tuple[Format, list[Path], list[str]]:

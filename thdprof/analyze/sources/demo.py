@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.bridge import write_metadata
-from thdprof.analyze.sources.readers.arrow import make_lists
 from thdprof.errors import DataError, UsageError
+from thdprof.read.arrow import make_lists
+from thdprof.systems.bridge import write_metadata
 
 SEED = 1234
 """Seed of all random numbers."""

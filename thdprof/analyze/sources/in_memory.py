@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Content, Dataset, PackedRows, UnpackedDocuments
-from thdprof.analyze.sources.engines import CACHE
-from thdprof.analyze.sources.readers.arrow import is_list
-from thdprof.analyze.sources.readers.json_lines import KEYS, TOKENS, USUAL_KEYS
-from thdprof.analyze.sources.trl import COLUMN
-from thdprof.analyze.sources.trl_text import text_columns
 from thdprof.errors import ThdprofError, UsageError
+from thdprof.read.arrow import is_list
+from thdprof.read.dataset import Content, Dataset, PackedRows, UnpackedDocuments
+from thdprof.read.engines import CACHE
+from thdprof.read.json_lines import KEYS, TOKENS, USUAL_KEYS
+from thdprof.systems.trl import COLUMN
+from thdprof.systems.trl_text import text_columns
 from thdprof.words import list_some
 
 Documents = Sequence[int] | NDArray[np.integer[Any]]

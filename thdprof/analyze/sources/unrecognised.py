@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from thdprof.analyze.sources.base import Format
-from thdprof.analyze.sources.readers import json_lines, npy
-from thdprof.analyze.sources.readers.parquet import holds_columns, is_parquet, schema_of
 from thdprof.errors import DataError
+from thdprof.read import json_lines, npy
+from thdprof.read.dataset import Format
+from thdprof.read.parquet import holds_columns, is_parquet, schema_of
 from thdprof.words import list_some
 
 _MOST_NAMES = 8

@@ -12,13 +12,13 @@ from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.buckets.step_costs import costs_of_run
 from thdprof.analyze.predictions import Capture, OffloadPrediction, Predictions, Ruling, Times, Verdict, Worth
-from thdprof.analyze.schedule.replay import Replay
+from thdprof.analyze.replay import Replay
 from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.overlap import predict_overlap
 from thdprof.dispatch import WARMUP_PASSES, Bucket
-from thdprof.training import GRAIN_PACKERS, STEP_PACKERS
+from thdprof.systems import find_packer
 from thdprof.words import amount, write_saved_share
 
 OVERHEAD_SECONDS = (0.02, 0.2)
@@ -138,15 +138,16 @@ def document_tokens(replayed: Replay, *, row_tokens: float) -> float:
     settings, schedule = replayed.settings, replayed.schedule
     total, packed = float(schedule.table.n_tokens.sum()), schedule.packing_efficiency
     tail = settings.tail_policy != "none"
-    if packed is not None and settings.packer in (*STEP_PACKERS, *GRAIN_PACKERS):
-        return total * packed if tail or settings.packer in GRAIN_PACKERS else total
+    packer = find_packer(settings.packer)
+    if packed is not None and packer.packs_in_training:
+        return total * packed if tail or packer.fills_rows else total
     padded = {
         "streams": False,
         "conversations": True,
         "bridge": True,
         "trl": tail or settings.pad_seq_to_mult > 1,
         "packs": tail,
-        "documents": tail or settings.packer.startswith("first_fit"),
+        "documents": tail or packer.rule == "bridge",
     }[replayed.kind]
     if not padded:
         return total

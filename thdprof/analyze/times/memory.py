@@ -40,9 +40,9 @@ from thdprof.analyze.buckets.saved_tensors import (
 )
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Memory, Moment
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Parameters, Stage, stage_parameters, stages, state_bytes
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, Shapes, holds
+from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.training import Model
 from thdprof.training.pipeline_slots import passes
 

@@ -41,7 +41,7 @@ from thdprof.analyze.times.parameters import (
     stage_parameters,
     stages,
 )
-from thdprof.training import DYNAMIC_CP, Model, TrainingSettings
+from thdprof.training import Model, TrainingSettings
 
 SLOWED = 0.37
 """Milliseconds by which kernels and NCCL's both take longer for each millisecond in which they run beside each other:
@@ -393,7 +393,7 @@ def predict_overlap(
     """
     ranks = settings.data_parallel_size * settings.context_parallel_size
     overlaps = model is not None and (model.overlap_grad_reduce or model.overlap_param_gather)
-    if ranks == 1 or not overlaps or settings.packer in DYNAMIC_CP:
+    if ranks == 1 or not overlaps or settings.has_dynamic_cp:
         return None
     if model is None or gpu is None or replay_ms is None or step_ms is None:
         return None

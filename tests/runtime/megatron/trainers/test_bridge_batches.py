@@ -8,7 +8,7 @@ import torch
 from support import bridge_referee, bridge_training
 from support.bridge_training import PACK_TOKENS, ROWS, collate, packed_seq_params
 
-from thdprof.analyze.schedule.replay import build_schedule
+from thdprof.analyze.replay import build_schedule
 from thdprof.analyze.sources import read_dataset
 from thdprof.runtime.megatron.decoder.packed_seq_params import read
 from thdprof.runtime.megatron.trainers.bridge_runs import host_boundaries_of_bridge, num_filled

@@ -15,7 +15,7 @@ from support import conversations
 from support import sft_referee as sft
 from support.tensor_parallel_batches import arguments_of, batch_of, params_of
 
-from thdprof.analyze.schedule.replay import replay
+from thdprof.analyze.replay import replay
 from thdprof.analyze.sources import read_dataset
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries

@@ -1,1 +1,0 @@
-"""Readers of bytes that formats share: parquet, Arrow, pickle, NPY headers."""
