@@ -7,16 +7,28 @@ order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.errors import DataError
 from thdprof.schedule import compiled
-from thdprof.training import TrainingSettings, suggest_setting
+from thdprof.training import Loader, TrainingSettings, suggest_setting
 
+MoreRows = Literal["same", "other ranks", "other order", "refused"]
+"""What more rows of a micro-batch, and as many fewer micro-batches, do to a step: it holds the same documents on the
+same ranks, or on other ranks, or the documents are packed or read in another order, or training refuses it."""
+MORE_ROWS: Mapping[Loader | None, MoreRows] = {
+    "single": "other ranks",
+    "cyclic": "other order",
+    "batch": "same",
+    "trainer": "other ranks",
+    None: "same",
+}
+"""What more rows do, by the loader that reads rows which were packed before; None: the order that is drawn."""
 _RANDOM64_FROM = (2**32 - 1) // 20
 """Number of elements from which torch draws 64 bits for each swap (ATen/native/TensorFactories.cpp, randperm_cpu)."""
 

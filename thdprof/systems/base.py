@@ -15,6 +15,7 @@ from thdprof.files import json_text
 from thdprof.plan import Plan
 from thdprof.read.dataset import RowRule
 from thdprof.schedule.packing import DocumentsToPack, Packing
+from thdprof.schedule.samplers import MoreRows
 from thdprof.schedule.schedule import Schedule
 from thdprof.training import PACKERS, Loader, TrainingSettings
 from thdprof.words import wrap_text
@@ -33,9 +34,6 @@ Problem = tuple[str, str]
 """A setting, or words for it and its value; what is wrong with it, and what to use instead."""
 Assumed = tuple[str, Any, str]
 """A setting that nobody gave, its value, and whose default that is."""
-MoreRows = Literal["same", "other ranks", "other order", "refused"]
-"""What twice the rows of a micro-batch, and half the micro-batches, do to a step: it holds the same documents on the
-same ranks, or on other ranks, or the documents are packed or read in another order, or training refuses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,8 @@ class Packer:
     """Whether the Trainer's rows are dealt to the ranks one by one."""
     is_drawn: bool = False
     """Whether its order is drawn, since no setting tells the state of its generator."""
-    more_rows: MoreRows = "same"
+    more_rows: MoreRows | None = None
+    """What more rows of a micro-batch do to a step; None: what its loader says (`samplers.MORE_ROWS`)."""
     refuse: Callable[[Mapping[str, Any]], None] = lambda values: None
     """Raises a UsageError for settings, by name, under which nobody packs so."""
     find_problems: Callable[[TrainingSettings], Iterator[Problem]] = lambda settings: iter(())

@@ -82,7 +82,7 @@ _make = partial(
     reads=("packing_bins",),
     assumes=(("seed", 0, "MaxText's default data_shuffle_seed"),),
     fills_rows=True,
-    more_rows="other ranks",
+    more_rows="same",
     find_problems=_find_problems,
 )
 PACKERS = (

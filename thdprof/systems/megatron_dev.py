@@ -140,20 +140,20 @@ def _find_problems(settings: TrainingSettings, *, is_hybrid: bool) -> Iterator[P
 
 
 _BALANCED = "dp_balanced"
-_make = partial(Packer, rule="concatenate", loader="single", more_rows="refused")
+_make = partial(Packer, rule="concatenate", loader="single")
 _READ = ("tail_policy", "pad_seq_to_mult", "max_seqlen_per_dp_cp_rank")
 PACKERS = (
     _make(
         name=_BALANCED,
         by_step=_pack_balanced,
         limit=Limit(in_training=True, counts_padding=True),
-        more_rows="other order",
     ),
     _make(
         name="balanced_cp",
         replay=_replay_dynamic,
         limit=None,
         reads=_READ,
+        more_rows="refused",
         find_problems=partial(_find_problems, is_hybrid=True),
         padding_remedy="the scheduler pads nothing: pad in your own, and analyse with the --tail-policy that does so",
     ),
@@ -161,6 +161,7 @@ PACKERS = (
         name="dynamic_cp",
         replay=_replay_dynamic,
         reads=(*_READ, "min_dynamic_context_parallel_size"),
+        more_rows="refused",
         find_problems=partial(_find_problems, is_hybrid=False),
         padding_remedy="train with --pad-packed-seq-alignment max, and analyse with its --tail-policy",
     ),

@@ -48,7 +48,7 @@ PACKERS = tuple(
             ("max_docs_per_pack", _BIN, "Megatron's default --rl-sequence-packing-max-sequences-per-bin"),
             ("tail_policy", "append_dummy_seq", "Megatron's bins end in a sequence of padding"),
         ),
-        more_rows="refused",
+        more_rows="same",
     )
     for name in ("megatron_rl_fifo", _ROUND_ROBIN)
 )

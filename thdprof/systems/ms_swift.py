@@ -86,7 +86,7 @@ _make = partial(
     overlong="leave out",
     pads_documents=False,
     deals_rows=True,
-    more_rows="other ranks",
+    more_rows="same",
 )
 PACKERS = (
     _make(name="binpack", prepare=partial(_prepare, sequential=False), usual="ms-swift's default packing_strategy"),

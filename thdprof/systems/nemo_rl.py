@@ -99,7 +99,7 @@ def _note_order(settings: TrainingSettings) -> str | None:
 
 
 _pack = partial(pack_steps, deal=_deal)
-_make = partial(Packer, rule="concatenate", loader="single", limit=None, more_rows="other order")
+_make = partial(Packer, rule="concatenate", loader="single", limit=None, more_rows="same")
 PACKERS = (
     _make(name="concatenative", by_step=_pack),
     _make(name="nemo_first_fit_decreasing", by_step=_pack),

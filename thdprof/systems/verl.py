@@ -87,7 +87,7 @@ PACKERS = (
         loader="single",
         limit=None,
         reads=("tail_policy",),
-        more_rows="other order",
+        more_rows="same",
     ),
 )
 
