@@ -22,8 +22,8 @@ from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.report.sweep import plan_cells
 from thdprof.analyze.schedule import gpt_dataset, packers
 from thdprof.analyze.schedule.schedule import Memo
-from thdprof.analyze.settings.request import read_axes, read_request, split_arguments, swept_settings
-from thdprof.analyze.sweep import Sweep, sweep
+from thdprof.analyze.settings.request import read_request
+from thdprof.analyze.sweep import Sweep, read_axes, split_arguments, sweep, swept_settings
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import BucketPart, load_plan
 
