@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captured, recommend
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, fallback_rate, make_run
-from thdprof.analyze.caveats import caveats, find_gpu_memory, note_order
+from thdprof.analyze.caveats import caveats, note_order
 from thdprof.analyze.expert_room import ExpertRoom, choose_room
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
@@ -27,8 +26,7 @@ from thdprof.analyze.sources.base import DRAWS, Dataset, UnpackedDocuments, show
 from thdprof.dispatch import Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, SpreadPart
-from thdprof.training import DRAWN_PACKERS, LIMITED_PACKERS, Model, TrainingSettings, suggest_setting
-from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
+from thdprof.training import DRAWN_PACKERS, LIMITED_PACKERS, Model, TrainingSettings
 
 if TYPE_CHECKING:
     from thdprof.analyze.predictions import OffloadPrediction
@@ -132,123 +130,18 @@ class Analysis(Predictions):
         return self.microbatches.drawn or self.spread is not None
 
     @property
+    def fullest(self) -> int:
+        """Documents of the fullest micro-batch of all draws."""
+        return self.n_seqs.max if self.spread is None else self.spread.most.n_seqs.max
+
+    @property
     def timed(self) -> bool:
         """Whether times of the user's own model are known."""
         return self.times.origin != "none"
 
 
-def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool, experts: bool = False) -> str:
-    """What the user types to train by `plan`: for Hugging Face's Trainer, for a script of Megatron's, or else.
-
-    Layers with experts were not seen to work compiled.
-    """
-    if of_trainer:
-        compiled = "" if experts else ", compile=True"
-        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}"{compiled})]), from thdprof.transformers'
-    if of_script:
-        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
-    return f"train by {plan} (README.md)"
-
-
-def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
-    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done.
-
-    A limit of documents that the packer or attention has in training gets a line of its own.
-    """
-    chosen, offload = analysis.recommendation, analysis.offload
-    unseen = ""
-    if chosen.buckets:
-        unseen = (
-            f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}% of them"
-        )
-    eager = "none of the micro-batches seen"
-    if (rate := chosen.fallback_rate).microbatch:
-        eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
-    memory = "not known: it takes the model (--megatron-args or --model)"
-    fits = True
-    if analysis.memory is not None:
-        room = find_gpu_memory(analysis.gpu)
-        memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
-        fits = room is None or analysis.memory.peak_bytes <= room * 2**30
-        memory += "" if fits else f": more than the GPU's {room}"
-    size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
-    if size and analysis.timed:
-        graphs = memory_size(size / 2**30)
-        memory = f"{graphs} of graphs" + (f"; {memory}" if analysis.memory is not None else "")
-    ruling, times = analysis.verdict.ruling, analysis.times
-    step = f"no times: {analysis.verdict.reason}"
-    if ruling is not None and times.relative_step_time is not None:
-        would = "they" if chosen.buckets and not refused else "they would"
-        saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
-        middle = chosen.relative_step_time if times.origin == "modelled" and not analysis.verdict.saves else None
-        if chosen.buckets and middle is not None:
-            saves += f", {1 - middle:.0%} on a host in the middle"
-        if not chosen.buckets and ruling == "graphs pay":
-            ruling = "graphs would pay without the limits"  # type: ignore[assignment]
-        gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
-        step = f"{ruling}: {saves} ({times.origin}, {gpus}{analysis.costs.hardware})"
-    if refused or not fits:
-        then = f"change {'what is refused' if refused else 'parallelism or recompute'}, and analyse again"
-    return [
-        ("capture", _captured(analysis)),
-        ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
-        *([("limit", limit)] if (limit := _explain_limits(analysis)) else []),
-        ("step", step),
-        ("memory", memory),
-        *([("next", then)] if then else []),
-    ]
-
-
-def _captured(analysis: Analysis) -> str:
-    if not analysis.recommendation.buckets:
-        text = sentence(analysis)
-        return f"{text[0].lower()}{text[1:]}"
-    text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
-    router = ", of each layer up to its router" if analysis.router_reason else ""
-    return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
-
-
-def sentence(analysis: Analysis) -> str:
-    """The recommendation in one sentence."""
-    chosen = analysis.recommendation
-    if not chosen.buckets:
-        best = chosen.unlimited_relative_step_time
-        if not analysis.timed:
-            if best > 1 - analysis.costs.least_gain:
-                return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
-            return "Capture no graphs: none keep to the limits."
-        if best >= 1:
-            return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
-        if best > 1 - analysis.costs.least_gain:
-            if analysis.verdict.ruling == "measure first":
-                return (
-                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
-                    f"take {best:.3f} of the eager step time, no clear gain."
-                )
-            busy = "the host" if analysis.router_reason else "the GPU"
-            return (
-                f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
-                f"{busy} is busy without them too."
-            )
-        gain = f"{analysis.costs.least_gain:.0%}"
-        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
-    caps = [
-        f"{b.max_seqs} ({f'{write_count(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
-        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
-    ]
-    documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
-    fallbacks = (
-        "no micro-batch seen falls back"
-        if chosen.fallback_rate.microbatch == 0
-        else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
-    )
-    return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
-
-
 FEW_PACKS = 0.003
 """Most packs, as a share, that a limit may add where no times are known to choose it by."""
-_COUNT_TAILS = ("next_fit", "maxtext_first_fit", "dp_balanced")
-"""Packers in whose limit every document of a micro-batch counts; others have those of padding besides."""
 Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
@@ -518,7 +411,7 @@ class Study:
         )
 
 
-_MOST_PRICED = 50_000
+MOST_PRICED = 50_000
 """Documents, drawn at random and in their order, that are packed anew to tell what a limit costs."""
 
 
@@ -527,10 +420,10 @@ def _price_limits(
 ) -> tuple[PackerLimitPart, ...]:
     """What each of `caps` costs as the packer's limit, over one epoch; empty where the packer keeps to none."""
     content = dataset.content
-    if settings.packer not in LIMITED_PACKERS or not isinstance(content, UnpackedDocuments) or _joins_rows(settings):
+    if settings.packer not in LIMITED_PACKERS or not isinstance(content, UnpackedDocuments) or joins_rows(settings):
         return ()
     lengths = content.document_tokens
-    chosen = np.random.default_rng(0).choice(len(lengths), min(len(lengths), _MOST_PRICED), replace=False)
+    chosen = np.random.default_rng(0).choice(len(lengths), min(len(lengths), MOST_PRICED), replace=False)
     priced = replace(dataset, content=UnpackedDocuments(document_tokens=lengths[np.sort(chosen)]))
     efficiency: dict[int | None, float] = {}
     for limit in (settings.max_docs_per_pack, *caps):
@@ -546,36 +439,16 @@ def _price_limits(
     )
 
 
-def _joins_rows(settings: TrainingSettings) -> bool:
+def joins_rows(settings: TrainingSettings) -> bool:
     """Whether a micro-batch joins several rows, and the packer's limit is of one."""
     return settings.micro_batch_size > 1 and settings.packer.startswith(("next_fit", "maxtext"))
 
 
-def _explain_limits(analysis: Analysis) -> str:
-    """The least limit that costs hardly a pack, else the next below the fullest micro-batch; empty without limits."""
-    own, limits, spread = analysis.settings.max_docs_per_pack, analysis.packer_limits, analysis.spread
-    fullest = analysis.n_seqs.max if spread is None else spread.most.n_seqs.max
-    if analysis.settings.packer == "maxtext_best_fit" and not _joins_rows(analysis.settings):
-        return (
-            f"max_segments_per_seq of at least {fullest}, the fullest micro-batch: best fit keeps to none, "
-            "and attention may crash or give wrong results above it"
-        )
-    if not limits:
-        return ""
-    most = own or fullest
-    free = f"{most}, {'as now' if own else 'the fullest micro-batch'}, costs none"
-    if analysis.dataset.documents > _MOST_PRICED:
-        free += f" (by {_MOST_PRICED:,} documents, drawn at random)"
-    lower = [limit for limit in limits if limit.max_docs < most]
-    if not lower:
-        return f"as the packer's own, {free}"
-    cheap = next((limit for limit in lower if limit.packs_more <= FEW_PACKS), lower[-1])
-    beside = "" if analysis.settings.packer in _COUNT_TAILS else ", besides documents of padding"
-    setting = suggest_setting("max_docs_per_pack", cheap.max_docs)
-    return (
-        f"as the packer's own, {cheap.max_docs} costs {percent(max(0.0, cheap.packs_more))} more packs, with "
-        f"{percent(cheap.unfilled)} of tokens unfilled ({setting}){beside}; {free}"
-    )
+def choose_limit(analysis: Analysis) -> PackerLimitPart | None:
+    """The least limit that costs hardly a pack, else the next below the one that costs none; None where no such is."""
+    most = analysis.settings.max_docs_per_pack or analysis.fullest
+    lower = [limit for limit in analysis.packer_limits if limit.max_docs < most]
+    return next((limit for limit in lower if limit.packs_more <= FEW_PACKS), lower[-1] if lower else None)
 
 
 def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:

@@ -122,7 +122,7 @@ def _next_command(request: Request, plan: Path | None, *, experts: bool) -> str:
     if plan is None:
         return "the same with -o plan.yaml, which writes the plan"
 
-    from thdprof.analyze.analysis import training_command
+    from thdprof.analyze.report.shared import training_command
 
     of_trainer = request.trainer_arguments is not None or request.given.get("loader") == "trainer"
     of_script = request.script is not None

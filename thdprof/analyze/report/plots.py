@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thdprof.analyze.analysis import Analysis, answer
+from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.caveats import MODELLED
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.profile.run_profile import make_profile
+from thdprof.analyze.report.analysis import answer
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures.graphs import trace_caps
 from thdprof.analyze.report.figures.microbatches import count_bars, is_skewed, trace_steps
