@@ -25,14 +25,12 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import DRAWS, Dataset, UnpackedDocuments, show_nothing
 from thdprof.dispatch import Shapes, decide_all
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, SpreadPart
+from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, Plan, SpreadPart
 from thdprof.training import DRAWN_PACKERS, LIMITED_PACKERS, Model, TrainingSettings
 
 if TYPE_CHECKING:
     from thdprof.analyze.predictions import OffloadPrediction
     from thdprof.analyze.times.modelled_costs import ModelledTimes
-    from thdprof.offload.plan import Choice
-    from thdprof.plan import Impl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +115,23 @@ class Analysis(Predictions):
     """How much figures differ between draws; None where lengths and packs are not drawn."""
     packer_limits: tuple[PackerLimitPart, ...] = ()
     """What each single cap costs as a limit that the packer keeps to, ascending; empty where it keeps to none."""
+    planned: Plan | None = field(default=None, repr=False)
+    """The plan that training follows; None where there can be none, or none was made."""
+    refused: list[str] = field(default_factory=list)
+    """Why training by the plan would be refused, as far as the settings tell, or why there is no plan."""
+    unknown_refusals: str | None = None
+    """Why some of what training by the plan would refuse is not known; None where all is known."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that training follows.
+
+        Raises:
+            UsageError: there can be none, or none was made.
+        """
+        if self.planned is None:
+            raise UsageError(*self.refused or ["no plan was made of this analysis: call make_plan"])
+        return self.planned
 
     @property
     def steps(self) -> int:
@@ -169,19 +184,11 @@ def check_hardware(request: Request) -> None:
         load_host(request.host)
 
 
-def analyze(
-    request: Request,
-    *,
-    offload: Choice | None = None,
-    impl: Impl | None = None,
-    progress: Progress = show_nothing,
-) -> Analysis:
+def analyze(request: Request, *, progress: Progress = show_nothing) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
 
     Args:
         request: the dataset, the run, and what the analysis is made by.
-        offload: activations that are moved to the host; graphs can use the memory that the move frees.
-        impl: the kind of graphs: those of single layers recompute nothing; None: no kind was chosen.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
@@ -190,7 +197,7 @@ def analyze(
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, progress = read_requested(request, progress)
-    return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
+    return Study(request, dataset, measured, progress=progress).analyze()
 
 
 def read_showing(locations: Sequence[str], progress: Progress, **how: Any) -> tuple[Dataset, Progress]:
@@ -227,10 +234,6 @@ class Study:
     """The dataset of the request."""
     measured: CostTable | None
     """The table in the file `request.cost_table`; None without one."""
-    offload: Choice | None = None
-    """Activations that are moved to the host."""
-    impl: Impl | None = None
-    """The kind of graphs; None: no kind was chosen."""
     progress: Progress = show_nothing
     """Called with the stage, the share of the whole work that is done, and the number of documents."""
     memo: Memo = FORGETFUL
@@ -268,13 +271,13 @@ class Study:
         replayed = replay(dataset, request.given, tick, self.memo)
         settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
         self.progress("recommending", _REPLAYED_SHARE, documents)
-        reason = request.find_router_reason(settings.experts, self.impl, self.offload)
+        reason = request.captures.router_reason
         room = self._choose_room(settings, table)
         run = make_run(
             settings,
             table,
             model=request.model,
-            layer_graphs=self.impl == "transformer_engine",
+            layer_graphs=request.impl == "transformer_engine",
             ends_at_router=reason is not None,
             expert_room=None if room is None else room.factor,
         )
@@ -332,7 +335,7 @@ class Study:
     def _choose_room(self, settings: TrainingSettings, table: MicrobatchTable) -> ExpertRoom | None:
         """Room for the rows of dropless experts that ranks share; None where no graph holds such experts."""
         loads, model = self.request.expert_loads, self.request.model
-        if loads is None or model is None or self.impl == "none":
+        if loads is None or model is None or self.request.impl == "none":
             return None
         if loads.observed is not None and model.mtp_num_layers:
             raise UsageError(
@@ -372,11 +375,11 @@ class Study:
     ) -> tuple[Recommendation, OffloadPrediction | None]:
         """The recommendation, and what is moved to the host where it captures anything."""
         limits = self.request.limits
-        if self.offload is None:
+        if self.request.offload is None:
             return recommend(run, costs, independent=independent, limits=limits), None
         from thdprof.analyze.buckets.saved_tensors import predict_offload
 
-        moved = partial(predict_offload, costs, self.offload, n_tokens=run.n_tokens, num_slots=run.num_slots)
+        moved = partial(predict_offload, costs, self.request.offload, n_tokens=run.n_tokens, num_slots=run.num_slots)
         if limits.graph_memory_bytes is not None:
             freed = moved(graph_memory_bytes=None).device_bytes_freed
             limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
@@ -396,7 +399,7 @@ class Study:
         """What is predicted of the run; `unknown` says how to get times, where `costs` are of another model."""
         from thdprof.analyze.times.answer import document_tokens, predict
 
-        watched = self.offload is None or not (run.layer_graphs or run.ends_at_router)
+        watched = self.request.offload is None or not (run.layer_graphs or run.ends_at_router)
         return predict(
             run,
             costs,
@@ -404,7 +407,7 @@ class Study:
             modelled=modelled,
             unknown=unknown,
             offload=moved,
-            watched=watched and self.impl != "local",
+            watched=watched and self.request.impl != "local",
             tokens=document_tokens(replayed, row_tokens=self.dataset.num_tokens() / max(1, self.dataset.num_rows())),
             price=self.request.gpu_hour_price,
             gbps=self.request.data_parallel_gbps,

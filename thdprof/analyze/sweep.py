@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from thdprof.analyze.analysis import Progress, Study, read_requested
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.caveats import find_gpu_memory
-from thdprof.analyze.planning import make_plan
+from thdprof.analyze.planning import add_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import summarize_dataset
 from thdprof.analyze.schedule.schedule import Memo
@@ -31,9 +31,6 @@ from thdprof.plan import DatasetPart, Plan
 from thdprof.training import Definition, definitions, model_definitions
 from thdprof.training.model import read_field
 from thdprof.words import memory_size
-
-if TYPE_CHECKING:
-    from thdprof.plan import Impl
 
 _READ_SHARE = 0.1
 """Progress-bar estimate: reading ends at 10% of the total time."""
@@ -337,14 +334,12 @@ def sweep(
     axes: Sequence[Axis],
     request_of: Callable[[Mapping[str, Any]], Request],
     *,
-    impl: Impl | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Sweep:
     """Analyse one dataset under every combination of the axes' values.
 
     Args:
         request_of: makes the request from values of the swept options, by name; all requests must name one dataset.
-        impl: the kind of graphs that the plans capture; None: the default of `make_plan`.
 
     Raises:
         DataError: the dataset or a cost table cannot be read.
@@ -374,7 +369,7 @@ def sweep(
 
         chosen = requests[index]
         measured = None if chosen.cost_table is None else costs[chosen.cost_table]
-        study = Study(chosen, dataset, measured, impl=impl, progress=show, memo=memo)
+        study = Study(chosen, dataset, measured, progress=show, memo=memo)
         combinations[index] = _analyze(combinations[index].values, study, varied)
     return Sweep(
         dataset=summarize_dataset(dataset),
@@ -418,10 +413,9 @@ def write_plans(sweep: Sweep, directory: Path, *, force: bool) -> list[Path]:
 
 def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Combination:
     """The combination of `values`, analysed; `varied` are the options that have several values in the sweep."""
-    request = study.request
     try:
-        result = study.analyze()
-        plan = make_plan(result, impl=study.impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
+        result = add_plan(study.analyze())
+        plan = result.plan
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
     unranked = explain_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)

@@ -62,9 +62,7 @@ def sweep(
     if output is not None:
         check_plan_files(axes, output, force=force)
     with streams.progress_bar() as progress:
-        result = analyze_combinations(
-            axes, lambda values: run.read_request(locations, values), impl=run.impl, progress=progress
-        )
+        result = analyze_combinations(axes, lambda values: run.read_request(locations, values), progress=progress)
     for note in result.notes:
         streams.say(note)
     written = write_plans(result, output, force=force) if output is not None else []

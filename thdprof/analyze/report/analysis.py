@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -50,24 +50,22 @@ _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
 
-def print_report(
-    analysis: Analysis, console: Console, *, refused: Sequence[str] = (), then: str = "", details: bool = False
-) -> None:
+def print_report(analysis: Analysis, console: Console, *, then: str = "", details: bool = False) -> None:
     """Write the answer and the table of `analysis` to `console`, with `details` all else that is known.
 
     Args:
         then: what the user does next; empty where nothing is to be said of it.
     """
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console)
+    print_parts(_parts(analysis, block, then=then, details=details), console)
 
 
-def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
+def answer(analysis: Analysis, *, then: str = "") -> list[tuple[str, str]]:
     """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done.
 
     A limit of documents that the packer or attention has in training gets a line of its own.
     """
-    chosen, offload = analysis.recommendation, analysis.offload
+    chosen, offload, refused = analysis.recommendation, analysis.offload, analysis.refused
     unseen = ""
     if chosen.buckets:
         unseen = (
@@ -199,13 +197,11 @@ def _offloaded(offload: OffloadPrediction) -> str:
     return f"{text} ({offload.model})"
 
 
-def _parts(
-    analysis: Analysis, block: str, *, refused: Sequence[str], then: str, details: bool
-) -> Iterator[str | Table | Text]:
+def _parts(analysis: Analysis, block: str, *, then: str, details: bool) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
-    for line in refused:
+    for line in analysis.refused:
         yield Text(f"refused  {line}", style="bold red")
-    for heading, line in answer(analysis, refused=refused, then=then):
+    for heading, line in answer(analysis, then=then):
         yield Text(f"{heading:<8} {line}", style="bold" if heading == "capture" else "")
     yield ""
     amounts = [
@@ -392,8 +388,8 @@ def _coverage_of_run(analysis: Analysis) -> str:
     return f"the table covers {percent(analysis.steps / wanted)} of the run's steps"
 
 
-def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON object as a dict, with why training would be `refused`. It has the key `spread` if lengths or packs are
+def to_dict(analysis: Analysis) -> dict[str, Any]:
+    """The JSON object as a dict. It has the key `spread` if lengths or packs are
     drawn, `packer_limits` if the packer keeps to a limit, `offload` if activations are moved to the host, and `overlap`
     if data-parallel communication overlaps.
     """
@@ -434,7 +430,7 @@ def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
         "capture": analysis.capture,
         **({} if overlap is None else {"overlap": {**asdict(overlap), "gained_ms": overlap.gained_ms}}),
         "costs": {name: getattr(analysis.costs, name) for name in CostsPart.model_fields if name != "stamp"},
-        "refused": list(refused),
+        "refused": analysis.refused,
         "notes": analysis.notes,
         "warnings": analysis.warnings,
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.expert_room import ExpertLoads, read_expert_loads
-from thdprof.analyze.settings.captures import LayersPerGraph, read_layers_per_graph, shared_captures
+from thdprof.analyze.settings.captures import Captures, LayersPerGraph, read_layers_per_graph, shared_captures
 from thdprof.analyze.settings.launch_flags import training_commands, training_words
 from thdprof.analyze.settings.limits import AnalysisOptions, Limits, analysis_options, share_of
 from thdprof.analyze.settings.model_reading import ModelReading
@@ -26,11 +26,11 @@ from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_text
-from thdprof.megatron_limits import Run, explain_router, limits_of, moved_by_core
+from thdprof.megatron_limits import UP_TO_ROUTER, Run, explain_router, limits_of, moved_by_core
 from thdprof.megatron_limits.command_line import Arguments, read_fields, refuse_unpacked, refused_beforehand
 from thdprof.megatron_limits.run import groups_products
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_experts, refuse_model_type, refuse_plan
-from thdprof.training import GraphKind, Model, check_model, definitions, model_definitions
+from thdprof.training import Experts, Model, check_model, definitions, model_definitions
 from thdprof.training.model import read_field
 from thdprof.training.trainer_arguments import (
     are_trainer_arguments,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
     from thdprof.offload.plan import Choice
     from thdprof.plan import Impl, Plan
-    from thdprof.training import Experts
 
 _RANKS = "tensor_model_parallel_size"
 _WEIGHTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -77,8 +76,34 @@ class Request(AnalysisOptions):
     expert_loads: ExpertLoads | None = None  # type: ignore[assignment]
     """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
     notes: list[str] = field(default_factory=list)
-    usual_impl: GraphKind = "module"
+    impl: Impl | None = None
+    """The kind of graphs; None: no kind was chosen."""
+    usual_impl: Impl = "module"
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
+    offload: Choice | None = None
+    """Activations that are moved to the host; None: all stay on the device."""
+    captures: Captures = field(init=False, repr=False)
+    """What the plan captures, decided by all of these."""
+
+    def __post_init__(self) -> None:
+        """Decide what the plan captures.
+
+        Raises:
+            UsageError: loads of experts were given, and graphs cannot hold them whole.
+        """
+        experts: Experts = self.given.get("experts") or "none"
+        reason = self._find_router_reason(experts)
+        if self.expert_loads is not None and self.impl != "none":
+            self._check_expert_loads(self.expert_loads.basis, experts, reason)
+        impl = self.impl or ("transformer_engine" if reason else self.usual_impl)
+        captures = Captures(
+            impl=impl,
+            modules=[*UP_TO_ROUTER] if reason and impl == "transformer_engine" else [],
+            layers_per_graph=self.layers_per_graph,
+            experts=experts,
+            router_reason=reason,
+        )
+        object.__setattr__(self, "captures", captures)
 
     @property
     def limits(self) -> Limits:
@@ -90,30 +115,24 @@ class Request(AnalysisOptions):
             graph_memory_bytes=None if memory is None else int(memory * 2**30),
         )
 
-    def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
-        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether Hugging Face's Trainer trains."""
+        return self.trainer_arguments is not None or self.given.get("loader") == "trainer"
 
-        Raises:
-            UsageError: loads of experts were given, and graphs cannot hold them whole.
-        """
-        reason = self._find_router_reason(experts, impl, choice)
-        if self.expert_loads is None or impl == "none":
-            return reason
+    def _check_expert_loads(self, basis: str, experts: Experts, reason: str | None) -> None:
         is_shared = self.model is not None and self.model.expert_model_parallel_size > 1
-        is_chunk = (impl or self.usual_impl) == "chunk" and not self._is_of_trainer()
+        is_chunk = (self.impl or self.usual_impl) == "chunk" and not self.is_of_trainer
         if reason is not None or experts != "dropless" or not (is_shared and is_chunk):
             why = reason or (
                 "it is for chunks of Megatron's models that are known and have dropless experts, "
                 "which several expert-parallel ranks share"
             )
-            raise UsageError(f"--expert-loads {self.expert_loads.basis}: {why}; leave it out")
-        return reason
+            raise UsageError(f"--expert-loads {basis}: {why}; leave it out")
 
-    def _is_of_trainer(self) -> bool:
-        return self.trainer_arguments is not None or self.given.get("loader") == "trainer"
-
-    def _find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None) -> str | None:
-        if experts != "dropless" or impl in ("none", "local") or self._is_of_trainer():
+    def _find_router_reason(self, experts: Experts) -> str | None:
+        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts."""
+        if experts != "dropless" or self.impl in ("none", "local") or self.is_of_trainer:
             return None
         fields: dict[str, Any] = {}
         if self.script is not None:
@@ -125,7 +144,7 @@ class Request(AnalysisOptions):
         if self.model is not None:
             fields |= _fields_of_model(self.model)
         fields["groups_products"] = groups_products(self.gpu)
-        kind, moved = impl or self.usual_impl, None if choice is None else tuple(choice.modules)
+        kind, moved = self.impl or self.usual_impl, None if self.offload is None else tuple(self.offload.modules)
         known: dict[str, Any] = {"offload_modules": moved, "core_offload": moved_by_core(kind, experts)}
         if self.expert_loads is not None:
             known["expert_room"] = self.expert_loads.expected
@@ -198,16 +217,19 @@ def read_request(
     settings: Path | None,
     launch: Launch | None,
     training_args: Path | Mapping[str, Any] | None = None,
+    impl: Impl | None = None,
+    offload: Choice | None = None,
 ) -> Request:
     """The request that flags, a settings file, and a launch script or a Trainer's arguments make, in this order of
     precedence.
 
     `flags` maps names of options to values; None counts as not given. Its `model` is a path or a `Model`.
-    `training_args` are the fields of TrainingArguments or SFTConfig, or a file of them as JSON.
+    `training_args` are the fields of TrainingArguments or SFTConfig, or a file of them as JSON. `impl` is the kind of
+    graphs, `offload` what is moved to the host.
 
     Raises:
         DataError: a file that cannot be read.
-        UsageError: an option that is unknown, or of a value that cannot be.
+        UsageError: an option that is unknown, or of a value that cannot be; or loads of experts that no graph holds.
     """
     stronger = _read_options(flags, settings)
     command = {name: read_option(name, stronger.pop(name)) for name in analysis_options() if name in stronger}
@@ -265,7 +287,9 @@ def read_request(
         script=script,
         trainer_arguments=fields,
         notes=[*notes, *resolved.notes],
+        impl=impl,
         usual_impl="module" if launch is None else "chunk",
+        offload=offload,
     )
 
 
