@@ -117,8 +117,12 @@ def _text_of(path: Path) -> str:
 
 
 def _round_numbers(text: str) -> str:
-    """`text` with nine digits in place of more."""
-    return re.sub(r"(?<![\w.])-?\d+\.\d{8,}(?:[eE][-+]?\d+)?", lambda number: f"{float(number.group()):.9g}", text)
+    """`text` with nine significant digits in place of more: others depend on the processor."""
+
+    def round_one(number: re.Match[str]) -> str:
+        return number[0] if sum(map(str.isdigit, number[1])) <= 9 else f"{float(number[0]):.9g}"
+
+    return re.sub(r"(?<![\w.])-?(\d+\.\d+)(?:[eE][-+]?\d+)?", round_one, text)
 
 
 def _normal(text: str, folder: Path) -> str:
@@ -310,7 +314,7 @@ def find_changes(groups: Sequence[str], *, fast: bool = False, jobs: int = 2) ->
     for group, cases in chosen:
         new, old = render(cases, [next(outputs) for _ in cases]), read_record(group)
         for name in new if fast else {**old, **new}:
-            before, after = (text.get(name, "").splitlines() for text in (old, new))
+            before, after = (_round_numbers(text.get(name, "")).splitlines() for text in (old, new))
             changes += difflib.unified_diff(before, after, f"{group}: {name}", "now", lineterm="")
     return changes
 

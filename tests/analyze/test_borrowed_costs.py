@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.analysis import sentence
-from thdprof.analyze.report.analysis import to_dict, verdict_sentence
+from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.times.gpus import GPUS, known_gpu
 from thdprof.errors import UsageError
 from thdprof.training import Model

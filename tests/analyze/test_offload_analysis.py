@@ -12,7 +12,8 @@ from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import MeasuredModel, built_in_costs
 from thdprof.analyze.buckets.saved_tensors import list_saved_storages, predict_offload
 from thdprof.analyze.predictions import OffloadPrediction
-from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules, read_choice, resolve_captures
+from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules, read_choice
+from thdprof.analyze.settings.request import Request
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
@@ -222,10 +223,15 @@ def test_without_graphs_a_plan_moves_nothing(data):
 def test_what_training_would_refuse_is_refused(analysis, modules, impl, experts, message):
     choice = read_choice(modules, None)
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
-        resolve_captures(impl, experts=experts, choice=choice)
-    settings = replace(analysis.settings, experts=experts)
+        Request(given={"experts": experts}, impl=impl, offload=choice).captures.check(choice)
+    found = replace(
+        analysis,
+        request=replace(analysis.request, given={**analysis.request.given, "experts": experts}),
+        settings=replace(analysis.settings, experts=experts),
+        offload=predicted(analysis, choice),
+    )
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
-        make_plan(replace(analysis, settings=settings, offload=predicted(analysis, choice)), impl=impl)
+        make_plan(found, impl=impl)
 
 
 def test_the_command_refuses_them_before_it_reads_data(data, tmp_path, thdprof):

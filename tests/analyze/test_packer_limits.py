@@ -10,8 +10,9 @@ import pytest
 from support.sample_files import write_lines
 
 from thdprof.analyze import analysis, analyze_dataset, make_plan
-from thdprof.analyze.analysis import answer
 from thdprof.analyze.replay import build_schedule
+from thdprof.analyze.report import analysis as report
+from thdprof.analyze.report.analysis import answer
 from thdprof.plan import load_plan
 from thdprof.systems import find_packer
 from thdprof.training import PACKERS
@@ -62,7 +63,8 @@ def test_many_documents_are_priced_by_some_of_all_that_keep_their_order(packer):
     lengths = np.sort(LENGTHS)
     exact = {limit.max_docs: limit for limit in analyze(packer, lengths).packer_limits}
     with (
-        patch.object(analysis, "_MOST_PRICED", 1000),
+        patch.object(analysis, "MOST_PRICED", 1000),
+        patch.object(report, "MOST_PRICED", 1000),
         patch.object(analysis, "build_schedule", wraps=build_schedule) as build,
     ):
         result = analyze(packer, lengths)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from support.schedules import analyzed_run, make_costs, make_table
 
-from thdprof.analyze.analysis import sentence
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.recommend import candidate_caps, recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.buckets.step_costs import RankCounts, StepCosts, launched_ahead_ms
+from thdprof.analyze.report.analysis import sentence
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError

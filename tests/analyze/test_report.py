@@ -23,11 +23,11 @@ from support.paths import ROOT
 from support.reports import SETTINGS, report_of, report_on, with_times, write_demo_report, write_rows
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
-from thdprof.analyze.analysis import answer
 from thdprof.analyze.buckets.cost_table import EagerPoint
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.profile.run_profile import RunProfile, merge_profiles
 from thdprof.analyze.report import figures, open_report
+from thdprof.analyze.report.analysis import answer
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.figures.microbatches import compare_lengths

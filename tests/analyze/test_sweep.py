@@ -20,8 +20,8 @@ from support.sample_files import write_bridge, write_index, write_lines
 from thdprof.analyze import analysis, analyze_dataset, make_plan
 from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.report.sweep import plan_cells
-from thdprof.analyze.settings.request import read_axes, read_request, split_arguments, swept_settings
-from thdprof.analyze.sweep import Sweep, sweep
+from thdprof.analyze.settings.request import read_request
+from thdprof.analyze.sweep import Sweep, read_axes, split_arguments, sweep, swept_settings
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import BucketPart, load_plan
 from thdprof.schedule.schedule import Memo

@@ -13,8 +13,8 @@ from support.sample_files import cost_table, write_lines
 
 from thdprof.analyze import analyze_dataset
 from thdprof.analyze.report.sweep import print_sweep
-from thdprof.analyze.settings.request import read_axes, read_request
-from thdprof.analyze.sweep import Rate, rank, sweep
+from thdprof.analyze.settings.request import read_request
+from thdprof.analyze.sweep import Rate, rank, read_axes, sweep
 from thdprof.training import Model
 
 PACKS = [[3, 4], [5], [1, 1, 1], [7, 1], [6], [2, 2, 2, 2], [8], [1, 7]]

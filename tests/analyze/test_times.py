@@ -12,12 +12,11 @@ from support.paths import ROOT
 from support.schedules import analyzed_run, make_table
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.analysis import answer as answer_lines
-from thdprof.analyze.analysis import sentence
 from thdprof.analyze.buckets.cost_table import HOSTS, CostTable, EagerPoint, HostEnd, ReplayPoint
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Times
-from thdprof.analyze.report.analysis import to_dict, verdict_sentence
+from thdprof.analyze.report.analysis import answer as answer_lines
+from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.times import answer
 from thdprof.analyze.times.answer import find_worth
 from thdprof.analyze.times.decoder import Decoder, Work, round_documents

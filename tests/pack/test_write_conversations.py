@@ -102,7 +102,7 @@ def test_conversations_keep_their_tokens_and_lines_their_order(context_parallel_
     found = analyze(request)
     assert found.microbatches.exact
     assert found.n_seqs == result.after.analysis.n_seqs
-    _, plan = plan_packs(result, output)
+    plan = plan_packs(result, output).plan
     assert plan.microbatches.n_seqs == found.n_seqs
     assert plan.training.split == "100,0,0"
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captured, recommend
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, fallback_rate, make_run
-from thdprof.analyze.caveats import caveats, find_gpu_memory, note_order
+from thdprof.analyze.caveats import caveats, note_order
 from thdprof.analyze.expert_room import ExpertRoom, choose_room
 from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
 from thdprof.analyze.replay import Replay, build_schedule, replay, summarize_dataset
@@ -23,19 +22,16 @@ from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.dispatch import Shapes, decide_all
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, SpreadPart
+from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, Plan, SpreadPart
 from thdprof.read.dataset import DRAWS, Dataset, UnpackedDocuments, show_nothing
 from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.schedule.schedule import FORGETFUL, Memo
 from thdprof.systems import find_packer
-from thdprof.training import Model, TrainingSettings, suggest_setting
-from thdprof.words import join_words, memory_size, percent, write_count, write_saved_share
+from thdprof.training import Model, TrainingSettings
 
 if TYPE_CHECKING:
     from thdprof.analyze.predictions import OffloadPrediction
     from thdprof.analyze.times.modelled_costs import ModelledTimes
-    from thdprof.offload.plan import Choice
-    from thdprof.plan import Impl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +116,23 @@ class Analysis(Predictions):
     """How much figures differ between draws; None where lengths and packs are not drawn."""
     packer_limits: tuple[PackerLimitPart, ...] = ()
     """What each single cap costs as a limit that the packer keeps to, ascending; empty where it keeps to none."""
+    planned: Plan | None = field(default=None, repr=False)
+    """The plan that training follows; None where there can be none, or none was made."""
+    refused: list[str] = field(default_factory=list)
+    """Why training by the plan would be refused, as far as the settings tell, or why there is no plan."""
+    unknown_refusals: str | None = None
+    """Why some of what training by the plan would refuse is not known; None where all is known."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that training follows.
+
+        Raises:
+            UsageError: there can be none, or none was made.
+        """
+        if self.planned is None:
+            raise UsageError(*self.refused or ["no plan was made of this analysis: call make_plan"])
+        return self.planned
 
     @property
     def steps(self) -> int:
@@ -133,117 +146,14 @@ class Analysis(Predictions):
         return self.microbatches.drawn or self.spread is not None
 
     @property
+    def fullest(self) -> int:
+        """Documents of the fullest micro-batch of all draws."""
+        return self.n_seqs.max if self.spread is None else self.spread.most.n_seqs.max
+
+    @property
     def timed(self) -> bool:
         """Whether times of the user's own model are known."""
         return self.times.origin != "none"
-
-
-def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool, experts: bool = False) -> str:
-    """What the user types to train by `plan`: for Hugging Face's Trainer, for a script of Megatron's, or else.
-
-    Layers with experts were not seen to work compiled.
-    """
-    if of_trainer:
-        compiled = "" if experts else ", compile=True"
-        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}"{compiled})]), from thdprof.transformers'
-    if of_script:
-        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
-    return f"train by {plan} (README.md)"
-
-
-def answer(analysis: Analysis, *, refused: Sequence[str] = (), then: str = "") -> list[tuple[str, str]]:
-    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done.
-
-    A limit of documents that the packer or attention has in training gets a line of its own.
-    """
-    chosen, offload = analysis.recommendation, analysis.offload
-    unseen = ""
-    if chosen.buckets:
-        unseen = (
-            f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}% of them"
-        )
-    eager = "none of the micro-batches seen"
-    if (rate := chosen.fallback_rate).microbatch:
-        eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
-    memory = "not known: it takes the model (--megatron-args or --model)"
-    fits = True
-    if analysis.memory is not None:
-        room = find_gpu_memory(analysis.gpu)
-        memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
-        fits = room is None or analysis.memory.peak_bytes <= room * 2**30
-        memory += "" if fits else f": more than the GPU's {room}"
-    size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
-    if size and analysis.timed:
-        graphs = memory_size(size / 2**30)
-        memory = f"{graphs} of graphs" + (f"; {memory}" if analysis.memory is not None else "")
-    ruling, times = analysis.verdict.ruling, analysis.times
-    step = f"no times: {analysis.verdict.reason}"
-    if ruling is not None and times.relative_step_time is not None:
-        would = "they" if chosen.buckets and not refused else "they would"
-        saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
-        middle = chosen.relative_step_time if times.origin == "modelled" and not analysis.verdict.saves else None
-        if chosen.buckets and middle is not None:
-            saves += f", {1 - middle:.0%} on a host in the middle"
-        if not chosen.buckets and ruling == "graphs pay":
-            ruling = "graphs would pay without the limits"  # type: ignore[assignment]
-        gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
-        step = f"{ruling}: {saves} ({times.origin}, {gpus}{analysis.costs.hardware})"
-    if refused or not fits:
-        then = f"change {'what is refused' if refused else 'parallelism or recompute'}, and analyse again"
-    return [
-        ("capture", _captured(analysis)),
-        ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
-        *([("limit", limit)] if (limit := _explain_limits(analysis)) else []),
-        ("step", step),
-        ("memory", memory),
-        *([("next", then)] if then else []),
-    ]
-
-
-def _captured(analysis: Analysis) -> str:
-    if not analysis.recommendation.buckets:
-        text = sentence(analysis)
-        return f"{text[0].lower()}{text[1:]}"
-    text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
-    router = ", of each layer up to its router" if analysis.router_reason else ""
-    return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
-
-
-def sentence(analysis: Analysis) -> str:
-    """The recommendation in one sentence."""
-    chosen = analysis.recommendation
-    if not chosen.buckets:
-        best = chosen.unlimited_relative_step_time
-        if not analysis.timed:
-            if best > 1 - analysis.costs.least_gain:
-                return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
-            return "Capture no graphs: none keep to the limits."
-        if best >= 1:
-            return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
-        if best > 1 - analysis.costs.least_gain:
-            if analysis.verdict.ruling == "measure first":
-                return (
-                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
-                    f"take {best:.3f} of the eager step time, no clear gain."
-                )
-            busy = "the host" if analysis.router_reason else "the GPU"
-            return (
-                f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
-                f"{busy} is busy without them too."
-            )
-        gain = f"{analysis.costs.least_gain:.0%}"
-        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
-    caps = [
-        f"{b.max_seqs} ({f'{write_count(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
-        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
-    ]
-    documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
-    fallbacks = (
-        "no micro-batch seen falls back"
-        if chosen.fallback_rate.microbatch == 0
-        else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
-    )
-    return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
 
 
 FEW_PACKS = 0.003
@@ -275,19 +185,11 @@ def check_hardware(request: Request) -> None:
         load_host(request.host)
 
 
-def analyze(
-    request: Request,
-    *,
-    offload: Choice | None = None,
-    impl: Impl | None = None,
-    progress: Progress = show_nothing,
-) -> Analysis:
+def analyze(request: Request, *, progress: Progress = show_nothing) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
 
     Args:
         request: the dataset, the run, and what the analysis is made by.
-        offload: activations that are moved to the host; graphs can use the memory that the move frees.
-        impl: the kind of graphs: those of single layers recompute nothing; None: no kind was chosen.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
@@ -296,7 +198,7 @@ def analyze(
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, progress = read_requested(request, progress)
-    return Study(request, dataset, measured, offload=offload, impl=impl, progress=progress).analyze()
+    return Study(request, dataset, measured, progress=progress).analyze()
 
 
 def read_showing(locations: Sequence[str], progress: Progress, **how: Any) -> tuple[Dataset, Progress]:
@@ -333,10 +235,6 @@ class Study:
     """The dataset of the request."""
     measured: CostTable | None
     """The table in the file `request.cost_table`; None without one."""
-    offload: Choice | None = None
-    """Activations that are moved to the host."""
-    impl: Impl | None = None
-    """The kind of graphs; None: no kind was chosen."""
     progress: Progress = show_nothing
     """Called with the stage, the share of the whole work that is done, and the number of documents."""
     memo: Memo = FORGETFUL
@@ -374,13 +272,13 @@ class Study:
         replayed = replay(dataset, request.given, tick, self.memo)
         settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
         self.progress("recommending", _REPLAYED_SHARE, documents)
-        reason = request.find_router_reason(settings.experts, self.impl, self.offload)
+        reason = request.captures.router_reason
         room = self._choose_room(settings, table)
         run = make_run(
             settings,
             table,
             model=request.model,
-            layer_graphs=self.impl == "transformer_engine",
+            layer_graphs=request.impl == "transformer_engine",
             ends_at_router=reason is not None,
             expert_room=None if room is None else room.factor,
         )
@@ -438,7 +336,7 @@ class Study:
     def _choose_room(self, settings: TrainingSettings, table: MicrobatchTable) -> ExpertRoom | None:
         """Room for the rows of dropless experts that ranks share; None where no graph holds such experts."""
         loads, model = self.request.expert_loads, self.request.model
-        if loads is None or model is None or self.impl == "none":
+        if loads is None or model is None or self.request.impl == "none":
             return None
         if loads.observed is not None and model.mtp_num_layers:
             raise UsageError(
@@ -478,11 +376,11 @@ class Study:
     ) -> tuple[Recommendation, OffloadPrediction | None]:
         """The recommendation, and what is moved to the host where it captures anything."""
         limits = self.request.limits
-        if self.offload is None:
+        if self.request.offload is None:
             return recommend(run, costs, independent=independent, limits=limits), None
         from thdprof.analyze.buckets.saved_tensors import predict_offload
 
-        moved = partial(predict_offload, costs, self.offload, n_tokens=run.n_tokens, num_slots=run.num_slots)
+        moved = partial(predict_offload, costs, self.request.offload, n_tokens=run.n_tokens, num_slots=run.num_slots)
         if limits.graph_memory_bytes is not None:
             freed = moved(graph_memory_bytes=None).device_bytes_freed
             limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
@@ -502,7 +400,7 @@ class Study:
         """What is predicted of the run; `unknown` says how to get times, where `costs` are of another model."""
         from thdprof.analyze.times.answer import document_tokens, predict
 
-        watched = self.offload is None or not (run.layer_graphs or run.ends_at_router)
+        watched = self.request.offload is None or not (run.layer_graphs or run.ends_at_router)
         return predict(
             run,
             costs,
@@ -510,14 +408,14 @@ class Study:
             modelled=modelled,
             unknown=unknown,
             offload=moved,
-            watched=watched and self.impl != "local",
+            watched=watched and self.request.impl != "local",
             tokens=document_tokens(replayed, row_tokens=self.dataset.num_tokens() / max(1, self.dataset.num_rows())),
             price=self.request.gpu_hour_price,
             gbps=self.request.data_parallel_gbps,
         )
 
 
-_MOST_PRICED = 50_000
+MOST_PRICED = 50_000
 """Documents, drawn at random and in their order, that are packed anew to tell what a limit costs."""
 
 
@@ -532,7 +430,7 @@ def _price_limits(
     if kept.of_row and settings.micro_batch_size > 1:  # a micro-batch joins several rows
         return ()
     lengths = content.document_tokens
-    chosen = np.random.default_rng(0).choice(len(lengths), min(len(lengths), _MOST_PRICED), replace=False)
+    chosen = np.random.default_rng(0).choice(len(lengths), min(len(lengths), MOST_PRICED), replace=False)
     priced = replace(dataset, content=UnpackedDocuments(document_tokens=lengths[np.sort(chosen)]))
     efficiency: dict[int | None, float] = {}
     for limit in (settings.max_docs_per_pack, *caps):
@@ -548,27 +446,11 @@ def _price_limits(
     )
 
 
-def _explain_limits(analysis: Analysis) -> str:
-    """The least limit that costs hardly a pack, else the next below the fullest micro-batch; empty without limits."""
-    own, limits, spread = analysis.settings.max_docs_per_pack, analysis.packer_limits, analysis.spread
-    fullest = analysis.n_seqs.max if spread is None else spread.most.n_seqs.max
-    packer = find_packer(analysis.settings.packer)
-    if not limits:
-        return packer.advise_limit(analysis.settings, fullest)
-    most = own or fullest
-    free = f"{most}, {'as now' if own else 'the fullest micro-batch'}, costs none"
-    if analysis.dataset.documents > _MOST_PRICED:
-        free += f" (by {_MOST_PRICED:,} documents, drawn at random)"
-    lower = [limit for limit in limits if limit.max_docs < most]
-    if not lower:
-        return f"as the packer's own, {free}"
-    cheap = next((limit for limit in lower if limit.packs_more <= FEW_PACKS), lower[-1])
-    beside = "" if packer.limit is not None and packer.limit.counts_padding else ", besides documents of padding"
-    setting = suggest_setting("max_docs_per_pack", cheap.max_docs)
-    return (
-        f"as the packer's own, {cheap.max_docs} costs {percent(max(0.0, cheap.packs_more))} more packs, with "
-        f"{percent(cheap.unfilled)} of tokens unfilled ({setting}){beside}; {free}"
-    )
+def choose_limit(analysis: Analysis) -> PackerLimitPart | None:
+    """The least limit that costs hardly a pack, else the next below the one that costs none; None where no such is."""
+    most = analysis.settings.max_docs_per_pack or analysis.fullest
+    lower = [limit for limit in analysis.packer_limits if limit.max_docs < most]
+    return next((limit for limit in lower if limit.packs_more <= FEW_PACKS), lower[-1] if lower else None)
 
 
 def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:

@@ -136,11 +136,12 @@ def analyze_dataset(
         "data_parallel_gbps": data_parallel_gbps,
     }
     given = {**{name: value for name, value in own.items() if value is not None}, **settings}
-    request = read_request([], given, settings=None, launch=None, training_args=_read_arguments(training_args))
+    arguments = _read_arguments(training_args)
+    request = read_request([], given, settings=None, launch=None, training_args=arguments, impl=impl, offload=offload)
     check_hardware(request)
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset = _read_dataset(locations, request, tokenizer)
-    return Result.from_analysis(Study(request, dataset, measured, offload=offload, impl=impl).analyze())
+    return Result.from_analysis(Study(request, dataset, measured).analyze())
 
 
 def profile_dataset(*locations: Location, part: str | None = None, **options: Unpack[AnalysisOptions]) -> RunProfile:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
-from thdprof.analyze.settings.captures import Captures, LayersPerGraph, resolve_captures
+from thdprof.analyze.settings.captures import LayersPerGraph
+from thdprof.errors import UsageError
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -25,6 +27,7 @@ from thdprof.read.remote import find_matches, locate
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
+    from thdprof.analyze.settings.captures import LayersPerGraph
     from thdprof.plan import Impl
 
 
@@ -53,18 +56,29 @@ def make_plan(
             that the analysis counted as moved, or cannot be cut between layers; or `thdprof.runtime.megatron` would
             always refuse to install the plan.
     """
-    settings, overlap = analysis.settings, analysis.overlap
-    recompute = None if analysis.model is None else analysis.model.recompute_granularity
     choice = None if analysis.offload is None else analysis.offload.choice
-    captures = resolve_captures(
-        impl,
-        experts=settings.experts,
-        router_reason=analysis.request.find_router_reason(settings.experts, impl, choice),
-        usual=usual,
-        layers=layers_per_graph,
-        predicted_layers=None if overlap is None or recompute == "full" else overlap.layers_per_graph,
-        choice=choice,
-        recompute=recompute,
+    request = replace(analysis.request, impl=impl, usual_impl=usual, layers_per_graph=layers_per_graph, offload=choice)
+    plan, unknown = _plan(replace(analysis, request=request))
+    if warn is not None and unknown is not None:
+        warn(f"which settings of the script training by this plan would refuse is not known: {unknown}")
+    return plan
+
+
+def add_plan(analysis: Analysis) -> Analysis:
+    """The analysis with the plan of what its request captures, or with why there can be none."""
+    try:
+        plan, unknown = _plan(analysis)
+    except UsageError as error:
+        return replace(analysis, refused=[str(error)])
+    return replace(analysis, planned=plan, refused=plan.predictions.refused, unknown_refusals=unknown)
+
+
+def _plan(analysis: Analysis) -> tuple[Plan, str | None]:
+    """The plan of what the request captures; and why some of what training by it would refuse is not known."""
+    settings, captures = analysis.settings, analysis.request.captures
+    captures.check(
+        None if analysis.offload is None else analysis.offload.choice,
+        recompute=None if analysis.model is None else analysis.model.recompute_granularity,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         context_parallel_size=settings.context_parallel_size,
         packer=settings.packer,
@@ -88,14 +102,13 @@ def make_plan(
             unfilled=None if analysis.packing_efficiency is None else max(0.0, 1 - analysis.packing_efficiency),
             spread=analysis.spread,
         ),
-        graphs=_graphs(analysis, captures),
+        graphs=_graphs(analysis),
         predictions=_predictions(analysis),
         costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
     refused, unknown = analysis.request.find_refusals(plan)
-    if warn is not None and unknown is not None:
-        warn(f"which settings of the script training by this plan would refuse is not known: {unknown}")
-    return plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"refused": refused})})
+    predictions = plan.predictions.model_copy(update={"refused": refused})
+    return plan.model_copy(update={"predictions": predictions}), unknown
 
 
 _MANY_FILES = 100
@@ -113,8 +126,8 @@ def _shorten_files(data: DatasetPart) -> DatasetPart:
     return data.model_copy(update={"uris": [files], "files": len(paths)})
 
 
-def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:
-    chosen, moved = analysis.recommendation, None
+def _graphs(analysis: Analysis) -> GraphsPart:
+    captures, chosen, moved = analysis.request.captures, analysis.recommendation, None
     buckets = [
         BucketPart(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, cp_size=b.cp_size, share=share)
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
@@ -132,9 +145,19 @@ def _graphs(analysis: Analysis, captures: Captures) -> GraphsPart:
         tail_policy=analysis.settings.tail_policy,
         verify=_verify(analysis, captures.impl) if buckets else None,
         offload=moved,
-        layers_per_graph=captures.layers_per_graph if buckets else None,
+        layers_per_graph=_count_layers(analysis) if buckets else None,
         expert_room=None if analysis.expert_room is None else analysis.expert_room.factor,
     )
+
+
+def _count_layers(analysis: Analysis) -> int | None:
+    """Layers of one graph: those that the user gives, else as many as steps are predicted to be shortest with."""
+    captures, overlap, model = analysis.request.captures, analysis.overlap, analysis.model
+    if captures.layers_per_graph is not None:
+        return None if captures.layers_per_graph == "all" else captures.layers_per_graph
+    if overlap is None or captures.impl != "chunk" or analysis.offload is not None:
+        return None
+    return None if model is not None and model.recompute_granularity == "full" else overlap.layers_per_graph
 
 
 def _predictions(analysis: Analysis) -> PredictionsPart:

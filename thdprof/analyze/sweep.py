@@ -1,33 +1,36 @@
-"""Analyses one dataset, which is read once, under every combination of values of some options, and ranks them.
+"""Analyses one dataset, which is read once, under every combination of the values of some settings, and ranks them.
 
 Plans are ranked by tokens per second, or per second and GPU where their GPUs differ in number.
 """
 
 from __future__ import annotations
 
+import functools
+import glob
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from thdprof.analyze.analysis import Progress, Study, read_requested
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.caveats import find_gpu_memory
-from thdprof.analyze.planning import make_plan
+from thdprof.analyze.planning import add_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.replay import summarize_dataset
-from thdprof.analyze.settings.request import Axis, Request
+from thdprof.analyze.settings.request import Request, read_option
 from thdprof.analyze.settings.resolve import Assumption
+from thdprof.analyze.settings.settings_file import advise_name, list_settings, read_name
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import DatasetPart, Plan
 from thdprof.schedule.schedule import Memo
-from thdprof.training import model_definitions
+from thdprof.training import Definition, definitions, model_definitions
+from thdprof.training.model import read_field
 from thdprof.words import memory_size
-
-if TYPE_CHECKING:
-    from thdprof.plan import Impl
 
 _READ_SHARE = 0.1
 """Progress-bar estimate: reading ends at 10% of the total time."""
@@ -35,15 +38,121 @@ _SCHEDULE_ANEW = ("seed", "packer", "max_docs_per_pack", "pad_seq_to_mult", "tra
 """Options whose change makes everything in a Memo useless."""
 _SAMPLES_ANEW = ("add_extra_token", "seq_length")
 """Options whose change makes everything in a Memo useless but the shuffled sequences."""
-
-
 _LIKE_TOKENS = 0.05
 """Share by which micro-batches may have more or fewer tokens than those that a cost table was measured on."""
 _OF_A_STAGE = ("model", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size")
 """Settings, beside those of the model, by which a rank's share of the layers and tokens changes."""
+_MOST = 256
+"""Most combinations of a sweep."""
+_BETWEEN = re.compile(r"\s+(?=[A-Za-z-][A-Za-z0-9-]*=)")
+_TOKEN = re.compile(r"(?:--)?([A-Za-z][A-Za-z0-9_-]*)=(.*)", re.DOTALL)
 
 Measure = Literal["tokens_per_second", "tokens_per_second_per_gpu"]
 """What plans are ranked by: the rate of the whole run, or that rate divided by the run's GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A setting and the values that it takes."""
+
+    name: str
+    """The name of the setting, written with underscores."""
+    values: tuple[Any, ...]
+    """The values as a settings file would hold them: at least one, and none of them twice."""
+
+    @property
+    def flag(self) -> str:
+        """The option's name on the command line, without dashes before it."""
+        return self.name.replace("_", "-")
+
+
+@functools.cache
+def swept_settings() -> Mapping[str, Definition]:
+    """The settings that can be varied, by name: those whose values hold no comma, and do not say how files are read."""
+    return {name: d for name, d in list_settings().items() if d.setting.swept}
+
+
+def split_arguments(datasets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The datasets among a sweep's positional arguments, and the arguments of the form name=value,... to vary.
+
+    A file whose name has that form is a dataset, unless the name is a setting's.
+    """
+    found: tuple[list[str], list[str]] = [], []
+    for text in datasets:
+        match = _TOKEN.fullmatch(text)
+        varied = match is not None and (read_name(match[1]) in swept_settings() or not _is_there(text))
+        found[varied].append(text)
+    return found
+
+
+def _is_there(location: str) -> bool:
+    return Path(location).exists() or Path(f"{location}.idx").exists() or bool(glob.glob(location))
+
+
+def read_axes(texts: Sequence[str], given: Mapping[str, Any]) -> list[Axis]:
+    """The axes that `texts` of the form name=v1,v2 name, several to a text where spaces separate them.
+
+    `given` maps the command's other options, which cannot be varied too, to values; None counts as not given.
+
+    Raises:
+        UsageError: naming the text, name or value that cannot be.
+    """
+    axes: list[Axis] = []
+    for text in (part for whole in texts for part in _BETWEEN.split(whole.strip())):
+        axis = _axis(text)
+        if given.get(axis.name) is not None:
+            raise UsageError(f"{text}: {swept_settings()[axis.name].describe()} is given too; give it once")
+        if any(axis.name == other.name for other in axes):
+            raise UsageError(f"{text}: {axis.flag} is varied already; give all its values at once")
+        axes.append(axis)
+    if (count := math.prod(len(axis.values) for axis in axes)) > _MOST:
+        raise UsageError(f"{count:,} combinations to analyse; at most {_MOST} are analysed at once")
+    return axes
+
+
+def _axis(text: str) -> Axis:
+    match = _TOKEN.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--vary {text}: must be name=value,value as in seq-length=4096,8192")
+    name = read_name(match[1])
+    if name not in swept_settings():
+        if name in list_settings():
+            raise UsageError(
+                f"{text}: {match[1]} cannot be varied; give it as an option or in --settings, and vary others"
+            )
+        advice = advise_name(name, swept_settings(), "settings stand in `thdprof analyze --help`").replace("_", "-")
+        raise UsageError(f"{text}: {match[1]} cannot be varied, since it is no setting; {advice}")
+    values: list[Any] = []
+    for part in match[2].split(","):
+        value = _value(name, part)
+        try:
+            if name in definitions():
+                definitions()[name].check(value)
+            elif name in model_definitions():
+                read_field(name, value)
+            else:
+                read_option(name, value)
+        except UsageError as error:
+            raise UsageError(f"{text}: {error}") from error
+        if value in values:
+            raise UsageError(f"{text}: {part} is there twice")
+        values.append(value)
+    return Axis(name=name, values=tuple(values))
+
+
+def _value(name: str, text: str) -> Any:
+    """`text` as the value that a settings file would hold; a text of another kind than the setting's stays text."""
+    if text == "":
+        raise UsageError(f"{name.replace('_', '-')}: a value is empty; give name=value,value")
+    setting = swept_settings()[name]
+    if setting.type is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if setting.type is float and not setting.setting.as_text:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return int(text) if setting.type is int and re.fullmatch(r"[+-]?[0-9]{1,30}", text) else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,14 +334,12 @@ def sweep(
     axes: Sequence[Axis],
     request_of: Callable[[Mapping[str, Any]], Request],
     *,
-    impl: Impl | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Sweep:
     """Analyse one dataset under every combination of the axes' values.
 
     Args:
         request_of: makes the request from values of the swept options, by name; all requests must name one dataset.
-        impl: the kind of graphs that the plans capture; None: the default of `make_plan`.
 
     Raises:
         DataError: the dataset or a cost table cannot be read.
@@ -262,7 +369,7 @@ def sweep(
 
         chosen = requests[index]
         measured = None if chosen.cost_table is None else costs[chosen.cost_table]
-        study = Study(chosen, dataset, measured, impl=impl, progress=show, memo=memo)
+        study = Study(chosen, dataset, measured, progress=show, memo=memo)
         combinations[index] = _analyze(combinations[index].values, study, varied)
     return Sweep(
         dataset=summarize_dataset(dataset),
@@ -306,10 +413,9 @@ def write_plans(sweep: Sweep, directory: Path, *, force: bool) -> list[Path]:
 
 def _analyze(values: dict[str, Any], study: Study, varied: Sequence[str]) -> Combination:
     """The combination of `values`, analysed; `varied` are the options that have several values in the sweep."""
-    request = study.request
     try:
-        result = study.analyze()
-        plan = make_plan(result, impl=study.impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
+        result = add_plan(study.analyze())
+        plan = result.plan
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
     unranked = explain_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)

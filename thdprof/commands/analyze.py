@@ -19,9 +19,7 @@ from thdprof.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.request import Request
-    from thdprof.offload.plan import Choice
     from thdprof.plan import Plan
-    from thdprof.training import GraphKind
 
 
 @with_settings
@@ -50,7 +48,7 @@ def analyze(
     Exits with 3, the plan written all the same, where training by the plan would be refused.
     """
     from thdprof.analyze.analysis import analyze as analyze_files
-    from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.planning import add_plan
     from thdprof.analyze.profile.run_profile import check_part, make_profile
     from thdprof.analyze.report.analysis import print_report, to_dict
     from thdprof.analyze.settings.captures import read_choice
@@ -72,11 +70,11 @@ def analyze(
     check_targets(outputs, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = read_choice(offload, share)
-    request = run.read_request(datasets)
-    _check_captures(request, run.impl, choice)
+    request = run.read_request(datasets, offload=choice)
+    _check_captures(request)
     run.check_outputs(request, outputs)
     with streams.progress_bar() as progress:
-        analysis = analyze_files(request, offload=choice, impl=run.impl, progress=progress)
+        analysis = add_plan(analyze_files(request, progress=progress))
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))
         if microbatches is not None:
             progress("writing the table", 1.0, 0)
@@ -86,20 +84,20 @@ def analyze(
             make_profile(analysis, part=part).save(profile, force=force)
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
-    layers = request.layers_per_graph
-    plan = make_plan(analysis, impl=run.impl, usual=request.usual_impl, layers_per_graph=layers, warn=streams.say)
+    plan, unknown = analysis.plan, analysis.unknown_refusals
+    if unknown is not None:
+        streams.say(f"which settings of the script training by this plan would refuse is not known: {unknown}")
     if (other := compare_with_installed(plan.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     if to_stdout:
         streams.write(plan.to_yaml())
     elif file is not None:
         plan.save(file, force=force)
-    refused = plan.predictions.refused
     if json:
-        streams.write_json(to_dict(analysis, refused))
+        streams.write_json(to_dict(analysis))
     else:
         then = _next_command(request, file, experts=plan.training.experts != "none") if plan.captured else ""
-        print_report(analysis, streams.console(stderr=to_stdout), refused=refused, then=then, details=details)
+        print_report(analysis, streams.console(stderr=to_stdout), then=then, details=details)
         for name, written in (("plan", file), ("profile", profile)):
             if written is not None:
                 streams.say(f"{name} written to {written}")
@@ -122,29 +120,20 @@ def _next_command(request: Request, plan: Path | None, *, experts: bool) -> str:
     if plan is None:
         return "the same with -o plan.yaml, which writes the plan"
 
-    from thdprof.analyze.analysis import training_command
+    from thdprof.analyze.report.shared import training_command
 
-    of_trainer = request.trainer_arguments is not None or request.given.get("loader") == "trainer"
-    of_script = request.script is not None
+    of_trainer, of_script = request.is_of_trainer, request.script is not None
     found = training_command(plan, of_trainer=of_trainer, of_script=of_script, experts=experts)
     return found if of_trainer or of_script else f"{found}; with --profile FILE, thdprof report shows it"
 
 
-def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
+def _check_captures(request: Request) -> None:
     """Refuse, before the work and not after it, what training could not capture or move to the host."""
-    from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules, resolve_captures
+    from thdprof.analyze.settings.captures import note_core_offload, note_idle_modules
 
-    experts = request.given.get("experts", "none")
-    captures = resolve_captures(  # make_plan looks at the packer, too
-        impl,
-        experts=experts,
-        router_reason=request.find_router_reason(experts, impl, choice),
-        usual=request.usual_impl,
-        layers=request.layers_per_graph,
-        choice=choice,
-        pipeline_parallel_size=request.given.get("pipeline_parallel_size"),
-    )
+    captures, choice = request.captures, request.offload
+    captures.check(choice, pipeline_parallel_size=request.given.get("pipeline_parallel_size"))  # the plan checks all
     if choice is not None:
-        for note in (note_idle_modules(choice, experts), note_core_offload(captures.impl, experts)):
+        for note in (note_idle_modules(choice, captures.experts), note_core_offload(captures.impl, captures.experts)):
             if note is not None:
                 streams.say(note)

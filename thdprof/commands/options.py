@@ -19,6 +19,7 @@ from thdprof.training import Definition, GraphKind, Panel, definitions, model_de
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.request import Request
+    from thdprof.offload.plan import Choice
 
 PANELS: tuple[str, ...] = get_args(Panel)
 
@@ -77,14 +78,26 @@ class RunOptions:
         ),
     ] = None
 
-    def read_request(self, locations: Sequence[str] | None, values: Mapping[str, Any] | None = None) -> Request:
-        """The request of a dataset; `values` take the place of options."""
+    def read_request(
+        self,
+        locations: Sequence[str] | None,
+        values: Mapping[str, Any] | None = None,
+        *,
+        offload: Choice | None = None,
+    ) -> Request:
+        """The request of a dataset; `values` take the place of options, and `offload` is moved to the host."""
         from thdprof.analyze.analysis import check_hardware
         from thdprof.analyze.settings.request import read_request
 
         flags, launch = {**self.given, **(values or {})}, self.megatron_args
         request = read_request(
-            locations or [], flags, settings=self.settings, launch=launch, training_args=self.training_args
+            locations or [],
+            flags,
+            settings=self.settings,
+            launch=launch,
+            training_args=self.training_args,
+            impl=self.impl,
+            offload=offload,
         )
         check_hardware(request)
         return request

@@ -73,7 +73,7 @@ def pack(
     request = run.read_request(datasets)
     run.check_outputs(request, outputs)
     with streams.progress_bar() as progress:
-        result, dataset = repack(request, max_docs=cap, window=window, target=to, impl=run.impl, progress=progress)
+        result, dataset = repack(request, max_docs=cap, window=window, target=to, progress=progress)
         check_not_inputs(outputs, map(Path, dataset.uris))
         if output is not None:
             write_packs(result, dataset, target=to, path=output, progress=progress)
@@ -86,14 +86,14 @@ def pack(
         streams.say(f"packs written to {output}")
     if plan is None and report is None:
         return
-    analysis, made = plan_packs(result, None if to == "index" else output, impl=run.impl)
+    analysis = plan_packs(result, None if to == "index" else output)
     if plan is not None:
-        made.save(plan, force=force)
+        analysis.plan.save(plan, force=force)
         streams.say(f"plan written to {plan}")
     if report is not None:
-        write_text(report, to_page(result, analysis, made), force=force)
+        write_text(report, to_page(result, analysis), force=force)
         streams.say(f"report written to {report}")
-    check_not_refused(made)
+    check_not_refused(analysis.plan)
 
 
 def _read_cap(text: str | None) -> int | Literal["auto"] | None:

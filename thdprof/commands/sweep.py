@@ -50,8 +50,7 @@ def sweep(
     thdprof sweep dataset/ seq-length=4096,8192 buckets=1,3
     """
     from thdprof.analyze.report.sweep import print_sweep, to_dict
-    from thdprof.analyze.settings.request import read_axes, split_arguments
-    from thdprof.analyze.sweep import check_plan_files, write_plans
+    from thdprof.analyze.sweep import check_plan_files, read_axes, split_arguments, write_plans
     from thdprof.analyze.sweep import sweep as analyze_combinations
 
     locations, texts = split_arguments(arguments or [])
@@ -63,9 +62,7 @@ def sweep(
     if output is not None:
         check_plan_files(axes, output, force=force)
     with streams.progress_bar() as progress:
-        result = analyze_combinations(
-            axes, lambda values: run.read_request(locations, values), impl=run.impl, progress=progress
-        )
+        result = analyze_combinations(axes, lambda values: run.read_request(locations, values), progress=progress)
     for note in result.notes:
         streams.say(note)
     written = write_plans(result, output, force=force) if output is not None else []

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import FEW_PACKS, Analysis, Progress, Study, analyze, read_requested
 from thdprof.analyze.buckets.cost_table import load_costs
-from thdprof.analyze.planning import make_plan
+from thdprof.analyze.planning import add_plan
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.settings.request import Request
 from thdprof.errors import UsageError
 from thdprof.pack.documents import Documents, collect_documents, read_sources
 from thdprof.pack.order import OrderFigures, measure_order, order_packs
 from thdprof.pack.packs import pack_documents
-from thdprof.plan import Plan
 from thdprof.read.dataset import (
     Content,
     ConversationFile,
@@ -33,7 +32,7 @@ from thdprof.read.dataset import (
 from thdprof.schedule.packing import pad
 from thdprof.systems import find_packer
 from thdprof.systems.megatron_gpt import train_share
-from thdprof.training import GraphKind, TailPolicy, TrainingSettings
+from thdprof.training import TailPolicy, TrainingSettings
 
 _READ_SHARE = 0.4
 """Progress-bar estimate: the share of the work that ends with the analysis of the old packs."""
@@ -152,7 +151,6 @@ def repack(
     max_docs: int | Literal["auto"] | None,
     window: int | None,
     target: Target | None = None,
-    impl: GraphKind | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> tuple[Repacking, Dataset]:
     """Pack the dataset of `request` anew; also the dataset as it was read.
@@ -180,7 +178,7 @@ def repack(
         raise UsageError(f"{dataset.uris[0]}: lengths that are drawn are no data to pack; thdprof analyze counts packs")
     stored = ("seq_length",) if isinstance(dataset.content, PackedRows) else ()
     old = replace(request, given=_without(request.given, (*_RUN_LENGTH, *stored)))
-    before = Study(old, dataset, measured, impl=impl, prices_limits=False).analyze()
+    before = Study(old, dataset, measured, prices_limits=False).analyze()
     seq_length = request.given.get("seq_length") or before.settings.seq_length
     rule = _find_rule(dataset, before.settings, target)
     usual: TailPolicy = "append_dummy_seq" if rule == "trl" else before.settings.tail_policy
@@ -201,7 +199,7 @@ def repack(
     def try_cap(cap: int | None, done: float) -> _Trial:
         show("packing", _READ_SHARE + (1 - _READ_SHARE) * done, dataset.num_documents())
         packs = make(max_docs=cap, for_bridge=target == "bridge")
-        analysis = Study(one_epoch, packs.make_dataset(rule), measured, impl=impl).analyze()
+        analysis = Study(one_epoch, packs.make_dataset(rule), measured).analyze()
         return _measure_cap(cap, packs, analysis), packs, analysis
 
     curve: tuple[Cap, ...] = ()
@@ -296,17 +294,16 @@ def _measure_cap(max_docs: int | None, packs: Packs, analysis: Analysis) -> Cap:
     )
 
 
-def plan_packs(result: Repacking, path: Path | None, *, impl: GraphKind | None = None) -> tuple[Analysis, Plan]:
-    """The analysis and the plan of a run with the new packs, written to `path` as rows; None: not written as rows.
+def plan_packs(result: Repacking, path: Path | None) -> Analysis:
+    """The analysis, with its plan, of a run with the new packs, written to `path` as rows; None: not written as rows.
 
     Raises:
         DataError: the file cannot be read.
-        UsageError: as `make_plan` raises it.
     """
-    new, analysis = result.new, result.after.analysis
+    analysis = result.after.analysis
     if path is not None:
-        analysis = analyze(replace(new, locations=[str(path)], format="auto"), impl=impl)
-    return analysis, make_plan(analysis, impl=impl, usual=new.usual_impl, layers_per_graph=new.layers_per_graph)
+        analysis = analyze(replace(result.new, locations=[str(path)], format="auto"))
+    return add_plan(analysis)
 
 
 def make_packs(

@@ -17,7 +17,6 @@ from thdprof.analyze.report import html
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.shared import plain_table, print_parts
 from thdprof.pack.repack import Repacking, Side
-from thdprof.plan import Plan
 from thdprof.words import memory_size, percent, ratio, write_count, write_range
 
 SCHEMA = "thdprof.packs/1"
@@ -104,9 +103,9 @@ def _rows(result: Repacking) -> list[tuple[str, str, str]]:
     return rows
 
 
-def to_page(result: Repacking, analysis: Analysis, plan: Plan) -> str:
+def to_page(result: Repacking, analysis: Analysis) -> str:
     """The page that `thdprof report` makes of a plan of the new packs, with the table of before and after."""
-    report = Report(plan=plan, profile=make_profile(analysis), comparison=None)
+    report = Report(plan=analysis.plan, profile=make_profile(analysis), comparison=None)
     rows = [("one epoch", "before", "after"), *_rows(result)]
     title = "thdprof pack: before and after"
     return html.to_page(

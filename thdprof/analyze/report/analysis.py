@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.analysis import Analysis, answer, sentence
+from thdprof.analyze.analysis import MOST_PRICED, Analysis, choose_limit
 from thdprof.analyze.buckets.recommend import Candidate
-from thdprof.analyze.caveats import MODELLED
+from thdprof.analyze.caveats import MODELLED, find_gpu_memory
 from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.report.shared import (
     capture_sentence,
@@ -30,8 +30,9 @@ from thdprof.analyze.report.shared import (
 )
 from thdprof.megatron_limits import UP_TO_ROUTER
 from thdprof.plan import CostsPart, Percentiles
-from thdprof.training import name_setting
-from thdprof.words import percent, percentile_name, write_count, write_saved_share
+from thdprof.systems import find_packer
+from thdprof.training import name_setting, suggest_setting
+from thdprof.words import join_words, memory_size, percent, percentile_name, write_count, write_saved_share
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
@@ -48,16 +49,128 @@ _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
 
-def print_report(
-    analysis: Analysis, console: Console, *, refused: Sequence[str] = (), then: str = "", details: bool = False
-) -> None:
+def print_report(analysis: Analysis, console: Console, *, then: str = "", details: bool = False) -> None:
     """Write the answer and the table of `analysis` to `console`, with `details` all else that is known.
 
     Args:
         then: what the user does next; empty where nothing is to be said of it.
     """
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    print_parts(_parts(analysis, block, refused=refused, then=then, details=details), console)
+    print_parts(_parts(analysis, block, then=then, details=details), console)
+
+
+def answer(analysis: Analysis, *, then: str = "") -> list[tuple[str, str]]:
+    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done.
+
+    A limit of documents that the packer or attention has in training gets a line of its own.
+    """
+    chosen, offload, refused = analysis.recommendation, analysis.offload, analysis.refused
+    unseen = ""
+    if chosen.buckets:
+        unseen = (
+            f"; of data not seen, with 95% confidence fewer than {100 * chosen.fallback_rate_upper_bound:.2g}% of them"
+        )
+    eager = "none of the micro-batches seen"
+    if (rate := chosen.fallback_rate).microbatch:
+        eager = f"{percent(rate.step)} of steps have an eager micro-batch, {percent(rate.microbatch)} of micro-batches"
+    memory = "not known: it takes the model (--megatron-args or --model)"
+    fits = True
+    if analysis.memory is not None:
+        room = find_gpu_memory(analysis.gpu)
+        memory = f"a peak of about {memory_size(analysis.memory.peak_bytes / 2**30)} on the rank that needs most"
+        fits = room is None or analysis.memory.peak_bytes <= room * 2**30
+        memory += "" if fits else f": more than the GPU's {room}"
+    size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
+    if size and analysis.timed:
+        graphs = memory_size(size / 2**30)
+        memory = f"{graphs} of graphs" + (f"; {memory}" if analysis.memory is not None else "")
+    ruling, times = analysis.verdict.ruling, analysis.times
+    step = f"no times: {analysis.verdict.reason}"
+    if ruling is not None and times.relative_step_time is not None:
+        would = "they" if chosen.buckets and not refused else "they would"
+        saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
+        middle = chosen.relative_step_time if times.origin == "modelled" and not analysis.verdict.saves else None
+        if chosen.buckets and middle is not None:
+            saves += f", {1 - middle:.0%} on a host in the middle"
+        if not chosen.buckets and ruling == "graphs pay":
+            ruling = "graphs would pay without the limits"  # type: ignore[assignment]
+        gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
+        step = f"{ruling}: {saves} ({times.origin}, {gpus}{analysis.costs.hardware})"
+    if refused or not fits:
+        then = f"change {'what is refused' if refused else 'parallelism or recompute'}, and analyse again"
+    return [
+        ("capture", _captured(analysis)),
+        ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
+        *([("limit", limit)] if (limit := _explain_limits(analysis)) else []),
+        ("step", step),
+        ("memory", memory),
+        *([("next", then)] if then else []),
+    ]
+
+
+def _captured(analysis: Analysis) -> str:
+    if not analysis.recommendation.buckets:
+        text = sentence(analysis)
+        return f"{text[0].lower()}{text[1:]}"
+    text = sentence(analysis).partition(":")[0].removeprefix("Capture ")
+    router = ", of each layer up to its router" if analysis.router_reason else ""
+    return f"{text}{router}, in {write_count(max(map(sum, analysis.slots)), 'slot')}"
+
+
+def sentence(analysis: Analysis) -> str:
+    """The recommendation in one sentence."""
+    chosen = analysis.recommendation
+    if not chosen.buckets:
+        best = chosen.unlimited_relative_step_time
+        if not analysis.timed:
+            if best > 1 - analysis.costs.least_gain:
+                return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
+            return "Capture no graphs: none keep to the limits."
+        if best >= 1:
+            return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
+        if best > 1 - analysis.costs.least_gain:
+            if analysis.verdict.ruling == "measure first":
+                return (
+                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
+                    f"take {best:.3f} of the eager step time, no clear gain."
+                )
+            busy = "the host" if analysis.router_reason else "the GPU"
+            return (
+                f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
+                f"{busy} is busy without them too."
+            )
+        gain = f"{analysis.costs.least_gain:.0%}"
+        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
+    caps = [
+        f"{b.max_seqs} ({f'{write_count(b.cp_size, "rank")}, ' if analysis.cp_sizes else ''}{percent(share)})"
+        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+    ]
+    documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
+    fallbacks = (
+        "no micro-batch seen falls back"
+        if chosen.fallback_rate.microbatch == 0
+        else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
+    )
+    return f"Capture graphs for {join_words(caps)} {documents}: {fallbacks}."
+
+
+def _explain_limits(analysis: Analysis) -> str:
+    """The least limit that costs hardly a pack, else the next below the fullest micro-batch; empty without limits."""
+    own, fullest, cheap = analysis.settings.max_docs_per_pack, analysis.fullest, choose_limit(analysis)
+    packer = find_packer(analysis.settings.packer)
+    if not analysis.packer_limits:
+        return packer.advise_limit(analysis.settings, fullest)
+    free = f"{own or fullest}, {'as now' if own else 'the fullest micro-batch'}, costs none"
+    if analysis.dataset.documents > MOST_PRICED:
+        free += f" (by {MOST_PRICED:,} documents, drawn at random)"
+    if cheap is None:
+        return f"as the packer's own, {free}"
+    beside = "" if packer.limit is not None and packer.limit.counts_padding else ", besides documents of padding"
+    setting = suggest_setting("max_docs_per_pack", cheap.max_docs)
+    return (
+        f"as the packer's own, {cheap.max_docs} costs {percent(max(0.0, cheap.packs_more))} more packs, with "
+        f"{percent(cheap.unfilled)} of tokens unfilled ({setting}){beside}; {free}"
+    )
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
@@ -79,13 +192,11 @@ def _offloaded(offload: OffloadPrediction) -> str:
     return f"{text} ({offload.model})"
 
 
-def _parts(
-    analysis: Analysis, block: str, *, refused: Sequence[str], then: str, details: bool
-) -> Iterator[str | Table | Text]:
+def _parts(analysis: Analysis, block: str, *, then: str, details: bool) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
-    for line in refused:
+    for line in analysis.refused:
         yield Text(f"refused  {line}", style="bold red")
-    for heading, line in answer(analysis, refused=refused, then=then):
+    for heading, line in answer(analysis, then=then):
         yield Text(f"{heading:<8} {line}", style="bold" if heading == "capture" else "")
     yield ""
     amounts = [
@@ -272,8 +383,8 @@ def _coverage_of_run(analysis: Analysis) -> str:
     return f"the table covers {percent(analysis.steps / wanted)} of the run's steps"
 
 
-def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON object as a dict, with why training would be `refused`. It has the key `spread` if lengths or packs are
+def to_dict(analysis: Analysis) -> dict[str, Any]:
+    """The JSON object as a dict. It has the key `spread` if lengths or packs are
     drawn, `packer_limits` if the packer keeps to a limit, `offload` if activations are moved to the host, and `overlap`
     if data-parallel communication overlaps.
     """
@@ -314,7 +425,7 @@ def to_dict(analysis: Analysis, refused: Sequence[str] = ()) -> dict[str, Any]:
         "capture": analysis.capture,
         **({} if overlap is None else {"overlap": {**asdict(overlap), "gained_ms": overlap.gained_ms}}),
         "costs": {name: getattr(analysis.costs, name) for name in CostsPart.model_fields if name != "stamp"},
-        "refused": list(refused),
+        "refused": analysis.refused,
         "notes": analysis.notes,
         "warnings": analysis.warnings,
     }

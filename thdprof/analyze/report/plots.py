@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thdprof.analyze.analysis import Analysis, answer
+from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.caveats import MODELLED
-from thdprof.analyze.planning import make_plan
+from thdprof.analyze.planning import add_plan
 from thdprof.analyze.profile.run_profile import make_profile
+from thdprof.analyze.report.analysis import answer
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures.graphs import trace_caps
 from thdprof.analyze.report.figures.microbatches import count_bars, is_skewed, trace_steps
 from thdprof.analyze.report.shared import spread_sentence
-from thdprof.errors import ThdprofError, UsageError
+from thdprof.errors import UsageError
 from thdprof.words import install_line
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _label_axes(ax: Axes, cap: int, x: str, y: str) -> Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Analysis):
-    """An analysis that a notebook shows and draws. Figures are of the plan that `make_plan` makes of it.
+    """An analysis that a notebook shows and draws. Figures are of its plan.
 
     Each figure takes the axes to draw into, or None for a figure of its own, and returns them. It marks the
     recommended cap, else P99 of documents. It raises a UsageError without matplotlib, or where there can be no plan.
@@ -102,23 +103,16 @@ class Result(Analysis):
 
     @classmethod
     def from_analysis(cls, analysis: Analysis) -> Result:
-        """The analysis as a result."""
-        return cls(**{field.name: getattr(analysis, field.name) for field in fields(analysis)})
-
-    @property
-    def refused(self) -> list[str]:
-        """Why training by the plan would be refused, as far as the settings tell, or why there is no plan."""
-        try:
-            return make_plan(self).predictions.refused
-        except ThdprofError as error:
-            return [str(error)]
+        """The analysis as a result, with its plan."""
+        planned = add_plan(analysis)
+        return cls(**{field.name: getattr(planned, field.name) for field in fields(planned)})
 
     def __str__(self) -> str:
         """The answer of five lines, after what is refused: what to capture, what runs eagerly, what it saves, memory,
         and what to do next. What was assumed, notes and warnings follow.
         """
-        refused, then = self.refused, _NEXT if self.recommendation.buckets else ""
-        lines = [*(("refused", reason) for reason in refused), *answer(self, refused=refused, then=then)]
+        then = _NEXT if self.recommendation.buckets else ""
+        lines = [*(("refused", reason) for reason in self.refused), *answer(self, then=then)]
         if self.assumptions:
             lines.append(("assumed", ", ".join(f"{one.name}={one.value!r}" for one in self.assumptions)))
         lines += [] if self.spread is None else [("drawn", spread_sentence(self.spread))]
@@ -131,7 +125,7 @@ class Result(Analysis):
         return f"<pre>{escape(str(self))}</pre>"
 
     def _open_report(self) -> tuple[Report, int]:
-        report = Report(plan=make_plan(self), profile=make_profile(self), comparison=None)
+        report = Report(plan=self.plan, profile=make_profile(self), comparison=None)
         return report, report.default_cap
 
     def plot_caps(self, ax: Axes | None = None) -> Axes:

@@ -1,10 +1,11 @@
-"""What reports share: plain tables and their printing, and sentences on data, model, memory, captures and overlap."""
+"""What reports share: plain tables and their printing, and sentences on data, model, memory, captures and training."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -196,3 +197,16 @@ def overlap_sentence(overlap: Overlap) -> str:
     if least == most:
         gain = f"about {most} ms a step (modelled)"
     return f"overlap: with --impl chunk, graphs of {layers} save {gain}, out of {communication}"
+
+
+def training_command(plan: Path | str, *, of_trainer: bool, of_script: bool, experts: bool = False) -> str:
+    """What the user types to train by `plan`: for Hugging Face's Trainer, for a script of Megatron's, or else.
+
+    Layers with experts were not seen to work compiled.
+    """
+    if of_trainer:
+        compiled = "" if experts else ", compile=True"
+        return f'SFTTrainer(..., callbacks=[PlanCallback("{plan}"{compiled})]), from thdprof.transformers'
+    if of_script:
+        return f"torchrun ... -m thdprof.run --plan {plan} SCRIPT.py ..., with the script's own arguments"
+    return f"train by {plan} (README.md)"

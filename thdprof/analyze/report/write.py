@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thdprof import __version__
-from thdprof.analyze.analysis import training_command
 from thdprof.analyze.report.contents import default_profile, make_report
 from thdprof.analyze.report.drawing import Figure
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.html import to_page
+from thdprof.analyze.report.shared import training_command
 from thdprof.errors import UsageError
 from thdprof.files import check_not_inputs, check_targets, json_text, write_text
 from thdprof.plan import Plan

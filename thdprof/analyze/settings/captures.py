@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import UP_TO_ROUTER, check_options, moved_by_core
+from thdprof.megatron_limits import check_options, moved_by_core
 from thdprof.offload.plan import MODULES, Choice
 from thdprof.training import Experts, shared_capture_ranks
 
@@ -21,55 +21,43 @@ LayersPerGraph = int | Literal["all"] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captures:
-    """What a plan captures."""
+    """What a plan captures, as it is decided before the data is read."""
 
     impl: Impl
     """The plan's `graphs.impl`."""
     modules: list[Module]
     """The plan's `graphs.modules`."""
-    layers_per_graph: int | None
-    """The plan's `graphs.layers_per_graph`."""
+    layers_per_graph: LayersPerGraph
+    """Layers of one graph, as the user gives them."""
+    experts: Experts
+    """The experts of the run's model."""
+    router_reason: str | None
+    """Why graphs hold layers up to their router; None: they hold whole layers."""
 
+    def check(self, choice: Choice | None, **known: Any) -> None:
+        """Refuse what training could not capture or move to the host.
 
-def resolve_captures(
-    impl: Impl | None,
-    *,
-    experts: Experts,
-    router_reason: str | None = None,
-    usual: Impl = "module",
-    layers: LayersPerGraph = None,
-    predicted_layers: int | None = None,
-    choice: Choice | None = None,
-    **known: Any,
-) -> Captures:
-    """What a plan captures, by what the user asks for.
+        Args:
+            choice: activations that are moved to the host.
+            known: other fields of `thdprof.megatron_limits.Run`.
 
-    Args:
-        impl: the kind of graphs; None: the `usual` one, or the kind that captures the other parts of layers with
-            dropless experts.
-        usual: the kind where none is given, and the model has no dropless experts.
-        predicted_layers: layers of a graph by which steps are predicted to be shortest; None: all.
-        known: other fields of `thdprof.megatron_limits.Run`.
-
-    Raises:
-        UsageError: `install` would always refuse such graphs, or they do not move these activations.
-    """
-    kind = impl or ("transformer_engine" if router_reason else usual)
-    if router_reason and kind not in ("none", "transformer_engine"):
-        raise UsageError(
-            f"--impl {kind} with --experts dropless: {router_reason}; use --impl transformer_engine, which captures up "
-            "to the router, or pad experts to capacity (--experts padded)"
-        )
-    modules: list[Module] = [*UP_TO_ROUTER] if router_reason and kind == "transformer_engine" else []
-    if experts == "dropless" and kind != "none":
-        known["modules"] = tuple(modules)
-    if choice is not None:
-        known |= {"offload_modules": tuple(choice.modules), "core_offload": moved_by_core(kind, experts)}
-    number = None if layers == "all" else layers
-    check_options(kind, experts=experts, layers_per_graph=number, **known)
-    if layers is None and kind == "chunk" and choice is None:
-        number = predicted_layers
-    return Captures(impl=kind, modules=modules, layers_per_graph=number)
+        Raises:
+            UsageError: `install` would always refuse such graphs, or they do not move these activations.
+        """
+        if self.router_reason and self.impl not in ("none", "transformer_engine"):
+            raise UsageError(
+                f"--impl {self.impl} with --experts dropless: {self.router_reason}; use --impl transformer_engine, "
+                "which captures up to the router, or pad experts to capacity (--experts padded)"
+            )
+        if self.experts == "dropless" and self.impl != "none":
+            known["modules"] = tuple(self.modules)
+        if choice is not None:
+            known |= {
+                "offload_modules": tuple(choice.modules),
+                "core_offload": moved_by_core(self.impl, self.experts),
+            }
+        number = None if self.layers_per_graph == "all" else self.layers_per_graph
+        check_options(self.impl, experts=self.experts, layers_per_graph=number, **known)
 
 
 # --- ranks that share collectives inside graphs -----------------------------------------------------------------------

@@ -1,21 +1,18 @@
-"""The request of `thdprof analyze`: options, a settings file and a launch together; and what a sweep varies."""
+"""The request of `thdprof analyze`: options, a settings file and a launch together."""
 
 from __future__ import annotations
 
-import functools
-import glob
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.expert_room import ExpertLoads, read_expert_loads
-from thdprof.analyze.settings.captures import LayersPerGraph, read_layers_per_graph, shared_captures
+from thdprof.analyze.settings.captures import Captures, LayersPerGraph, read_layers_per_graph, shared_captures
 from thdprof.analyze.settings.launch_flags import training_commands, training_words
 from thdprof.analyze.settings.limits import AnalysisOptions, Limits, analysis_options, share_of
 from thdprof.analyze.settings.model_reading import ModelReading
@@ -25,36 +22,27 @@ from thdprof.analyze.settings.resolved_model import (
     read_model_file,
     resolve_model,
 )
+from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
-from thdprof.files import parse_yaml, read_text
-from thdprof.megatron_limits import Run, explain_router, limits_of, moved_by_core
+from thdprof.files import read_text
+from thdprof.megatron_limits import UP_TO_ROUTER, Run, explain_router, limits_of, moved_by_core
 from thdprof.megatron_limits.command_line import Arguments, read_fields, refuse_unpacked, refused_beforehand
 from thdprof.megatron_limits.run import groups_products
 from thdprof.megatron_limits.trainer import refuse_arguments, refuse_experts, refuse_model_type, refuse_plan
-from thdprof.training import (
-    Definition,
-    GraphKind,
-    Model,
-    check_model,
-    definitions,
-    model_definitions,
-)
+from thdprof.training import Experts, Model, check_model, definitions, model_definitions
 from thdprof.training.model import read_field
-from thdprof.training.settings import SHORT_NAMES
 from thdprof.training.trainer_arguments import (
     are_trainer_arguments,
     find_weights_dtype,
     trainer_model,
     trainer_settings,
 )
-from thdprof.words import find_similar
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.launch_script import MegatronArgs
     from thdprof.offload.plan import Choice
     from thdprof.plan import Impl, Plan
-    from thdprof.training import Experts
 
 _RANKS = "tensor_model_parallel_size"
 _WEIGHTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -88,8 +76,34 @@ class Request(AnalysisOptions):
     expert_loads: ExpertLoads | None = None  # type: ignore[assignment]
     """Loads by which graphs get room for the rows of experts that ranks share; None: graphs end at the router."""
     notes: list[str] = field(default_factory=list)
-    usual_impl: GraphKind = "module"
+    impl: Impl | None = None
+    """The kind of graphs; None: no kind was chosen."""
+    usual_impl: Impl = "module"
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
+    offload: Choice | None = None
+    """Activations that are moved to the host; None: all stay on the device."""
+    captures: Captures = field(init=False, repr=False)
+    """What the plan captures, decided by all of these."""
+
+    def __post_init__(self) -> None:
+        """Decide what the plan captures.
+
+        Raises:
+            UsageError: loads of experts were given, and graphs cannot hold them whole.
+        """
+        experts: Experts = self.given.get("experts") or "none"
+        reason = self._find_router_reason(experts)
+        if self.expert_loads is not None and self.impl != "none":
+            self._check_expert_loads(self.expert_loads.basis, experts, reason)
+        impl = self.impl or ("transformer_engine" if reason else self.usual_impl)
+        captures = Captures(
+            impl=impl,
+            modules=[*UP_TO_ROUTER] if reason and impl == "transformer_engine" else [],
+            layers_per_graph=self.layers_per_graph,
+            experts=experts,
+            router_reason=reason,
+        )
+        object.__setattr__(self, "captures", captures)
 
     @property
     def limits(self) -> Limits:
@@ -101,30 +115,24 @@ class Request(AnalysisOptions):
             graph_memory_bytes=None if memory is None else int(memory * 2**30),
         )
 
-    def find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None = None) -> str | None:
-        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts.
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether Hugging Face's Trainer trains."""
+        return self.trainer_arguments is not None or self.given.get("loader") == "trainer"
 
-        Raises:
-            UsageError: loads of experts were given, and graphs cannot hold them whole.
-        """
-        reason = self._find_router_reason(experts, impl, choice)
-        if self.expert_loads is None or impl == "none":
-            return reason
+    def _check_expert_loads(self, basis: str, experts: Experts, reason: str | None) -> None:
         is_shared = self.model is not None and self.model.expert_model_parallel_size > 1
-        is_chunk = (impl or self.usual_impl) == "chunk" and not self._is_of_trainer()
+        is_chunk = (self.impl or self.usual_impl) == "chunk" and not self.is_of_trainer
         if reason is not None or experts != "dropless" or not (is_shared and is_chunk):
             why = reason or (
                 "it is for chunks of Megatron's models that are known and have dropless experts, "
                 "which several expert-parallel ranks share"
             )
-            raise UsageError(f"--expert-loads {self.expert_loads.basis}: {why}; leave it out")
-        return reason
+            raise UsageError(f"--expert-loads {basis}: {why}; leave it out")
 
-    def _is_of_trainer(self) -> bool:
-        return self.trainer_arguments is not None or self.given.get("loader") == "trainer"
-
-    def _find_router_reason(self, experts: Experts, impl: Impl | None, choice: Choice | None) -> str | None:
-        if experts != "dropless" or impl in ("none", "local") or self._is_of_trainer():
+    def _find_router_reason(self, experts: Experts) -> str | None:
+        """Why graphs end at the router of each layer; None where they hold whole layers, as without experts."""
+        if experts != "dropless" or self.impl in ("none", "local") or self.is_of_trainer:
             return None
         fields: dict[str, Any] = {}
         if self.script is not None:
@@ -136,7 +144,7 @@ class Request(AnalysisOptions):
         if self.model is not None:
             fields |= _fields_of_model(self.model)
         fields["groups_products"] = groups_products(self.gpu)
-        kind, moved = impl or self.usual_impl, None if choice is None else tuple(choice.modules)
+        kind, moved = self.impl or self.usual_impl, None if self.offload is None else tuple(self.offload.modules)
         known: dict[str, Any] = {"offload_modules": moved, "core_offload": moved_by_core(kind, experts)}
         if self.expert_loads is not None:
             known["expert_room"] = self.expert_loads.expected
@@ -209,16 +217,19 @@ def read_request(
     settings: Path | None,
     launch: Launch | None,
     training_args: Path | Mapping[str, Any] | None = None,
+    impl: Impl | None = None,
+    offload: Choice | None = None,
 ) -> Request:
     """The request that flags, a settings file, and a launch script or a Trainer's arguments make, in this order of
     precedence.
 
     `flags` maps names of options to values; None counts as not given. Its `model` is a path or a `Model`.
-    `training_args` are the fields of TrainingArguments or SFTConfig, or a file of them as JSON.
+    `training_args` are the fields of TrainingArguments or SFTConfig, or a file of them as JSON. `impl` is the kind of
+    graphs, `offload` what is moved to the host.
 
     Raises:
         DataError: a file that cannot be read.
-        UsageError: an option that is unknown, or of a value that cannot be.
+        UsageError: an option that is unknown, or of a value that cannot be; or loads of experts that no graph holds.
     """
     stronger = _read_options(flags, settings)
     command = {name: read_option(name, stronger.pop(name)) for name in analysis_options() if name in stronger}
@@ -276,7 +287,9 @@ def read_request(
         script=script,
         trainer_arguments=fields,
         notes=[*notes, *resolved.notes],
+        impl=impl,
         usual_impl="module" if launch is None else "chunk",
+        offload=offload,
     )
 
 
@@ -424,165 +437,3 @@ def _weights(value: Any) -> Any:
         return [float(part) for part in str(value).split(",")]
     except ValueError:
         raise UsageError(f"--weights {value}: must be numbers separated by commas, as in 0.3,0.7") from None
-
-
-# --- the file of --settings -------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _list_settings() -> Mapping[str, Definition]:
-    """Every setting that a settings file can give, by name."""
-    return {**definitions(), **analysis_options(), **model_definitions()}
-
-
-def load_settings_file(path: Path) -> dict[str, Any]:
-    """The settings of a YAML mapping. Keys are names of settings, with `-` or `_`; a null counts as not given.
-
-    Raises:
-        DataError: the file cannot be read or is not a mapping.
-        UsageError: a key that is no setting, or is given twice.
-    """
-    import yaml
-
-    text = read_text(path, where=f"--settings {path}")
-    loaded = parse_yaml(text, where=f"--settings {path}", unique_keys=False)  # the names are compared below
-    node = yaml.compose(text, yaml.SafeLoader)
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict) or not isinstance(node, yaml.MappingNode):
-        raise DataError(f"--settings {path}: holds a {type(loaded).__name__}, not a mapping of options")
-    given: dict[str, Any] = {}
-    for key, _ in node.value:  # the loaded mapping has lost keys that are repeated
-        name = _setting_name(key.value)
-        if name not in _list_settings():
-            advice = advise_name(
-                name, _list_settings(), "known are those of `thdprof analyze --help` and docs/reference-cli.md"
-            )
-            raise UsageError(f"--settings {path}: unknown option {key.value!r}; {advice}")
-        if name in given:
-            raise UsageError(f"--settings {path}: option {name} is given twice")
-        given[name] = None
-    given.update((_setting_name(key), value) for key, value in loaded.items())
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def advise_name(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The known name that the user may have meant, as a question; `otherwise` where none is alike."""
-    near = SHORT_NAMES.get(name) or find_similar(name, known)
-    return otherwise if near is None else f"did you mean {near}?"
-
-
-def _setting_name(key: Any) -> str:
-    return str(key).lstrip("-").replace("-", "_")
-
-
-# --- the axes of a sweep: settings and the values that each takes -----------------------------------------------------
-
-
-_MOST = 256
-_BETWEEN = re.compile(r"\s+(?=[A-Za-z-][A-Za-z0-9-]*=)")
-_TOKEN = re.compile(r"(?:--)?([A-Za-z][A-Za-z0-9_-]*)=(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
-    """A setting and the values that it takes."""
-
-    name: str
-    """The name of the setting, written with underscores."""
-    values: tuple[Any, ...]
-    """The values as a settings file would hold them: at least one, and none of them twice."""
-
-    @property
-    def flag(self) -> str:
-        """The option's name on the command line, without dashes before it."""
-        return self.name.replace("_", "-")
-
-
-@functools.cache
-def swept_settings() -> Mapping[str, Definition]:
-    """The settings that can be varied, by name: those whose values hold no comma, and do not say how files are read."""
-    return {name: d for name, d in _list_settings().items() if d.setting.swept}
-
-
-def split_arguments(datasets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The datasets among a sweep's positional arguments, and the arguments of the form name=value,... to vary.
-
-    A file whose name has that form is a dataset, unless the name is a setting's.
-    """
-    found: tuple[list[str], list[str]] = [], []
-    for text in datasets:
-        match = _TOKEN.fullmatch(text)
-        varied = match is not None and (_setting_name(match[1]) in swept_settings() or not _is_there(text))
-        found[varied].append(text)
-    return found
-
-
-def _is_there(location: str) -> bool:
-    return Path(location).exists() or Path(f"{location}.idx").exists() or bool(glob.glob(location))
-
-
-def read_axes(texts: Sequence[str], given: Mapping[str, Any]) -> list[Axis]:
-    """The axes that `texts` of the form name=v1,v2 name, several to a text where spaces separate them.
-
-    `given` maps the command's other options, which cannot be varied too, to values; None counts as not given.
-
-    Raises:
-        UsageError: naming the text, name or value that cannot be.
-    """
-    axes: list[Axis] = []
-    for text in (part for whole in texts for part in _BETWEEN.split(whole.strip())):
-        axis = _axis(text)
-        if given.get(axis.name) is not None:
-            raise UsageError(f"{text}: {swept_settings()[axis.name].describe()} is given too; give it once")
-        if any(axis.name == other.name for other in axes):
-            raise UsageError(f"{text}: {axis.flag} is varied already; give all its values at once")
-        axes.append(axis)
-    if (count := math.prod(len(axis.values) for axis in axes)) > _MOST:
-        raise UsageError(f"{count:,} combinations to analyse; at most {_MOST} are analysed at once")
-    return axes
-
-
-def _axis(text: str) -> Axis:
-    match = _TOKEN.fullmatch(text)
-    if match is None:
-        raise UsageError(f"--vary {text}: must be name=value,value as in seq-length=4096,8192")
-    name = _setting_name(match[1])
-    if name not in swept_settings():
-        if name in _list_settings():
-            raise UsageError(
-                f"{text}: {match[1]} cannot be varied; give it as an option or in --settings, and vary others"
-            )
-        advice = advise_name(name, swept_settings(), "settings stand in `thdprof analyze --help`").replace("_", "-")
-        raise UsageError(f"{text}: {match[1]} cannot be varied, since it is no setting; {advice}")
-    values: list[Any] = []
-    for part in match[2].split(","):
-        value = _value(name, part)
-        try:
-            if name in definitions():
-                definitions()[name].check(value)
-            elif name in model_definitions():
-                read_field(name, value)
-            else:
-                read_option(name, value)
-        except UsageError as error:
-            raise UsageError(f"{text}: {error}") from error
-        if value in values:
-            raise UsageError(f"{text}: {part} is there twice")
-        values.append(value)
-    return Axis(name=name, values=tuple(values))
-
-
-def _value(name: str, text: str) -> Any:
-    """`text` as the value that a settings file would hold; a text of another kind than the setting's stays text."""
-    if text == "":
-        raise UsageError(f"{name.replace('_', '-')}: a value is empty; give name=value,value")
-    setting = swept_settings()[name]
-    if setting.type is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    if setting.type is float and not setting.setting.as_text:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    return int(text) if setting.type is int and re.fullmatch(r"[+-]?[0-9]{1,30}", text) else text
