@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,12 +19,13 @@ from thdprof.read.dataset import Dataset, UnpackedDocuments
 from thdprof.schedule.samplers import MORE_ROWS
 from thdprof.systems import find_format, find_packer, find_target
 from thdprof.training import FORMATS, PACKERS
-from thdprof.training.systems import EXPORTS
+from thdprof.training.systems import EXPORTS, PackerName
 
 SYSTEMS = ROOT / "thdprof" / "systems"
 
 
 def test_what_is_registered_is_there():
+    assert get_args(PackerName) == tuple(PACKERS)
     assert [find_packer(name).name for name in PACKERS] == [*PACKERS]
     assert [find_format(name).name for name in FORMATS] == [*FORMATS]
     assert all(find_target(name).main_file for name in EXPORTS)
@@ -136,6 +138,7 @@ def test_the_guides_packer_packs(tmp_path):
     registry = tmp_path / "thdprof/training/systems.py"
     text = registry.read_text()
     head = "PACKERS: Mapping[str, PackerEntry] = {\n"
+    text = text.replace("PackerName = Literal[\n", 'PackerName = Literal[\n    "shortest_first",\n')
     registry.write_text(text.replace(head, head + line))
     (tmp_path / "lengths.jsonl").write_text("7\n2\n12\n3\n")
 

@@ -1,14 +1,14 @@
 """The upstream systems that thdprof knows: which module of `thdprof.systems` has each packer, format and export.
 
-A packer, format or export is one line here, and what its own module says. Only what training has to know without the
-analysis stands here besides.
+A packer, format or export is registered here, and described by its own module alone. Only what training has to know
+without the analysis stands here besides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Kind = Literal["streams", "bridge", "trl", "packs", "documents", "conversations"]
 """What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
@@ -37,6 +37,14 @@ class FormatEntry(NamedTuple):
     """What a dataset of the format can hold."""
 
 
+PackerName = Literal[
+    "first_fit_decreasing", "first_fit_shuffle", "next_fit", "best_fit_decreasing", "best_fit_split", "wrapped",
+    "none", "greedy_knapsack", "binpack", "swift_sequential", "multipack", "multipack_sequential",
+    "concatenative", "nemo_first_fit_decreasing", "nemo_first_fit_shuffle", "modified_first_fit_decreasing",
+    "karmarkar_karp", "megatron_rl_fifo", "megatron_rl_round_robin", "torchtitan_first_fit",
+    "maxtext_first_fit", "maxtext_best_fit", "dp_balanced", "balanced_cp", "dynamic_cp",
+]  # fmt: skip
+"""Names of packers, in the order of `--help`."""
 PACKERS: Mapping[str, PackerEntry] = {
     "first_fit_decreasing": PackerEntry("bridge"),
     "first_fit_shuffle": PackerEntry("bridge"),
@@ -64,9 +72,9 @@ PACKERS: Mapping[str, PackerEntry] = {
     "balanced_cp": PackerEntry("megatron_dev", packs_steps=True, has_dynamic_cp=True),
     "dynamic_cp": PackerEntry("megatron_dev", packs_steps=True, has_dynamic_cp=True, is_released=False),
 }
-"""Packers by name, in the order of `--help`."""
+"""Where each packer is described."""
 PackerAlias = Literal["bfd", "bfd_split", "ffd"]
-PACKER_ALIASES: Mapping[PackerAlias, str] = MappingProxyType(
+PACKER_ALIASES: Mapping[PackerAlias, PackerName] = MappingProxyType(
     {"bfd": "best_fit_decreasing", "bfd_split": "best_fit_split", "ffd": "first_fit_decreasing"}
 )
 """Short names of packers; the first two are TRL's."""
@@ -109,13 +117,7 @@ COLUMN_OWNERS = ("llamafactory", "trl", "ms_swift", "axolotl")
 """Modules of `thdprof.systems` that know the columns beside lengths or tokens, whose function `claim_columns` is
 asked in this order."""
 
-if TYPE_CHECKING:
-    PackerName = str
-else:
-    PackerName = Literal[tuple(PACKERS)]
-
 
 def has_dynamic_cp(packer: object) -> bool:
     """Whether the packer of that name gives every micro-batch a context-parallel size of its own."""
-    entry = PACKERS.get(packer) if isinstance(packer, str) else None
-    return entry is not None and entry.has_dynamic_cp
+    return any(entry.has_dynamic_cp for name, entry in PACKERS.items() if name == packer)
