@@ -29,7 +29,7 @@ from thdprof.commands.merge import merge
 from thdprof.commands.pack import pack
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
-from thdprof.errors import ThdprofError, UsageError
+from thdprof.errors import ThdprofError
 from thdprof.words import WIDEST, wrap_text
 
 app = typer.Typer(
@@ -47,14 +47,6 @@ _MOST_LINES = 3
 """Lines of an error's message."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _INTERRUPTED = 130
-
-
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def recipes() -> None:
-    """Says where the coverage of Megatron-Bridge's recipes went."""
-    raise UsageError(
-        "recipes: this command went to a checkout of thdprof: python tools/recipe_coverage.py [BRIDGE_DIR]"
-    )
 
 
 def _version(value: bool) -> None:

@@ -11,14 +11,14 @@ from pydantic import TypeAdapter
 
 from thdprof.cli import app
 from thdprof.commands.help import option_row
-from thdprof.commands.options import list_removed_options
+from thdprof.commands.options import list_settings_of_files
 from thdprof.training import Definition, Model, TrainingSettings, model_definitions
 
 
 def commands() -> dict[str, Any]:
     """Every command by name."""
     group: Any = typer.main.get_command(app)
-    return {name: command for name, command in group.commands.items() if not command.hidden}
+    return dict(group.commands)
 
 
 def reference() -> str:
@@ -28,7 +28,7 @@ def reference() -> str:
 
 def _without_options() -> str:
     """The settings that a settings file alone gives: those of the run, and the model."""
-    rare = [d for d in dict.fromkeys(list_removed_options().values()) if d.setting.panel != "Model"]
+    rare = [d for d in dict.fromkeys(list_settings_of_files().values()) if d.setting.panel != "Model"]
     lines = ["## Settings without an option", "", "A line such as `drop_last: false` in a file gives each of these to"]
     lines += ["`analyze --settings FILE` and `sweep --settings FILE`; `sweep` can vary them by their names.", ""]
     lines += [

@@ -415,14 +415,6 @@ def test_nothing_to_vary_is_refused(thdprof, packs):
     assert done.stderr == f"thdprof: sweep: {told}\n"
 
 
-def test_the_old_form_names_the_command(thdprof, packs):
-    for arguments in (["--sweep", "seq-length=8,16"], ["--sweep=seq-length=8,16"]):
-        done = thdprof("analyze", packs, *arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("thdprof: --sweep: has become a command: thdprof sweep DATASET... ")
-        assert done.stderr.count("\n") == 1
-
-
 def test_a_setting_without_an_option_is_varied_too(thdprof, packs):
     done = thdprof("sweep", packs, "drop-last=true,false", "--loader", "batch", "--global-batch-size", 3, "--json")
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,6 @@ def analyze(
     """
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.planning import add_plan
-    from thdprof.analyze.profile.run_profile import check_part, make_profile
     from thdprof.analyze.report.analysis import print_report, to_dict
     from thdprof.analyze.settings.captures import read_choice
     from thdprof.analyze.settings.limits import share_of
@@ -65,7 +64,10 @@ def analyze(
     for option, table in (("--microbatches", microbatches), ("--profile", profile)):
         if str(table) == "-":
             raise UsageError(f"{option} -: a parquet table cannot go to stdout; name a file")
-    check_part(part)
+    if profile is not None:
+        from thdprof.analyze.profile.run_profile import check_part, make_profile
+
+        check_part(part)
     outputs = [path for path in (file, microbatches, profile) if path is not None]
     check_targets(outputs, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)

@@ -11,11 +11,6 @@ from thdprof.commands import streams
 from thdprof.errors import MachineError, UsageError
 from thdprof.words import install_line
 
-_GONE = (
-    "calibrate reads no launch script any more: train about 30 steps with thdprof.run --plan PLAN --stats FILE, and "
-    "some without it, and give --stats FILE --eager-step-ms MS, the time of a step without it"
-)
-
 
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", help="Cost table to write (YAML).")],
@@ -52,9 +47,6 @@ def calibrate(
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds of measurement; the median is written.")] = 7,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    megatron_args: Annotated[
-        str | None, typer.Option(hidden=True, help="Gone: --stats reads what a run measured.")
-    ] = None,
 ) -> None:
     """Write a cost table for analyze --cost-table: from a run of training, or of a module that is measured here."""
     import yaml
@@ -62,8 +54,6 @@ def calibrate(
     from thdprof.analyze.settings.limits import counts_of
     from thdprof.files import check_not_inputs, check_targets, write_text
 
-    if megatron_args is not None:
-        raise UsageError(_GONE)
     check_targets([output], force=force)
     check_not_inputs([output], stats or [])
     if eager_step_ms is not None and not stats:

@@ -11,7 +11,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from thdprof.analyze.settings.shell import Launch
-from thdprof.commands.options import list_removed_options
+from thdprof.commands.options import list_settings_of_files
 from thdprof.errors import UsageError
 from thdprof.training.settings import SHORT_NAMES
 from thdprof.words import find_similar, list_choices, make_printable
@@ -86,7 +86,7 @@ class PanelGroup(TyperGroup):
         """Write a panel of options and one of commands."""
         _write_panels(self.get_params(ctx), ctx, formatter)
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        shown = [(n, c.get_short_help_str(200)) for n, c in commands.items() if c and not c.hidden]
+        shown = [(n, c.get_short_help_str(200)) for n, c in commands.items() if c]
         formatter.write(_draw_panel("Commands", shown))
 
 
@@ -160,9 +160,6 @@ def _break_name(name: str, width: int) -> str:
 # --- the parser's own errors as one line in thdprof's style -----------------------------------------------------------
 
 
-_SWEEP = "--sweep: has become a command: thdprof sweep DATASET... seq-length=4096,8192 micro-batch-size=1,2"
-
-
 def usage_message(error: Exception) -> str:
     """The line that tells of `error`, which typer's parser raised; empty where the help was shown instead."""
     kind, param, context = type(error).__name__, getattr(error, "param", None), getattr(error, "ctx", None)
@@ -218,11 +215,9 @@ def _describe_usage(error: Exception, text: str) -> str:
 
 def _no_such_option(error: Any, command: str) -> str:
     option = _join_line(str(error.option_name))
-    if option == "--sweep":
-        return _SWEEP
     short = SHORT_NAMES.get(option.removeprefix("--"))
     option_meant = option if short is None else f"--{short.replace('_', '-')}"
-    moved = list_removed_options().get(option_meant) if command in ("thdprof analyze", "thdprof sweep") else None
+    moved = list_settings_of_files().get(option_meant) if command in ("thdprof analyze", "thdprof sweep") else None
     if moved is not None:
         return f"{option}: is no option; put `{moved.name}: VALUE` into a file and give --settings FILE"
     known = [name for param in error.ctx.command.get_params(error.ctx) for name in param.opts] if error.ctx else []

@@ -136,8 +136,8 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def list_removed_options() -> dict[str, Definition]:
-    """Options that no command has, with the settings that are given in a settings file instead."""
+def list_settings_of_files() -> dict[str, Definition]:
+    """Settings that only a settings file gives, by the options that users would expect of them."""
     known = (*definitions().values(), *analysis_options().values(), *model_definitions().values())
     rare = [d for d in known if not d.setting.everyday]
     return {option: d for d in rare for option in (d.option, d.off_option)}

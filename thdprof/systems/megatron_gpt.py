@@ -316,12 +316,14 @@ def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tic
     def count_chunk(low: int) -> None:
         high = min(low + chunk, total)
         cuts = np.arange(low, high + 1, dtype=np.int64) * seq_length
-        begin = np.searchsorted(ends, cuts[:-1] + extra, side="left")
+        first, last = np.searchsorted(ends, cuts[[0, -1]], side="left")
+        reach = ends[first : last + 1]  # so short that the searches find it in the processor's cache
+        begin = np.searchsorted(reach, cuts[:-1] + extra, side="left")
         if low == 0:
             begin[0] = 0  # the first sample begins with the first sequence, empty or not
-        end = np.searchsorted(ends, cuts[1:], side="left")
+        end = np.searchsorted(reach, cuts[1:], side="left")
         n_seqs[low:high] = end - begin + 1
-        max_seqlen[low:high], squared[low:high] = _longest_and_squared(ends, cuts, begin, end)
+        max_seqlen[low:high], squared[low:high] = _longest_and_squared(reach, cuts, begin, end)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy releases Python's lock in these loops
         counted = [threads.submit(count_chunk, low) for low in range(0, total, chunk)]
@@ -348,13 +350,10 @@ def _longest_and_squared(
         squared[several] += last * last
     inner = np.flatnonzero(end > begin + 1)
     if inner.size:
-        first = int(begin[inner[0]])
-        reach = ends[first : int(end[inner[-1]])]
-        lengths = np.zeros(len(reach), dtype=np.int64)  # from sequence first + 1 on; a range may end at the last 0
-        np.subtract(reach[1:], reach[:-1], out=lengths[:-1])
+        lengths = np.diff(ends, append=ends[-1])  # from the second sequence on; a range may end at the last 0
         ranges = np.empty(2 * inner.size, dtype=np.int64)
-        ranges[0::2] = begin[inner] - first
-        ranges[1::2] = end[inner] - 1 - first
+        ranges[0::2] = begin[inner]
+        ranges[1::2] = end[inner] - 1
         longest[inner] = np.maximum(longest[inner], np.maximum.reduceat(lengths, ranges)[0::2])
         # in place, and without its last element, which is 0: sums before the first sequence are its element -1
         sums = np.cumsum(np.multiply(lengths, lengths, out=lengths), out=lengths)

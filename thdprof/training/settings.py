@@ -87,7 +87,7 @@ class Definition:
     setting: Setting
     """How the setting is given."""
     option: str
-    """The option that gives the setting, or that gave it before it moved to the settings file."""
+    """The option that gives the setting, or would give it if it had one."""
     label: str
     """The setting as messages name it: `--seq-length` where the command has that option, else `seq_length`."""
 

@@ -358,7 +358,7 @@ class StepCosts:
     @functools.cached_property
     def _ahead_by_number(self) -> NDArray[np.float64]:
         """What `launched_ahead_ms` says, by the number of micro-batches and of eager ones among them, both from 0."""
-        numbers = np.unique(self._table.num_microbatches)
+        numbers = np.flatnonzero(np.bincount(self._table.num_microbatches))
         replay = min(point.ms for point in self._costs.replay)
         waiting = max(0.0, float(self._eager_ms[self._table.n_seqs].mean()) - replay)
         ms = np.zeros((int(numbers[-1]) + 1, int(numbers[-1]) + 1))
