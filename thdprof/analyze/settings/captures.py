@@ -52,10 +52,8 @@ class Captures:
         if self.experts == "dropless" and self.impl != "none":
             known["modules"] = tuple(self.modules)
         if choice is not None:
-            known |= {
-                "offload_modules": tuple(choice.modules),
-                "core_offload": moved_by_core(self.impl, self.experts),
-            }
+            moved = tuple(choice.modules)
+            known |= {"offload_modules": moved, "core_offload": moved_by_core(self.impl, self.experts)}
         number = None if self.layers_per_graph == "all" else self.layers_per_graph
         check_options(self.impl, experts=self.experts, layers_per_graph=number, **known)
 

@@ -16,12 +16,7 @@ from thdprof.analyze.settings.captures import Captures, LayersPerGraph, read_lay
 from thdprof.analyze.settings.launch_flags import training_commands, training_words
 from thdprof.analyze.settings.limits import AnalysisOptions, Limits, analysis_options, share_of
 from thdprof.analyze.settings.model_reading import ModelReading
-from thdprof.analyze.settings.resolved_model import (
-    experts_of,
-    model_file,
-    read_model_file,
-    resolve_model,
-)
+from thdprof.analyze.settings.resolved_model import experts_of, model_file, read_model_file, resolve_model
 from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
