@@ -14,7 +14,7 @@ from thdprof.analyze.analysis import Study, check_hardware
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.run_profile import RunProfile, make_profile
 from thdprof.analyze.report.plots import Result
-from thdprof.analyze.settings.limits import DEFAULT_BUCKETS
+from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, analysis_options
 from thdprof.analyze.settings.request import Request, read_request
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset, table_dataset, temporary_path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Location = str | Path | Lengths | pd.DataFrame | pd.Series[Any]
 
 
-class AnalysisOptions(TrainingOptions, total=False):
+class DatasetOptions(TrainingOptions, total=False):
     """The keyword arguments of `analyze_dataset`, which describes them."""
 
     tokenizer: str | Path | object | None
@@ -117,25 +117,11 @@ def analyze_dataset(
             refuse.
         UsageError: the settings, limits, model or lengths contradict each other or cannot be trained with.
     """
+    given = {name: value for name, value in locals().items() if name in analysis_options()}
     _check_names(settings, tokenizer)
-    own = {
-        "tokenizer_model": _name_tokenizer(tokenizer),
-        "format": format,
-        "cache": cache,
-        "engine": engine,
-        "cost_table": cost_table,
-        "host": host,
-        "attention": attention,
-        "buckets": buckets,
-        "max_fallback_rate": max_fallback_rate,
-        "graph_memory_gib": None if graph_memory_bytes is None else graph_memory_bytes / 2**30,
-        "model": model,
-        "gpu": gpu,
-        "gpu_hour_price": gpu_hour_price,
-        "expert_loads": expert_loads,
-        "data_parallel_gbps": data_parallel_gbps,
-    }
-    given = {**{name: value for name, value in own.items() if value is not None}, **settings}
+    given["tokenizer_model"] = _name_tokenizer(tokenizer)
+    given["graph_memory_gib"] = None if graph_memory_bytes is None else graph_memory_bytes / 2**30
+    given |= settings
     arguments = _read_arguments(training_args)
     request = read_request([], given, settings=None, launch=None, training_args=arguments, impl=impl, offload=offload)
     check_hardware(request)
@@ -144,7 +130,7 @@ def analyze_dataset(
     return Result.from_analysis(Study(request, dataset, measured).analyze())
 
 
-def profile_dataset(*locations: Location, part: str | None = None, **options: Unpack[AnalysisOptions]) -> RunProfile:
+def profile_dataset(*locations: Location, part: str | None = None, **options: Unpack[DatasetOptions]) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
     In the result, `cells` has a row for every count, in the columns that `thdprof.analyze.profile.run_profile`

@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from thdprof.commands import streams
-from thdprof.commands.options import (
-    Datasets,
-    Force,
-    Json,
-    RunOptions,
-    capture_option,
-    output_option,
-    with_settings,
-)
+from thdprof.commands.options import Datasets, Force, Json, RunOptions, capture_option, output_option, with_settings
 from thdprof.errors import GateError, UsageError
 
 if TYPE_CHECKING:

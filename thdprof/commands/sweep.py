@@ -8,14 +8,7 @@ from typing import Annotated
 import typer
 
 from thdprof.commands import streams
-from thdprof.commands.options import (
-    Force,
-    Json,
-    RunOptions,
-    dataset_argument,
-    output_option,
-    with_settings,
-)
+from thdprof.commands.options import Force, Json, RunOptions, dataset_argument, output_option, with_settings
 from thdprof.errors import UsageError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from thdprof.megatron_limits.limit import Limit, Words, must_be_off
 from thdprof.megatron_limits.models import NO_PAGED_STASH
 from thdprof.megatron_limits.run import UNMEASURED, Run
-from thdprof.offload.plan import CORE_MODULES, CORE_MODULES_WITH_EXPERTS
+from thdprof.offload import CORE_MODULES, CORE_MODULES_WITH_EXPERTS
 
 _USE_CHUNK = "set graphs.impl to chunk"
 _MEASURED = ("delayed", "tensorwise", "blockwise")

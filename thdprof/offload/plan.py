@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from thdprof.offload import MODULES
 from thdprof.offload.allocator import Gradients, Segments, reserved
 
 NOT_MOVED = -1
@@ -26,42 +27,6 @@ WINDOW_BYTES = 128 * 2**20
 """Most bytes on their way to the host at a time, and most on their way back, unless one storage is larger."""
 WINDOW_SHARE = 8
 """The window is also at most one part in so many of the bytes that are moved, unless one storage is larger."""
-
-
-MODULES: dict[str, tuple[str, ...]] = {
-    "attn_norm": ("input_layernorm",),
-    "qkv_linear": (
-        "linear_qkv",
-        "linear_q",
-        "linear_kv",
-        "linear_q_proj",  # this and the rest are multi-latent attention's
-        "linear_qkv_down_proj",
-        "linear_q_down_proj",
-        "linear_q_up_proj",
-        "q_layernorm",
-        "linear_kv_down_proj",
-        "linear_kv_up_proj",
-        "kv_layernorm",
-    ),
-    "core_attn": ("core_attention",),
-    "attn_proj": ("linear_proj",),
-    "mlp_norm": ("pre_mlp_layernorm",),
-    "mlp_fc1": ("mlp.linear_fc1",),
-    "mlp_act": ("mlp",),
-    "mlp_fc2": ("mlp.linear_fc2",),
-    "expert_fc1": ("experts.linear_fc1",),
-    "moe_act": ("experts",),
-    "expert_fc2": ("experts.linear_fc2",),
-}
-"""Name of a part of a Megatron layer -> ends of the names of the modules that save its tensors. `mlp_act` is everything
-that the feed-forward network saves outside its linear layers, including routers.
-"""
-EXPERT_MODULES = ("expert_fc1", "moe_act")
-"""Parts inside experts that megatron-core's own offloading moves."""
-CORE_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", *EXPERT_MODULES)
-"""Parts that megatron-core's own offloading moves around graphs of layers, as groups of tensors."""
-CORE_MODULES_WITH_EXPERTS = tuple(name for name in CORE_MODULES if name != "mlp_norm")
-"""Parts that it moves where a layer is captured up to its experts: the input of the norm before them then stays."""
 
 
 def _ends(path: str, end: str) -> bool:

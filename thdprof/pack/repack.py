@@ -16,6 +16,7 @@ from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.planning import add_plan
 from thdprof.analyze.predictions import Range
 from thdprof.analyze.settings.request import Request
+from thdprof.analyze.sweep import Rate
 from thdprof.errors import UsageError
 from thdprof.pack.documents import Documents, collect_documents, read_sources
 from thdprof.pack.order import OrderFigures, measure_order, order_packs
@@ -283,14 +284,12 @@ def _describe_steps(settings: TrainingSettings) -> dict[str, int]:
 
 
 def _measure_cap(max_docs: int | None, packs: Packs, analysis: Analysis) -> Cap:
-    rate, step_ms = None, analysis.recommendation.step_ms
-    if analysis.worth is not None and analysis.times.step_ms is not None and step_ms is not None:
-        rate = analysis.worth.tokens_per_second[1] * analysis.times.step_ms[0] / step_ms
+    rate = Rate.from_worth(analysis.worth, analysis.times, step_ms=analysis.recommendation.step_ms)
     return Cap(
         max_docs=max_docs,
         packs=len(packs.offsets) - 1,
         documents=int(np.diff(packs.offsets).max()),
-        tokens_per_second=rate,
+        tokens_per_second=None if rate is None else rate.middle,
     )
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import check_options, moved_by_core
-from thdprof.offload.plan import MODULES, Choice
+from thdprof.offload import MODULES
 from thdprof.training import Experts, shared_capture_ranks
 
 if TYPE_CHECKING:
+    from thdprof.offload.plan import Choice
     from thdprof.plan import Impl, Module
 
 
@@ -52,10 +53,8 @@ class Captures:
         if self.experts == "dropless" and self.impl != "none":
             known["modules"] = tuple(self.modules)
         if choice is not None:
-            known |= {
-                "offload_modules": tuple(choice.modules),
-                "core_offload": moved_by_core(self.impl, self.experts),
-            }
+            moved = tuple(choice.modules)
+            known |= {"offload_modules": moved, "core_offload": moved_by_core(self.impl, self.experts)}
         number = None if self.layers_per_graph == "all" else self.layers_per_graph
         check_options(self.impl, experts=self.experts, layers_per_graph=number, **known)
 
@@ -136,6 +135,8 @@ def read_choice(modules: str | None, fraction: float | None) -> Choice | None:
             raise UsageError(f"--offload {told}: choose all, or some of {', '.join(MODULES)}, separated by commas")
         if names.count(name) > 1:
             raise UsageError(f"--offload {modules}: {name} is given twice; give it once")
+    from thdprof.offload.plan import Choice
+
     return Choice(modules=names, fraction=1.0 if fraction is None else fraction)
 
 

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.expert_room import ExpertLoads, read_expert_loads
 from thdprof.analyze.settings.captures import Captures, LayersPerGraph, read_layers_per_graph, shared_captures
-from thdprof.analyze.settings.launch_flags import training_commands, training_words
 from thdprof.analyze.settings.limits import AnalysisOptions, Limits, analysis_options, share_of
 from thdprof.analyze.settings.model_reading import ModelReading
-from thdprof.analyze.settings.resolved_model import (
-    experts_of,
-    model_file,
-    read_model_file,
-    resolve_model,
-)
+from thdprof.analyze.settings.resolved_model import experts_of, model_file, read_model_file, resolve_model
 from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
@@ -136,6 +130,8 @@ class Request(AnalysisOptions):
             return None
         fields: dict[str, Any] = {}
         if self.script is not None:
+            from thdprof.analyze.settings.launch_flags import training_words
+
             with suppress(UsageError):  # what is not settled is not known
                 fields |= vars(read_fields(Arguments(training_words(self.script)))[0])
         if self.recipe is not None:
@@ -162,6 +158,8 @@ class Request(AnalysisOptions):
             return lines, None
         unknown = None
         if self.script is not None:
+            from thdprof.analyze.settings.launch_flags import training_commands, training_words
+
             try:
                 lines += refused_beforehand(plan, training_words(self.script))
                 for words in training_commands(self.script):

@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from thdprof.offload.plan import EXPERT_MODULES
+from thdprof.offload import EXPERT_MODULES
 from thdprof.runtime.megatron.decoder_surroundings import marked_as_capturing
 from thdprof.runtime.megatron.layer_offload import (
     AtLayerInput,

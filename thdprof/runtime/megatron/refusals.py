@@ -15,7 +15,7 @@ from thdprof.errors import UsageError
 from thdprof.megatron_limits import Facts, Run, limits_of
 from thdprof.megatron_limits.command_line import refused_allocator
 from thdprof.megatron_limits.run import is_dynamic
-from thdprof.offload.plan import EXPERT_MODULES, MODULES
+from thdprof.offload import EXPERT_MODULES, MODULES
 from thdprof.plan import OffloadPart, Plan
 from thdprof.runtime.graphs.module_state import describe_hooked_modules
 from thdprof.runtime.megatron.layer_offload import uses_core
