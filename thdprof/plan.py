@@ -303,7 +303,7 @@ class PredictionsPart(Part):
     """Mean step time in milliseconds, without data loading; null without times of the model."""
     eager_step_ms: float | None = None
     """Mean step time in milliseconds with all micro-batches run eagerly; null without times of the model."""
-    times: TimesPart | None = None
+    times: TimesPart
     """Times with their origin and range."""
     verdict: Ruling | None = None
     """Whether graphs pay; null without times of the model."""
@@ -351,7 +351,7 @@ def _check_names(value: Any) -> Any:
     """Refuse a mapping out of a file that lacks a setting which is not null, or has an unknown one.
 
     The defaults of `TrainingSettings` are for users who give no value. A plan or profile that lacks a setting was cut
-    or misspelt. Settings that were added after the first files were written may be absent.
+    or misspelt.
     """
     if not isinstance(value, dict):
         return value
@@ -423,7 +423,7 @@ class Plan(Part):
                 what = "a number for each chunk of training.virtual_pipeline_size" if chunks > 1 else "one number"
                 yield ("graphs", "slots", rank), counts, f"must hold {what}: {chunks}"
         times = self.predictions.times
-        if times is not None and times.origin != "none" and all(getattr(times, name) is None for name in _TIMES):
+        if times.origin != "none" and all(getattr(times, name) is None for name in _TIMES):
             where_times = ("predictions", "times", "origin")
             yield where_times, times.origin, "no time stands beside it: must be none, or give the times"
 
@@ -508,8 +508,8 @@ def _relative(predictions: PredictionsPart) -> str:
     """The relative step time as a range, or that it is not known."""
     times = predictions.times
     if predictions.relative_step_time is None:
-        return "not known" if times is None else f"not known: {times.basis}"
-    if times is None or times.relative_step_time is None or times.origin != "modelled":
+        return f"not known: {times.basis}"
+    if times.relative_step_time is None or times.origin != "modelled":
         return f"{predictions.relative_step_time:.3f}"
     low, high = times.relative_step_time
     return f"{low:.2f} to {high:.2f}, modelled"

@@ -13,17 +13,13 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from support.plans import percentiles, training_part
 
 from thdprof.analyze.export import export_plan
 from thdprof.errors import UsageError
 from thdprof.plan import Plan, parse_plan
 from thdprof.systems import find_target
 from thdprof.training.systems import EXPORTS
-
-
-def percentiles(most: int) -> dict:
-    return {"mean": most / 4, "p50": most, "p90": most, "p95": most, "p99": most, "p99_9": most, "max": most}
-
 
 OPTIONAL = ("graphs__overflow", "predictions__packer_limits", "microbatches__unfilled", "microbatches__spread")
 RATES = {"microbatch": 0.04, "rank_step": 0.28, "step": 0.93}
@@ -42,29 +38,14 @@ def make_plan(**changes) -> Plan:
             "documents": 40_000,
             "tokens": 4_000_000,
         },
-        "training": {
-            "seq_length": 2048,
-            "micro_batch_size": 1,
-            "global_batch_size": 8,
-            "data_parallel_size": 8,
-            "context_parallel_size": 2,
-            "pipeline_parallel_size": 1,
-            "virtual_pipeline_size": None,
-            "loader": "batch",
-            "data_sharding": True,
-            "drop_last": True,
-            "seed": 1234,
-            "split": "969,30,1",
-            "train_samples": None,
-            "weights": None,
-            "add_extra_token": True,
-            "max_num_samples": None,
-            "tail_policy": "none",
-            "pad_to_max_length": True,
-            "pad_seq_to_mult": 1,
-            "packer": "first_fit_decreasing",
-            "max_docs_per_pack": None,
-        },
+        "training": training_part(
+            seq_length=2048,
+            global_batch_size=8,
+            data_parallel_size=8,
+            context_parallel_size=2,
+            loader="batch",
+            pad_to_max_length=True,
+        ),
         "microbatches": {
             "exact": True,
             "count": 2000,
@@ -88,6 +69,7 @@ def make_plan(**changes) -> Plan:
             "step_ms": 10.0,
             "eager_step_ms": 25.0,
             "graph_memory_bytes": None,
+            "times": {"origin": "none", "basis": "x"},
         },
         "costs": {"name": "x", "calibrated": False, "hardware": "h", "attention": "a", "n_tokens": 2048},
     }

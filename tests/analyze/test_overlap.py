@@ -426,12 +426,3 @@ def test_the_bandwidth_of_a_cluster_is_a_setting(thdprof, rows, tmp_path):
         assert "must be a number above 0" in done.stderr
     with pytest.raises(UsageError, match="data_parallel_gbps -1: must be a number above 0"):
         analysis(rows, data_parallel_gbps=-1)
-
-
-def test_a_plan_of_an_older_version_captures_whole_chunks(rows, tmp_path):
-    plan = make_plan(analysis(rows), impl="chunk")
-    text = plan.to_yaml()
-    assert "  layers_per_graph: " in text
-    older = tmp_path / "older.yaml"
-    older.write_text("".join(line for line in text.splitlines(keepends=True) if "layers_per_graph" not in line))
-    assert load_plan(older).graphs.layers_per_graph is None

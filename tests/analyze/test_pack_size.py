@@ -113,13 +113,11 @@ def test_a_guess_holds_where_the_files_tell_the_same_pack_size_later(tmp_path, p
     assert check(plan).table.exact == exact
 
 
-def test_a_plan_of_a_given_pack_size_is_no_guess_nor_is_one_from_before_the_field(tmp_path):
+def test_a_plan_of_a_given_pack_size_is_no_guess(tmp_path):
     path = files.write_bridge(tmp_path / "rows.parquet", ROWS)
     plan = make_plan(analyze_dataset(path, pad_to_max_length=True, seq_length=12))
     assert not plan.microbatches.pack_size_guessed
-    old = plan.model_dump(mode="json", by_alias=True)
-    del old["microbatches"]["pack_size_guessed"]
-    held = check(parse_plan(old, where="plan"))
+    held = check(plan)
     assert (held.table.exact, held.table.size_guessed) == (True, False)
     assert not [note for note in held.notes if "pack size" in note]
 

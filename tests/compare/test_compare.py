@@ -186,7 +186,7 @@ def test_a_plans_identity_is_that_of_its_data_settings_and_buckets(plan):
 
 
 def test_fields_that_a_line_lacks_have_their_defaults(plan, stats):
-    """The line of an older run, or of another program."""
+    """The line of another program."""
     bare = [{"max_seqs": cap, "max_seqlen": 8, "count": n} for cap, n in ((2, 6), (3, 1))]
     short = {"schema": "thdprof.stats/1", "microbatches": 8, "replays": bare, "fallbacks": {"too_many_seqs": 1}}
     found = compare(load_plan(plan), read_stats(stats(short)), tolerance=0)

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from thdprof.plan import Plan, parse_plan
+from thdprof.training import TrainingSettings
 
 
 def percentiles(most: int) -> dict[str, float]:
     return {"mean": most / 4, "p50": most, "p90": most, "p95": most, "p99": most, "p99_9": most, "max": most}
+
+
+def training_part(**settings: Any) -> dict[str, Any]:
+    """The `training` of a plan, complete."""
+    part: dict[str, Any] = TypeAdapter(TrainingSettings).dump_python(TrainingSettings(**settings), mode="json")
+    return part
 
 
 def plan_of_shares(
@@ -28,14 +37,7 @@ def plan_of_shares(
     """
     eager = max(0.0, 1 - sum(shares))
     rates = dict.fromkeys(("microbatch", "rank_step", "step"), eager)
-    settings = {
-        "seq_length": 256, "micro_batch_size": 1, "global_batch_size": 8, "data_parallel_size": 1,
-        "context_parallel_size": 1, "pipeline_parallel_size": 1, "virtual_pipeline_size": None, "loader": "single",
-        "data_sharding": True, "drop_last": True, "seed": 1234, "split": "969,30,1", "train_samples": None,
-        "weights": None, "add_extra_token": True, "max_num_samples": None, "tail_policy": "none",
-        "pad_to_max_length": False, "pad_seq_to_mult": 1, "packer": "first_fit_decreasing", "max_docs_per_pack": None,
-    }  # fmt: skip
-    settings |= training
+    settings = training_part(**{"seq_length": 256, "global_batch_size": 8, "loader": "single", **training})
     longest = settings.get("max_seqlen_per_dp_cp_rank") or 256
     slots = [[1] * (settings["virtual_pipeline_size"] or 1)] * settings["pipeline_parallel_size"]
     values = {
@@ -60,7 +62,7 @@ def plan_of_shares(
         },
         "predictions": {
             "fallback_rate": rates, "fallback_rate_upper_bound": 1.0, "relative_step_time": None, "step_ms": None,
-            "eager_step_ms": None, "graph_memory_bytes": None,
+            "eager_step_ms": None, "graph_memory_bytes": None, "times": {"origin": "none", "basis": "x"},
         },
         "costs": {"name": "x", "calibrated": False, "hardware": "h", "attention": "a", "n_tokens": 256},
     }  # fmt: skip

@@ -108,8 +108,8 @@ def revise(
         fit_none=fit_none,
         num_eager=total - num_replays,
         steps=steps,
-        longer_ms=None if times is None else _find_longer_ms(times),
-        origin="" if times is None else times.origin,
+        longer_ms=_find_longer_ms(times),
+        origin=times.origin,
     )
 
 

@@ -130,13 +130,13 @@ class Observed(_Decisions):
     mismatches: list[_Replays] = []
     """Those that gave other numbers, one entry a bucket, counted on every rank that found one."""
     suspicions: list[_Replays] = []
-    """Those that differed at first and were not confirmed, one entry a bucket; files of older releases have none."""
+    """Those that differed at first and were not confirmed, one entry a bucket."""
     replay_ms: Milliseconds | None = None
     """Mean milliseconds of a replayed micro-batch's forward and backward."""
     eager_ms: Milliseconds | None = None
     """Mean milliseconds of an eager micro-batch's forward and backward."""
     passes: list[MeanPass] = []
-    """Timed micro-batches, one entry a bucket; files of older releases have none."""
+    """Timed micro-batches, one entry a bucket."""
     ms_per_squared_token: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """What a replay takes longer for each unit of its sum of squared document lengths; null where it is not known."""
     steps: MeanStep | None = None

@@ -352,8 +352,7 @@ def find_reasons(plan: Plan, device: Device | None) -> list[str]:
     if not plan.captured or predicted.verdict == "graphs do not pay":
         return [describe_verdict(plan)]
     if predicted.verdict is None:
-        basis = "" if predicted.times is None else f": {predicted.times.basis}"
-        return [f"whether graphs pay is not known{basis}"]
+        return [f"whether graphs pay is not known: {predicted.times.basis}"]
     needed: int = predicted.peak_memory_bytes or device.held_bytes + (predicted.graph_memory_bytes or 0)
     spare = int(_SPARE_SHARE * device.total_bytes)
     if needed + spare > device.free_bytes:
@@ -370,8 +369,7 @@ def describe_verdict(plan: Plan) -> str:
     predicted = plan.predictions
     if not plan.captured and predicted.verdict is None:
         return "the analysis recommends no graphs"
-    times = predicted.times
-    share = None if times is None else times.relative_step_time
+    share = predicted.times.relative_step_time
     text = str(predicted.verdict or "whether graphs pay is not known")
     if share is not None:
         text += f": they {'' if plan.captured else 'would '}{write_saved_share(share)}"

@@ -28,7 +28,7 @@ _COUNT = Interval(ge=0, le=2**31 - 1)
 _PART = Interval(ge=0, lt=1)
 
 
-_FIXED = Setting(panel="Model", everyday=False, in_every_plan=False, swept=False)
+_FIXED = Setting(panel="Model", everyday=False, swept=False)
 _CHOICE = replace(_FIXED, swept=True)
 """A field that runs of one architecture choose differently, so that a sweep can vary it."""
 _COMMUNICATION = replace(_CHOICE, of_communication=True)

@@ -52,8 +52,6 @@ class Setting:
     """Kinds of dataset on which the setting has an effect; None: all."""
     formats: tuple[str, ...] | None = None
     """Formats to which it is limited besides; None: those of its kinds."""
-    in_every_plan: bool = True
-    """Whether a plan without the setting is refused. False for settings that were added after the first plans."""
     as_text: bool = False
     """Whether the option takes text that is parsed later, such as `0.5%` or `0.3,0.7`."""
     swept: bool = True
@@ -257,12 +255,11 @@ _LOADER = functools.partial(Setting, panel="Data loader")
 _PACKING = functools.partial(Setting, panel="Packing and padding")
 _DATASET = functools.partial(Setting, panel="Dataset")
 _CAPTURE = functools.partial(Setting, panel="What to capture")
-_RARE: Mapping[str, Any] = {"everyday": False, "in_every_plan": False}
+_RARE: Mapping[str, Any] = {"everyday": False}
 _TRL_TEXT: Mapping[str, Any] = {
     "kinds": ("documents",),
     "formats": ("trl-text",),
     "swept": False,
-    "in_every_plan": False,
 }
 _OF_TRAINER: tuple[Kind, ...] = ("trl", "packs", "documents")
 _ANY = Interval(ge=1, le=2**63 - 1)
@@ -324,9 +321,7 @@ class TrainingSettings:
     """Sampler of the data loader; null: the order of rows is not known, and was drawn."""
     experts: Annotated[
         Experts,
-        _CAPTURE(
-            "Whether the model has experts, each with room for its capacity or for all tokens.", in_every_plan=False
-        ),
+        _CAPTURE("Whether the model has experts, each with room for its capacity or for all tokens."),
     ] = "none"
     """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
     shared_capture_ranks: Annotated[int, _RANKS, _CAPTURE(swept=False, **_RARE)] = 1
@@ -415,7 +410,6 @@ class TrainingSettings:
             "Most tokens of a rank, for the packers balanced_cp and dynamic_cp.",
             assumed="one size for all micro-batches",
             kinds=("documents",),
-            in_every_plan=False,
         ),
     ] = None
     """Most tokens of a micro-batch on one rank under dynamic context parallelism, for which every bucket is captured;
@@ -431,7 +425,6 @@ class TrainingSettings:
             formats=("megatron-sft", "trl-text"),
             swept=False,
             flag="--tokenizer",
-            in_every_plan=False,
         ),
     ] = None
     """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
@@ -467,7 +460,6 @@ class TrainingSettings:
             kinds=("documents", "packs"),
             formats=("lengths",),
             swept=False,
-            in_every_plan=False,
         ),
     ] = None
     """Column or key that holds the lengths; null: the first of the usual names."""
@@ -510,7 +502,7 @@ class TrainingSettings:
 def required_settings() -> list[str]:
     """The settings without which a plan is refused, by name."""
     settings = definitions_of(TrainingSettings).items()
-    return [name for name, d in settings if d.setting.in_every_plan and d.default is not None]
+    return [name for name, d in settings if d.default is not None]
 
 
 class TrainingOptions(TypedDict, total=False):

@@ -162,10 +162,9 @@ class Metadata(StoredPart):
     parts: list[PartOfRun] = Field(min_length=1)
     """The datasets or shards that were counted."""
     analysed_on: str | None = None
-    """Day of the analysis, as YYYY-MM-DD; null in a joined profile and in files of earlier versions."""
+    """Day of the analysis, as YYYY-MM-DD; null in a joined profile."""
     predicted: Predicted | None = None
-    """What was predicted for the user's own model; null in a joined profile, since predictions are of one run, and in
-    files of earlier versions."""
+    """What was predicted for the user's own model; null in a joined profile, since predictions are of one run."""
 
 
 @dataclass(repr=False, eq=False)

@@ -56,19 +56,11 @@ class Report:
     @property
     def times(self) -> Times:
         """Times of the user's own model and where they come from, of the plan's own data; origin "none" without."""
-        predicted, costs, planned = self.profile.predicted, self.profile.costs, self.plan.predictions
+        predicted, costs = self.profile.predicted, self.profile.costs
         if predicted is not None and predicted.times.origin != "none":
             return predicted.times
-        if costs.origin == "measured" and planned.times is not None:
-            return planned.times
-        if costs.origin == "measured" and planned.relative_step_time is not None:  # a plan of an older version
-            return Times(
-                origin="measured",
-                basis=f"{costs.name} on {costs.hardware}",
-                relative_step_time=(planned.relative_step_time,) * 2,
-                step_ms=None if planned.step_ms is None else (planned.step_ms,) * 2,
-                eager_step_ms=None if planned.eager_step_ms is None else (planned.eager_step_ms,) * 2,
-            )
+        if costs.origin == "measured":
+            return self.plan.predictions.times
         if self.profile.num_runs > 1 and costs.origin == "modelled":
             return Times(origin="none", basis=TIMES_OF_ONE_RUN)
         return Times(origin="none", basis=HOW_TO_GET_TIMES if predicted is None else predicted.times.basis)
