@@ -531,6 +531,10 @@ def test_schedules_are_followed_as_megatron_core_does(rng):
     assert compared > 1000
 
 
+def test_a_stage_may_begin_at_fewer_samples_than_a_step_has():
+    assert read_schedule("0:64 16:128", seq_length=8).stages == ((0, 64), (2, 128))
+
+
 def test_the_interleaved_group_size_counts_with_interleaving_only():
     text = "pretrain_gpt.py --seq-length 8 --pipeline-model-parallel-size 2"
     text += " --microbatch-group-size-per-virtual-pipeline-stage 3"
