@@ -17,7 +17,7 @@ install_in = $(1) -m uv pip install -q --python $(1) $(2) || $(1) $(PIP) $(2)
 # Processes of tests import torch and Megatron anew: uncompiled, that takes twice the time or more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo install install-newest packages-newest test golden test-newest test-ray compare-packers lint format bench references docs clean
+.PHONY: help setup demo install install-newest packages-newest test golden mutants test-newest test-ray compare-packers lint format bench references docs clean
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -51,6 +51,10 @@ test: $(TEST_STAMP)  ## run all tests, spread over cores (GPU tests are skipped 
 
 golden: $(TEST_STAMP)  ## compare what thdprof prints and writes for fixed cases with tests/golden
 	$(PY) tools/golden.py check
+
+mutants: $(TEST_STAMP)  ## run the tests of 200 small faults in thdprof, and print those that no test notices
+	$(PY) tools/mutants.py cover
+	$(PY) tools/mutants.py run $(ARGS)
 
 # No constraints: the newest versions that pyproject.toml allows, with the tests that need no Megatron. Their packages do not
 # touch this checkout, so that they can be installed beside those of .venv.

@@ -185,12 +185,21 @@ def _recipe_coverage(*words: str, cwd: Path, env: dict[str, str]) -> Any:
     return call_as_program(recipe_coverage.main, ROOT / "tools/recipe_coverage.py", *words, cwd=cwd, env=env)
 
 
+def _runtime(name: str, *words: str, cwd: Path, env: dict[str, str]) -> Any:
+    """A function of `golden_runtime.py`, whose arguments are JSON."""
+    import golden_runtime
+    from support.command import call_as_program
+
+    return call_as_program(partial(golden_runtime.print_lines, name, *words), Path(name), cwd=cwd, env=env)
+
+
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "thdprof": _thdprof,
     "thdprof.run": _run_script,
     "recipe_coverage": _recipe_coverage,
     "install": partial(_function, "refuse_config"),
     "callback": partial(_function, "refuse_trainer"),
+    "runtime": _runtime,
 }
 """What cases can run, by the first word."""
 

@@ -245,7 +245,7 @@ def _setting(name: str, data: str, chosen: Mapping[str, Any] | str) -> Case:
     return Case(name=name[:110], files=files, commands=[analyze] * has_text + [[*analyze, *_PLAN]])
 
 
-# --- models, recipes and what training refuses ------------------------------------------------------------------------
+# --- models, recipes, and what training refuses and decides ----------------------------------------------------------
 
 
 def models() -> list[Case]:
@@ -280,6 +280,29 @@ def training() -> list[Case]:
     return cases
 
 
+def runtime() -> list[Case]:
+    """What training decides about micro-batches, what it reads of them, and what it counts and says."""
+    values = _load("runtime")
+    runs, costs = values.pop("runs"), yaml.safe_dump(values.pop("costs"))
+    cases = [
+        Case(name=f"{function}, {name}", commands=[["runtime", function, *map(json.dumps, arguments)]])
+        for function, named in values.items()
+        for name, arguments in named.items()
+    ]
+    for name, run in runs.items():
+        words = [{"plan": "plan.yaml"}, run["micro_batches"], {"stats": "stats.jsonl"}]
+        commands = [
+            _words(f"thdprof analyze data.jsonl {run['analyze']} -o plan.yaml"),
+            ["runtime", "train", *map(json.dumps, words)],
+            _words("thdprof compare plan.yaml stats.jsonl"),
+            _words("thdprof compare plan.yaml stats.jsonl --json"),
+        ]
+        cases.append(
+            Case(name=f"run, {name}", files={"data.jsonl": run["data"], "costs.yaml": costs}, commands=commands)
+        )
+    return cases
+
+
 GROUPS: dict[str, Callable[[], list[Case]]] = {
     "demo": demo,
     "scripts": scripts,
@@ -288,5 +311,6 @@ GROUPS: dict[str, Callable[[], list[Case]]] = {
     "models": models,
     "recipes": recipes,
     "training": training,
+    "runtime": runtime,
 }
 """The cases of each group; a group's record is `tests/golden/GROUP.txt`."""

@@ -22,6 +22,7 @@ from thdprof.systems import find_target
 from thdprof.training.systems import EXPORTS
 
 OPTIONAL = ("graphs__overflow", "predictions__packer_limits", "microbatches__unfilled", "microbatches__spread")
+OPTIONAL += ("dataset__files",)
 RATES = {"microbatch": 0.04, "rank_step": 0.28, "step": 0.93}
 
 
@@ -301,6 +302,25 @@ def test_megatron_bridge_leaves_room_for_the_tail(changes, samples):
 def test_megatron_bridge_paths_survive(uri):
     overrides = overrides_of(export_plan(make_plan(dataset__uris=[uri]), "megatron-bridge"))
     assert overrides["dataset"]["offline_packing_specs"]["packed_train_data_path"] == uri
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_given"),
+    [
+        ({"uris": ["packs/*.parquet"], "files": 3}, True),  # Bridge finds the files of a glob itself
+        ({"uris": ["packs/*.npy"], "files": 3, "format": "bridge-npy"}, False),  # and takes one file of these
+        ({"uris": ["packs/a.npy"], "format": "bridge-npy"}, True),
+        ({"uris": ["packs/a.parquet", "packs/b.parquet"]}, False),
+        ({"uris": ["packs/a.parquet"], "format": "lengths"}, False),
+    ],
+)
+def test_megatron_bridge_gets_a_path_that_it_can_read(changes, is_given):
+    exported = export_plan(
+        make_plan(**{f"dataset__{name}": value for name, value in changes.items()}), "megatron-bridge"
+    )
+    specs = overrides_of(exported)["dataset"]["offline_packing_specs"]
+    assert specs.get("packed_train_data_path") == (changes["uris"][0] if is_given else None)
+    assert ("also set dataset.offline_packing_specs.packed_train_data_path" in exported.text) is not is_given
 
 
 @pytest.fixture

@@ -21,6 +21,24 @@ from thdprof.training import Model
 HOST = "schema: thdprof.host/1"
 
 
+@pytest.mark.parametrize(
+    ("devices", "visible", "expected"),
+    [
+        (["nvidia0"], None, True),
+        (["nvidia0"], "0", True),
+        (["nvidia0"], "", False),
+        ([], None, False),
+        ([], "0", False),
+    ],
+)
+def test_a_gpu_is_one_that_this_process_may_use(monkeypatch, devices, visible, expected):
+    monkeypatch.setattr(modelled_costs.Path, "glob", lambda self, pattern: iter([self / name for name in devices]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert modelled_costs.has_gpu() is expected
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with a GPU and torch, whose measurement is made by a function that is given."""

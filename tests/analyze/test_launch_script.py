@@ -334,6 +334,12 @@ def test_a_training_set_of_its_own_is_read_whole():
     assert (found.data_paths, found.weights, found.settings["split"]) == (["a", "b"], [1.0, 2.0], "1,0,0")
 
 
+def test_files_that_a_script_sources_are_named():
+    notes = parse("source env.sh first\n\n. more.sh\npretrain_gpt.py --seq-length 64\n").notes
+    sourced = [note for note in notes if "sources" in note]
+    assert sourced == [f"run.sh, line {line}: the file that it sources is not read" for line in (1, 3)]
+
+
 def test_a_parsing_loop_in_the_script_is_not_the_command():
     text = """
     SEQ=4096
@@ -529,6 +535,10 @@ def test_schedules_are_followed_as_megatron_core_does(rng):
             assert ours.samples_of(step) == consumed
             compared += 1
     assert compared > 1000
+
+
+def test_a_stage_may_begin_at_fewer_samples_than_a_step_has():
+    assert read_schedule("0:64 16:128", seq_length=8).stages == ((0, 64), (2, 128))
 
 
 def test_the_interleaved_group_size_counts_with_interleaving_only():

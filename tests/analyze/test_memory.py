@@ -707,6 +707,9 @@ def test_logits_are_there_in_bf16_and_in_float32():
     table = make_table([9] * 4, ranks=1, num_microbatches=4)
     small, large = peak(like(vocab_size=100_000), table), peak(like(vocab_size=200_000), table)
     assert large.outside_bytes - small.outside_bytes == 100_000 * 64 * (2 + 4)
+    wide = {"hidden_size": 512, "untie_embeddings_and_output_weights": False}  # logits in bf16 beside their gradient
+    small, large = peak(like(**wide, vocab_size=100_000), table), peak(like(**wide, vocab_size=200_000), table)
+    assert large.outside_bytes - small.outside_bytes == 100_000 * (64 * 2 + 512 * 2)
 
 
 def test_memory_is_not_known_without_the_model_or_its_vocabulary():

@@ -110,8 +110,9 @@ class TestBridge:
         assert read_dataset([str(other)]).pack_tokens == 32
         (tmp_path / "16_metadata.jsonl").write_text(json.dumps([{"pack_size": 16}]))
         assert read_dataset([str(other)]).pack_tokens is None
-        (tmp_path / "16_metadata.jsonl").write_text(json.dumps([{"pack_size": 8}]))  # less than the longest row
-        assert read_dataset([str(other)]).pack_tokens == 32
+        for no_size in (8, 0, -1, True, "16"):  # 8 is less than the longest row
+            (tmp_path / "16_metadata.jsonl").write_text(json.dumps([{"pack_size": no_size}]))
+            assert read_dataset([str(other)]).pack_tokens == 32
 
     def test_a_pack_size_in_a_name_that_is_less_than_a_row_is_taken_where_no_metadata_is_sure(self, tmp_path):
         """Training by that name stops at the row, and so does the analysis: a guess would hide it."""

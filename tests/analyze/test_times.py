@@ -286,6 +286,14 @@ def test_replays_of_multi_token_prediction_take_longer_with_the_cap_as_the_decod
     assert more[1] == pytest.approx(1.5 * more[0]) != 0
 
 
+@pytest.mark.parametrize(
+    ("loader", "attention"),
+    [("single", "Transformer Engine's fused attention"), ("trainer", "torch's attention")],
+)
+def test_a_modelled_table_names_the_attention_of_its_trainer(loader, attention):
+    assert modelled(QWEN, loader=loader).table().attention == attention
+
+
 def test_adapters_are_launched_in_eager_layers_and_with_the_experts():
     plain = Decoder(QWEN, GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))
     adapted = Decoder(replace(QWEN, lora_dim=16), GPUS["h200"]).time(Work(tokens=4096, squared=2e6, max_seqs=12))

@@ -244,6 +244,15 @@ class TestRuns:
         )
         assert documents.tokens.tolist() == [min(n, 10) for n in tokens]
 
+    @pytest.mark.parametrize(("packer", "tokens"), [("none", [4, 8]), ("best_fit_decreasing", [4, 10, 8])])
+    def test_a_row_of_its_own_that_is_cut_before_its_first_trained_token_is_left_out(self, packer, tokens):
+        content = UnpackedDocuments(
+            document_tokens=np.array([4, 20, 8], dtype=np.int32), trained_from=np.array([1, 15, 8], dtype=np.int32)
+        )
+        dataset = Dataset.from_content("lengths", ["a"], content)
+        documents = collect_documents(dataset, TrainingSettings(seq_length=20, packer=packer), seq_length=10)
+        assert documents.tokens.tolist() == tokens
+
     def test_refusals(self):
         with pytest.raises(UsageError, match="--loader single: rows of --packer multipack are read with trainer alone"):
             self.replay(packer="multipack", loader="single")

@@ -110,10 +110,11 @@ def test_a_terminal_has_its_bar_and_no_lines(monkeypatch):
 
     stderr = Stderr(terminal=True)
     monkeypatch.setattr("sys.stderr", stderr)
-    with streams.progress_bar(now=lambda: 0.0, wait=wait) as progress:
-        progress("recommending", 0.85, 2)
+    with streams.progress_bar(now=iter([5.0, 9.0]).__next__, wait=wait) as progress:
+        progress("recommending", 0.85, 2_000)
         assert "thdprof-heartbeat" not in [thread.name for thread in threading.enumerate()]
     assert "still" not in stderr.getvalue()
+    assert "425 documents/s" in stderr.getvalue()
 
 
 def test_a_short_analysis_says_nothing_new(thdprof, tmp_path):

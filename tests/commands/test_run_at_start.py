@@ -74,6 +74,13 @@ def followed(monkeypatch):
     return plans
 
 
+def test_a_script_that_cannot_be_read_is_refused_before_a_plan_is_made(arguments, followed, tmp_path, capfd):
+    script, saved = tmp_path / "nothing.py", tmp_path / "saved"
+    assert run.main([str(script), *arguments]) == 1
+    assert capfd.readouterr().err == f"thdprof.run: {script}: no such script\n"
+    assert (followed, saved.exists()) == ([], False)
+
+
 def test_a_script_without_a_plan_trains_by_one_of_its_own(script, arguments, followed, tmp_path, capfd):
     assert run.main([str(script), *arguments]) == 0
     path = tmp_path / "saved" / "thdprof-plan.yaml"

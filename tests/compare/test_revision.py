@@ -72,6 +72,10 @@ def hold_what_they_say(seen, steps, longest):
     assert rate.microbatch == pytest.approx(sum(left.values()) / total)
     assert rate.microbatch <= rate.rank_step + 1e-12
     assert rate.rank_step <= rate.step + 1e-12
+    ranks = plan.training.data_parallel_size
+    per_rank = max(1, round(total / (steps * ranks)))  # each micro-batch as if independent of the others
+    assert rate.rank_step == pytest.approx(1 - (1 - rate.microbatch) ** per_rank)
+    assert rate.step == pytest.approx(1 - (1 - rate.microbatch) ** (per_rank * ranks))
     assert rate.microbatch < new.predictions.fallback_rate_upper_bound <= 1
     counted = np.repeat([s.n_seqs for s in seen], [*seen.values()])
     for name, percent in {"p50": 50, "p99": 99, "p99_9": 99.9, "max": 100}.items():

@@ -758,6 +758,7 @@ EQUAL = lies(0, unequal=0)
         (lies(0.2, 1.2), [lies(0.1, 0.99)] * 3, [lies(0.2, 1.19)] * 3, True),
         (lies(0.2, 1.2), [lies(0.1, 0.99)] * 3, [lies(0.2, 1.19)] * 2 + [lies(0.1)], False),
         (lies(0.2, 1.2), [lies(0.1, 0.94)], [lies(0.2, 1.2)], False),  # eager runs turn nearly as far
+        (lies(0.2, 1.2), [lies(0.1), lies(0.1, 0.94)], [lies(0.2, 1.2)], False),  # the one that turns farther counts
         (lies(0.2, 1.2), [lies(0.1)], [], False),  # it cannot be replayed again
         (lies(0.5), [], [], True),
         (lies(0.5), [lies(0.1)] * 3, [EQUAL] * 3, True),  # a fault that does not come back

@@ -18,7 +18,7 @@ from support.trl_training import small_model
 from thdprof.errors import UsageError
 from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
-from thdprof.transformers.decoder import GraphedDecoder, without_random_states
+from thdprof.transformers.decoder import GraphedDecoder, gathered, without_random_states
 
 TOKENS = 48
 PLAN = plan_for(tokens=TOKENS, caps=[3, 6], rows=8)
@@ -49,6 +49,13 @@ def batch_of(lengths: list[int], *, seed: int = 0) -> dict:
 def with_boundaries(batch: dict, lengths: list[int]) -> dict:
     cu = np.cumsum([0, *lengths]).astype(np.int32)
     return {**batch, BATCH_KEY: HostBoundaries(cu_seqlens=cu)}
+
+
+def test_layers_share_a_set_of_arguments_where_all_of_them_are_the_same():
+    one, two = torch.ones(2), torch.ones(2)
+    arguments, tensors = gathered([{"mask": one}, {"mask": two}, {"mask": one}, {"mask": one, "more": two}])
+    assert arguments.sets == (0, 1, 0, 2)
+    assert [tensor is given for tensor, given in zip(tensors, (one, two), strict=True)] == [True, True]
 
 
 def followed(model, **options):
