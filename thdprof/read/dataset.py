@@ -192,7 +192,7 @@ class Dataset:
     """A dataset read from disk, before any training setting is applied."""
 
     format: str
-    """Name of the format, a key of `thdprof.analyze.sources.FORMATS`."""
+    """Name of the format, a key of `thdprof.training.FORMATS`."""
     uris: tuple[str, ...]
     """The files read, in order."""
     fingerprint: str
