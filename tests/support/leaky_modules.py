@@ -75,17 +75,6 @@ class LeakingBackwards(Attention):
         return MixedGradients.apply(super().forward(x, packed))
 
 
-class Convolution(nn.Module):
-    """A causal convolution over the tokens, across boundaries."""
-
-    def __init__(self, width=3):
-        super().__init__()
-        self.convolution = nn.Conv1d(HIDDEN, HIDDEN, width, padding=width - 1)
-
-    def forward(self, x, packed):
-        return self.convolution(x.T)[:, : len(x)].T
-
-
 class WrongWhenPadded(Attention):
     """Takes documents without tokens for a sign that there is one document only."""
 

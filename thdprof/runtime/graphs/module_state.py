@@ -84,7 +84,6 @@ def unchanged(
     device: torch.device,
     generators: Sequence[torch.Generator],
     extra: Callable[[], Sequence[torch.Tensor]],
-    random_states: Sequence[Callable[[], object]] = (),
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that puts random states, the module's buffers and the `extra` tensors back as they are now.
 
@@ -92,9 +91,8 @@ def unchanged(
     post-accumulate hooks are taken off, so that no replayed backward runs them.
 
     `generators` are those that the module draws from besides torch's default ones for the host and `device`.
-    `random_states` are functions that set further random states to what they are now.
     """
-    states = [*states_of(device, generators), *random_states]
+    states = states_of(device, generators)
     kept = KeptTensors(module, extra)
     gradients = [_Gradient(parameter) for parameter in module.parameters()]
 

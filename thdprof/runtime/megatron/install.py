@@ -20,7 +20,8 @@ from thdprof.megatron_limits.run import find_experts
 from thdprof.plan import Plan
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
-from thdprof.runtime.isolation import Isolation, Mode, Settings, Subject, verify
+from thdprof.runtime.graphs.module_state import KeptTensors, states_of
+from thdprof.runtime.isolation import Isolation, verify_isolation
 from thdprof.runtime.megatron import (
     decoder_surroundings,
     grouped_experts,
@@ -418,68 +419,42 @@ class Installation:
         self._decisions.check()
 
     def verify_isolation(
-        self,
-        params: PackedSeqParams,
-        hidden_states: torch.Tensor,
-        *,
-        chunk: int = 0,
-        modes: Sequence[Mode] | None = None,
-        gradients: bool = True,
-        tolerance: float = 0.0,
-        seed: int = 0,
+        self, params: PackedSeqParams, hidden_states: torch.Tensor, *, chunk: int = 0, **options: Any
     ) -> Isolation:
-        """Prove that no document of a packed micro-batch moves another one in a model chunk's decoder: eagerly, padded
-        to the plan's bucket, and replayed. `thdprof.runtime.verify_isolation` says how.
-
-        Call it between two steps.
+        """Find out, between two steps, whether a document moves another one in a model chunk's decoder.
 
         Args:
             params: the micro-batch's metadata, from `thdprof.runtime.megatron.packed_seq_params`.
-            hidden_states: shape [tokens, 1, hidden size], dtype and device as in training, such as random numbers with
-                `requires_grad`.
-            chunk: which of this rank's model chunks to prove.
-            modes: the modes that must run for a true result; None: all that can.
-            gradients: whether to compare the gradients of the hidden states, too.
-            tolerance: largest difference that counts as none, as a share of the tensor's largest absolute value.
-            seed: seed of the values that replace a document's.
-
-        Returns:
-            An object that is true where the documents stay apart in all modes that ran.
-
-        Raises:
-            TypeError: the boundaries are not on the host.
-            ValueError: the model runs over several ranks besides pipeline and data parallelism; or there is nothing to
-                compare, as `thdprof.runtime.verify_isolation` says.
+            hidden_states: shape [tokens, 1, hidden size], dtype and device as in training, with `requires_grad`.
+            chunk: which of this rank's model chunks.
+            options: `modes` and `tolerance` of `thdprof.runtime.verify_isolation`, which says how, and what it refuses.
         """
         decoder, run = self._decoders[chunk], self._runs[chunk]
-        _refuse_for_isolation(getattr(decoder.block, "config", None))
-        if getattr(params, "local_cp_size", None) not in (None, 1):
-            raise ValueError(f"local_cp_size {params.local_cp_size}: verify a micro-batch that is on one rank")
+        config, size = getattr(decoder.block, "config", None), parallel_state.get_data_parallel_world_size()
+        if refusals.communicates(config, data_parallel_size=size):
+            raise ValueError("the decoder's passes communicate with other ranks: verify the same layers on one rank")
         packed = packed_seq_params.read(params, cp_size=1, tail=run.options.tail_policy)
-        if packed.host is None:
-            raise TypeError(
-                "the boundaries are only on the device: make the metadata with "
-                "thdprof.runtime.megatron.packed_seq_params"
-            )
-
-        def call(tensors: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
-            return decoder.call_block(tensors[0], _written(metadata, params, hidden_states.device))
-
         tracker = tensor_parallel.random.get_cuda_rng_tracker()
         states = tracker.get_states() if tracker.is_initialized() else {}
-        saved = {name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in states.items()}
-        has_tensors = any(isinstance(state, torch.Tensor) for state in saved.values())
-        current = decoder_surroundings.generators() if tracker.is_initialized() else ()
-        subject = Subject(
-            module=decoder,
-            call=call,
-            dispatched=(run,),
-            generators=(*run.generators(), *(state for state in current if isinstance(state, torch.Generator))),
-            random_states=[lambda: tracker.set_states(dict(saved))] if has_tensors else (),
-            extra_state=decoder_surroundings.expert_metrics,
-        )
-        settings = Settings(modes, token_dim=0, gradients=gradients, tolerance=tolerance, seed=seed)
-        return verify(subject, packed, [hidden_states], settings)
+        put_back = states_of(hidden_states.device, [s for s in states.values() if isinstance(s, torch.Generator)])
+        put_back += [lambda: tracker.set_states(dict(states))] if states else []
+        metrics = KeptTensors(decoder, decoder_surroundings.expert_metrics)
+
+        def call(tensors: Sequence[torch.Tensor], own: PackedSequence) -> Any:
+            for put in put_back:
+                put()
+            used = params
+            if own is not packed and own.host is not None:
+                ends: dict[str, Any] = {"max_seqlen": own.max_seqlen, "pad_between_seqs": params.pad_between_seqs}
+                ends |= {"cu_seqlens_padded": own.host_padded, "device": hidden_states.device}
+                used = packed_seq_params.packed_seq_params(own.host, **ends)
+            return decoder.call_block(tensors[0], used)
+
+        try:
+            return verify_isolation(run, packed, hidden_states, call=call, token_dim=0, **options)
+        finally:
+            for put in (*put_back, metrics.put_back):
+                put()
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batches capture anew.
@@ -543,33 +518,3 @@ def _overlaps(config: Any) -> bool:
 
 def _global_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device) -> PackedSeqParams:
-    """`like` with the boundaries of `packed`, which stay on the host, too."""
-    assert packed.host is not None  # `verify` gives what `read` and `MicroBatch` have made
-    valid, padded = packed.cu_seqlens.to(device), packed.cu_seqlens_padded
-    padded = None if padded is None else padded.to(device)
-    params = packed_seq_params.write(replace(packed, cu_seqlens=valid, cu_seqlens_padded=padded), like)
-    packed_seq_params.attach_host(params, packed.host, packed.host_padded)
-    return params
-
-
-def _refuse_for_isolation(config: Any) -> None:
-    """Raise ValueError where passes need other ranks, or documents share scaling factors by design."""
-    sizes = {name: getattr(config, name, 1) or 1 for name in refusals.COMMUNICATING}
-    large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    if large:
-        raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
-    if refusals.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size()):
-        raise ValueError(
-            "moe_router_load_balancing_type has global_aux_loss, which counts the tokens of all data-parallel ranks: "
-            "verify the same layers in a model on one rank"
-        )
-    recipe = getattr(config, "fp8_recipe", None)
-    recipe = getattr(recipe, "value", recipe) or "delayed"
-    if getattr(config, "fp8", None) and recipe in ("delayed", "tensorwise"):
-        raise ValueError(
-            f"fp8_recipe {recipe}: all documents of a micro-batch share the scaling factor of each tensor, so that "
-            "none stays apart bit for bit; verify the same layers without FP8"
-        )
