@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from support.reports import BASIS, SETTINGS, report_of, report_on, with_times, write_demo_report, write_rows
 from support.sample_files import write_calibrated
@@ -16,7 +14,7 @@ from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.predictions import Times
 from thdprof.analyze.profile.run_profile import load_profile, merge_profiles
-from thdprof.analyze.report import figures, open_report
+from thdprof.analyze.report import figures
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, TIMES_OF_ONE_RUN, Report
 from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.figures.graphs import cheaper_graph
@@ -100,10 +98,10 @@ def test_without_times_no_time_and_no_verdict_stand_anywhere(demo):
 
 
 def test_a_measured_table_alone_gives_times(made, tmp_path):
-    """As in a plan and a profile that an earlier version wrote of a calibrated table."""
+    """As in a profile that joins runs with one calibrated table."""
     costs = write_calibrated(tmp_path / "costs.yaml")
     report = report_on(analyze_dataset(made / "demo" / "bridge", **SETTINGS, cost_table=costs))
-    report.profile.predicted = None
+    report = replace(report, profile=report.profile.model_copy(update={"predicted": None}))
     assert (report.times.origin, report.times.basis) == ("measured", "my model on NVIDIA H200")
     assert make_answer(report).verdict == "A step takes 0.252 of its eager time, measured."
 
@@ -157,23 +155,6 @@ def test_a_profile_keeps_what_was_predicted(demo, tmp_path):
     assert loaded.predicted == make_profile(timed).predicted
     assert (loaded.predicted.times, loaded.predicted.worth) == (timed.times, timed.worth)
     assert loaded.relative_step_times([1, 50, 113, 700]) == make_profile(timed).relative_step_times([1, 50, 113, 700])
-
-
-def test_a_profile_of_an_earlier_version_still_loads(made, tmp_path):
-    table = pq.read_table(made / "plan.profile.parquet")
-    metadata = json.loads(table.schema.metadata[b"thdprof.profile"])
-    for name in ("analysed_on", "predicted"):
-        del metadata[name]
-    for part in metadata["parts"]:
-        for cap in part["caps"]:
-            del cap["relative_step_time"]
-    old = table.replace_schema_metadata({b"thdprof.profile": json.dumps(metadata)})
-    pq.write_table(old, tmp_path / "old.parquet")
-    report = open_report(made / "plan.yaml", profile=tmp_path / "old.parquet")
-    told = make_answer(report)
-    assert (report.times.origin, told.date) == ("none", "")
-    assert told.basis == HOW_TO_GET_TIMES[0].upper() + HOW_TO_GET_TIMES[1:] + "."
-    assert "<time" not in to_page(report, 113, title="t", version="0")
 
 
 def joined(tmp_path, origin):
