@@ -95,7 +95,7 @@ def _fields(node: ast.ClassDef, members: Collection[str]) -> Iterator[str]:
             if not target.startswith("_") and (not members or target in members):
                 is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
                 text = f": {' '.join(str(below.value.value).split())}" if is_text else ""
-                shown = ast.unparse(field) if isinstance(field, ast.AnnAssign) else target
+                shown = ast.unparse(field).partition(" = Field(")[0] if isinstance(field, ast.AnnAssign) else target
                 yield f"- `{re.sub(r'Annotated\[(.+?)(?:, _[A-Z]+)+\]', r'\1', shown)}`{text}"
 
 

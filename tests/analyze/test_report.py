@@ -551,7 +551,7 @@ def test_the_curve_of_caps_has_times_of_the_users_model_alone(made, pyplot):
     axes = modelled.plot_caps()
     assert axes.get_ylabel() == "share that runs eagerly; step time, all eager = 1"
     [band] = axes.collections
-    caps = [c.max_seqs for c in make_profile(modelled).caps()]
+    caps = [*make_profile(modelled).caps()]
     ranges = make_profile(modelled).relative_step_times(caps)
     heights = {*band.get_paths()[0].vertices[:, 1]}
     assert heights == {value for ends in ranges for value in ends}
@@ -708,7 +708,7 @@ def test_names_of_parts_are_drawn_whatever_they_are(tmp_path):
         made = make_profile(analyze_dataset(path, seq_length=64, loader="single"))
         part = made.parts[0].model_copy(update={"name": name})
         profiles.append(
-            RunProfile(made.cells.assign(part=name), training=made.training, costs=made.costs, parts=[part])
+            RunProfile(cells=made.cells.assign(part=name), training=made.training, costs=made.costs, parts=[part])
         )
     plan = make_plan(analyze_dataset(tmp_path / "0.jsonl", seq_length=64, loader="single"))
     report = Report(plan=plan, profile=merge_profiles(profiles, names="abc"), comparison=None)

@@ -98,10 +98,10 @@ def test_without_times_no_time_and_no_verdict_stand_anywhere(demo):
 
 
 def test_a_measured_table_alone_gives_times(made, tmp_path):
-    """As in a joined profile of a calibrated table."""
+    """As in a profile that joins runs with one calibrated table."""
     costs = write_calibrated(tmp_path / "costs.yaml")
     report = report_on(analyze_dataset(made / "demo" / "bridge", **SETTINGS, cost_table=costs))
-    report.profile.predicted = None
+    report = replace(report, profile=report.profile.model_copy(update={"predicted": None}))
     assert (report.times.origin, report.times.basis) == ("measured", "my model on NVIDIA H200")
     assert make_answer(report).verdict == "A step takes 0.252 of its eager time, measured."
 

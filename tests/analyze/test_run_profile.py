@@ -15,7 +15,6 @@ from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.profile.run_profile import (
     COLUMNS,
     SEGMENTS,
-    CapTime,
     combine_caps,
     merge_profiles,
     one_cap_step_ms,
@@ -27,7 +26,7 @@ RUN = {"seq_length": 64, "loader": "single", "data_parallel_size": 2, "global_ba
 
 def relative_step_time(profile, cap):
     """The step time under a cap of the grid, divided by that of an eager step; 1 where the cap holds nothing."""
-    known = {c.max_seqs: c.step_ms for c in profile.caps()}
+    known = profile.caps()
     return 1 if cap < min(known) else known[cap] / profile.eager_step_ms
 
 
@@ -77,7 +76,7 @@ def test_rates_of_every_cap_are_exact(analysis):
 
 def test_the_curve_is_the_analysis_own_at_its_candidates(analysis):
     profile = make_profile(analysis)
-    stored = {c.max_seqs: c.step_ms for c in profile.caps()}
+    stored = profile.caps()
     assert analysis.recommendation.candidates
     for candidate in analysis.recommendation.candidates:
         assert stored[candidate.max_seqs] / profile.eager_step_ms == pytest.approx(
@@ -99,11 +98,11 @@ def test_times_above_the_grid_are_those_of_the_run(tmp_path, fields):
     run = {**RUN, "pipeline_parallel_size": 2}
     analysis = analyze_dataset(rows, cost_table=tmp_path / "costs.yaml", **run)
     profile = make_profile(analysis)
-    larger = profile.caps()[-1].max_seqs + 50
+    larger = max(profile.caps()) + 50
     times = one_cap_step_ms(analysis, costs, [larger])
-    wider = profile.parts[0].model_copy(update={"caps": [*profile.parts[0].caps, CapTime(max_seqs=larger, step_ms=1)]})
-    [mean] = [c for c in combine_caps([profile.parts[0], wider], costs, profile.training) if c.max_seqs == larger]
-    assert 2 * mean.step_ms - 1 == pytest.approx(times[0])
+    wider = profile.parts[0].model_copy(update={"caps": {**profile.parts[0].caps, larger: 1.0}})
+    mean_ms = combine_caps([profile.parts[0], wider], costs, profile.training)[larger]
+    assert 2 * mean_ms - 1 == pytest.approx(times[0])
     assert fields == {} or float(np.ptp(analysis.microbatches.squared)) > 1000
 
 
@@ -177,8 +176,7 @@ def test_parts_of_one_name_are_added_up(tmp_path):
     frames = [p.cells.astype(str).sort_values(keys).reset_index(drop=True) for p in (pairs, at_once)]
     assert frames[0].equals(frames[1])
     assert int(at_once.cells["count"].sum()) == sum(int(s.cells["count"].sum()) for s in shards)
-    assert [c.max_seqs for c in pairs.caps()] == [c.max_seqs for c in at_once.caps()]
-    assert [c.step_ms for c in pairs.caps()] == pytest.approx([c.step_ms for c in at_once.caps()])
+    assert pairs.caps() == pytest.approx(at_once.caps())
 
 
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path):
@@ -187,7 +185,7 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path):
     other = profile_dataset(b, **{**RUN, "data_parallel_size": 4})
     with pytest.raises(DataError, match=r"^y: data_parallel_size is 4, but 2 in x: profile both with the same$"):
         merge_profiles([one, other], names="xy")
-    with pytest.raises(DataError, match=r"^y: another cost table than that of x"):
+    with pytest.raises(DataError, match=r"^y: costs are of .*, those of x of .*: profile both with the same$"):
         merge_profiles([one, profile_dataset(b, attention="torch", **RUN)], names="xy")
     with pytest.raises(DataError, match=r"^y: part 1\.jsonl: the same data is in x; leave one out$"):
         merge_profiles([one, one], names="xy")
@@ -210,7 +208,7 @@ def test_merging_adds_any_two(tmp_path_factory, first, second):
     merged = merge_profiles(profiles, names="ab")
     every = np.bincount([*first, *second])
     assert merged.histogram().counts.tolist() == every.tolist()
-    assert merged.caps()[-1].max_seqs >= max(*first, *second)
+    assert max(merged.caps()) >= max(*first, *second)
 
 
 # Files that are none
@@ -240,82 +238,52 @@ def test_files_that_are_no_profiles(analysis, tmp_path):
 
     with rewrite(schema="thdprof.profile/2") as raised:
         load_profile(path)
-    assert "schema is 'thdprof.profile/2'; this thdprof reads 'thdprof.profile/1'" in str(raised.value)
-    with rewrite(parts=[{**told["parts"][0], "steps": 7}]) as raised:
-        load_profile(path)
-    assert "step_max counts add up to 25, not 7" in str(raised.value)
+    assert "schema: Input should be 'thdprof.profile/1' (got 'thdprof.profile/2')" in str(raised.value)
     with rewrite(parts=[{**told["parts"][0], "steps": -7}]) as raised:
         load_profile(path)
     assert "parts.0.steps: Input should be greater than or equal to 1 (got -7)" in str(raised.value)
-    with rewrite(good.drop_columns(["kind"])) as raised:
-        load_profile(path)
-    assert "columns are part, segment" in str(raised.value)
-    with rewrite(good.set_column(6, "count", pa.array(np.zeros(len(good), dtype=np.int64)))) as raised:
-        load_profile(path)
-    assert "row 0 (from 0): count: 0; every count must be at least 1" in str(raised.value)
-    with rewrite(parts=[{**told["parts"][0], "caps": told["parts"][0]["caps"][::-1]}]) as raised:
-        load_profile(path)
-    assert "caps are not ascending" in str(raised.value)
-    kinds = good["kind"].to_pylist()
-    segments = [
-        5 if kind == "segment_step_max" else n for kind, n in zip(kinds, good["segment"].to_pylist(), strict=True)
-    ]
-    with rewrite(good.set_column(2, "segment", pa.array(segments, pa.int16()))) as raised:
-        load_profile(path)
-    assert "segment 0 has either micro-batches or steps, not both" in str(raised.value)
+    missing = pa.array([None, *good["n_seqs"].to_pylist()[1:]], pa.int32())
+    others = (
+        good.drop_columns(["kind"]),
+        good.set_column(6, "count", pa.array(np.ones(len(good)))),
+        good.set_column(3, "n_seqs", missing),
+    )
+    for table in others:
+        with rewrite(table) as raised:
+            load_profile(path)
+        assert "has other columns than part, kind, segment, n_seqs, max_seqlen, cp_size, count" in str(raised.value)
+
+
+def test_damaged_counts_are_refused(analysis, tmp_path):
+    """A changed bit in the counts' pages never changes a number unnoticed."""
+    path, damaged = tmp_path / "p.parquet", tmp_path / "damaged.parquet"
+    profile = make_profile(analysis)
+    profile.save(path)
+    content, refused = path.read_bytes(), 0
+    for place in range(0, len(content), 41):
+        damaged.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        try:
+            found = load_profile(damaged)
+        except DataError:
+            refused += 1
+        else:
+            assert found.cells.astype(str).equals(profile.cells.astype(str))
+    assert refused > 50
 
 
 @pytest.mark.parametrize(
-    ("column", "row", "value", "kind", "text"),
+    "part",
     [
-        ("max_seqlen", 3, -5, None, r"row 3 \(from 0\): max_seqlen: -5; must not be negative"),
-        ("max_seqlen", -1, 7, None, "max_seqlen: 7; must be -1 for counts of segments"),
-        ("segment", 1, -5, None, r"row 1 \(from 0\): segment: -5; must be -1 for counts of the whole run"),
-        ("segment", -1, 64, None, "segment: 64; must be 0 to 63"),
-        ("cp_size", 2, -5, None, r"row 2 \(from 0\): cp_size: -5; must not be negative"),
-        ("n_seqs", 2, -1, None, r"row 2 \(from 0\): n_seqs: -1; must not be negative"),
-        ("n_seqs", 2, 2**40, "int64", r"row 2 \(from 0\): n_seqs: 1099511627776; must fit int32"),
-        ("n_seqs", 2, None, None, r"row 2 \(from 0\): n_seqs is missing"),
-        ("n_seqs", 2, 1.5, "float64", "column n_seqs holds double, not int32"),
-        ("count", 0, "5", "string", "column count holds string, not int64"),
-        ("kind", 4, "steps", "string", r"row 4 \(from 0\): kind: steps; must be one of microbatch, "),
-        ("part", 4, "other", "string", r"row 4 \(from 0\): part: other; must be one of the parts"),
-        ("part", 4, 5, "int64", "column part holds int64, not text"),
+        5,
+        "",
+        "a\nb",
+        "a\x1bb",
+        "\udcff",
+        "n" * 600,
     ],
 )
-def test_damaged_rows_are_named(analysis, tmp_path, column, row, value, kind, text):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = tmp_path / "p.parquet"
-    make_profile(analysis).save(path)
-    good = pq.read_table(path)
-    cells = good[column].to_pylist()
-    wanted = kind or good.schema.field(column).type
-    if kind in ("string", "float64", "int64"):
-        cells = [
-            {"string": str, "float64": float, "int64": lambda v: 0 if isinstance(v, str) else v}[kind](v) for v in cells
-        ]
-    cells[row] = value
-    bad = good.set_column(list(COLUMNS).index(column), column, pa.array(cells, type=wanted))
-    pq.write_table(bad.replace_schema_metadata(good.schema.metadata), path)
-    with pytest.raises(DataError, match=rf"p\.parquet: .*{text}"):
-        load_profile(path)
-
-
-@pytest.mark.parametrize(
-    ("part", "text"),
-    [
-        (5, "--part: a name is text, not int"),
-        ("", "the name is empty"),
-        ("a\nb", r"--part 'a\\nb': holds line breaks"),
-        ("a\x1bb", "cannot be shown"),
-        ("\udcff", "cannot be shown"),
-        ("n" * 600, "600 characters; a name has at most 100"),
-    ],
-)
-def test_names_of_parts_that_cannot_be(tmp_path, part, text):
-    with pytest.raises(UsageError, match=text):
+def test_names_of_parts_that_cannot_be(tmp_path, part):
+    with pytest.raises(UsageError, match=r"--part .*: a name has 1 to 100 characters, without line breaks"):
         profile_dataset(write_rows(tmp_path / "a.jsonl", 1), part=part, **RUN)
 
 
@@ -385,4 +353,4 @@ def test_profiles_of_any_name_are_merged(thdprof, tmp_path):
 def test_a_name_of_a_part_is_refused_before_the_work(thdprof, tmp_path):
     done = thdprof("analyze", tmp_path / "nothing", "--profile", tmp_path / "p.parquet", "--part", "a\nb")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "--part 'a\\nb': holds line breaks" in done.stderr
+    assert "--part 'a\\nb': a name has 1 to 100 characters" in done.stderr

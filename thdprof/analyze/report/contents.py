@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.predictions import Range, Times
-from thdprof.analyze.profile.run_profile import RunProfile, load_profile, same_settings
+from thdprof.analyze.profile.run_profile import RunProfile, check_alike, load_profile
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan
@@ -86,7 +86,7 @@ class Report:
         if int(cap) < 1:
             raise ValueError(f"cap {cap}: is less than 1; give documents of a micro-batch, 1 or more")
         measured = max(point.max_seqs for point in self.profile.costs.replay)
-        known = self.profile.caps()[-1].max_seqs
+        known = max(self.profile.caps())
         most = _MOST_EXTRAPOLATION * max(measured, known)
         if int(cap) > most:
             fullest = self.profile.histogram().percentile(100.0)
@@ -152,15 +152,6 @@ def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", p
     remedy = "give the profile that was written with the plan, or analyse again with --profile and -o"
     if plan.dataset.fingerprint not in {f for part in profile.parts for f in part.fingerprints}:
         raise DataError(f"{profile_name}: not of the data of {plan_name} (its fingerprint is not among them): {remedy}")
-    differs = same_settings(plan.training, profile.training)
-    if differs is not None:
-        name, planned, counted_with = differs
-        raise DataError(f"{profile_name}: {name} is {counted_with}, but {planned} in {plan_name}: {remedy}")
+    check_alike(plan, profile, name=plan_name, other_name=profile_name, remedy=remedy)
     if len(profile.parts) == len(profile.parts[0].fingerprints) == 1 and plan.training != profile.training:
         raise DataError(f"{profile_name}: of another length or blend of the run than {plan_name}: {remedy}")
-    for name in type(plan.costs).model_fields:
-        if getattr(plan.costs, name) != getattr(profile.costs, name):
-            raise DataError(
-                f"{profile_name}: costs are of {profile.costs.name} on {profile.costs.hardware}, those of {plan_name} "
-                f"of {plan.costs.name} on {plan.costs.hardware}: {remedy}"
-            )

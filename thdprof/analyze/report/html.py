@@ -142,7 +142,7 @@ def _list_facts(report: Report) -> Iterator[str]:
             yield from times_sentences(times, worth, slower_kernels=report.profile.costs.slower_kernels)
             yield from () if predicted.memory is None else [memory_sentence(predicted.memory)]
             yield from () if predicted.capture is None else [capture_sentence(predicted.capture)]
-            yield from () if predicted.model is None else [f"model: {predicted.model}"]
+            yield from () if report.profile.model is None else [f"model: {report.profile.model}"]
     if (spread := report.plan.microbatches.spread) is not None:
         yield spread_sentence(spread)
     if report.plan.graphs.buckets:
@@ -242,7 +242,7 @@ def _page_caps(report: Report, cap: int) -> list[int]:
     most = max(report.profile.histogram().percentile(100.0), cap, *buckets, 1)
     if most <= _EVERY:
         return list(range(1, most + 1))
-    named = {cap, most, *(c.max_seqs for c in report.profile.caps()), *buckets}
+    named = {cap, most, *report.profile.caps(), *buckets}
     spaced = np.unique(np.rint(np.geomspace(1, most, _THINNED)).astype(np.int64)).tolist()
     return sorted({n for n in (*named, *spaced) if 1 <= n <= most})
 

@@ -127,7 +127,7 @@ def cap_sentences(report: Report, caps: list[int]) -> list[str]:
     """What each of `caps` does, in a sentence each, beside the recommended cap."""
     recommended = report.recommended_cap
     times = report.relative_step_times([*caps, recommended or 1])
-    grid = {c.max_seqs for c in report.profile.caps()}
+    grid = {*report.profile.caps()}
     sentences = []
     for index, cap in enumerate(caps):
         rate = report.profile.fallback_rate(cap)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.profile.run_profile import histogram_of, share_over, shares_over
+from thdprof.analyze.profile.run_profile import histogram_of, share_over
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import LINE, Canvas, Figure, FigureTable, Panel, Scale, write_whole
 from thdprof.words import make_printable, percent, percentile_name, shorten, write_count
@@ -205,7 +205,7 @@ def trace_steps(report: Report) -> dict[str, tuple[list[int], list[float]]]:
         values = np.concatenate(([max(0, int(present[0]) - 1)], present))
         if len(values) > _POINTS:
             values = values[np.linspace(0, len(values) - 1, _POINTS).astype(np.int64)]
-        curves[name] = values.tolist(), shares_over(histogram, values)
+        curves[name] = values.tolist(), [share_over(histogram, value) for value in values]
     return curves
 
 
@@ -306,7 +306,7 @@ def cut_run(report: Report, kind: str) -> list[Histogram]:
     empty, a part is cut by the rank of a segment among the segments that the part has, not by the segment's number.
     """
     profile = report.profile
-    segments = {part.name: profile.segments(part.name) for part in profile.parts}
+    segments = {p.name: np.unique(profile.rows("segment_step_max", part=p.name)["segment"]) for p in profile.parts}
     bins = int(np.clip(profile.microbatches // _LEAST, 1, min(map(len, segments.values()))))
     rows = profile.rows(kind)
     of_row = np.empty(len(rows), dtype=np.int64)
