@@ -227,7 +227,7 @@ def fuzz(directory: Path, seed: int) -> None:
             counts["read"] += read_one(mutant, format)
             read_one(mutant, "auto")
             if number % 10 == 0:
-                read_one(mutant, FORMATS[number // 10 % len(FORMATS)])
+                read_one(mutant, [*FORMATS][number // 10 % len(FORMATS)])
             counts["cases"] += 1
             grown, peak = peak_bytes() - peak, max(peak, peak_bytes())
             assert grown < MOST_GROWTH_BYTES, f"memory grew by {grown} bytes"

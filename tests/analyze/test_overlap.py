@@ -17,8 +17,8 @@ from thdprof.analyze.times.gpus import GPUS
 from thdprof.analyze.times.overlap import (
     GRAPH_MS,
     SLOWED,
+    Reduction,
     Task,
-    Transfer,
     backward_ms,
     forward_ms,
     predict_overlap,
@@ -121,20 +121,20 @@ TIMES = {
 
 @pytest.mark.parametrize(("how", "one_connection"), TIMES)
 def test_two_queues_take_what_was_measured(how, one_connection):
-    def transfers(total_ms, nbytes, per_graph):
-        whole = 12 * sum(ELEMENTS)
-        of_layer = [Transfer(ms=total_ms * count / whole, nbytes=nbytes * count) for count in ELEMENTS]
+    def graphs_of(of_layer, per_graph):
         return [[], *[of_layer * per_graph] * (12 // per_graph), []]
 
+    shares = [count / (12 * sum(ELEMENTS)) for count in ELEMENTS]
+    reduced = [Reduction(REDUCED_MS * share, 4 * count) for share, count in zip(shares, ELEMENTS, strict=True)]
     found = []
     for per_graph in (12, 4, 1):
         if "checked" in how:
-            graphs = transfers(REDUCED_MS, 4, per_graph)
+            graphs = graphs_of(reduced, per_graph)
             found.append(
                 backward_ms(BACKWARD_MS, graphs, H200, checked=how == "checked", one_connection=one_connection)
             )
         else:
-            graphs = transfers(GATHERED_MS, 2, per_graph)
+            graphs = graphs_of([GATHERED_MS * share for share in shares], per_graph)
             found.append(forward_ms(FORWARD_MS, graphs, all_ahead=how == "all ahead", one_connection=one_connection))
     seen = TIMES[how, one_connection]
     assert found == pytest.approx(seen, rel=0.06)
@@ -154,7 +154,7 @@ def test_two_queues_share_the_gpu():
 
 
 def test_buckets_that_no_graph_completes_are_reduced_before_and_after_the_graphs():
-    one, two = Transfer(ms=1.0, nbytes=0.0), Transfer(ms=2.0, nbytes=0.0)
+    one, two = Reduction(1.0, 0.0), Reduction(2.0, 0.0)
 
     def taken(*parts, **changes):
         return backward_ms(10.0, parts, H200, checked=False, one_connection=False, **changes)
@@ -168,10 +168,10 @@ def test_buckets_that_no_graph_completes_are_reduced_before_and_after_the_graphs
     def waited(*parts):
         return forward_ms(10.0, parts, all_ahead=False, one_connection=False)
 
-    whole = waited([], [one], [])
+    whole = waited([], [1.0], [])
     assert whole == pytest.approx(11.0)
-    assert waited([two], [one], []) == pytest.approx(whole + 2.0)
-    assert waited([], [one], [two]) == pytest.approx(whole + 2 * SLOWED)
+    assert waited([2.0], [1.0], []) == pytest.approx(whole + 2.0)
+    assert waited([], [1.0], [2.0]) == pytest.approx(whole + 2 * SLOWED)
 
 
 def test_the_bandwidth_is_assumed_and_can_be_given():
@@ -264,6 +264,7 @@ def test_communication_hides_only_behind_as_much_computing():
         (replace(BIG, overlap_grad_reduce=False, overlap_param_gather=False), RUN),
         (BIG, replace(RUN, data_parallel_size=1)),
         (BIG, replace(RUN, packer="dynamic_cp")),
+        (replace(BIG, lora_dim=16), RUN),
     ],
 )
 def test_nothing_overlaps(model, run):

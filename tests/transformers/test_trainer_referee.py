@@ -15,7 +15,7 @@ from support.trl_training import dataset_of, documents, small_model, trainer
 from transformers import TrainerCallback
 
 from thdprof.analyze import analyze_dataset
-from thdprof.training.trainer_arguments import PACKERS
+from thdprof.training.systems import TRL_STRATEGIES
 
 pytestmark = pytest.mark.referee
 COLUMNS = ("step", "dp_rank", "microbatch", "n_seqs", "max_seqlen", "n_tokens")
@@ -25,7 +25,7 @@ def predicted(rows, *, ranks: int, epochs: int, tail_policy="none", arguments: d
     found = analyze_dataset(
         [len(row) for row in rows],
         loader="trainer",
-        packer=PACKERS[arguments.get("packing_strategy", "bfd")],
+        packer=TRL_STRATEGIES[arguments.get("packing_strategy", "bfd")],
         seq_length=arguments.get("max_length", 64),
         micro_batch_size=arguments.get("per_device_train_batch_size", 1),
         data_parallel_size=ranks,

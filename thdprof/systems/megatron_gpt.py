@@ -22,7 +22,6 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +323,8 @@ def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tic
         end = np.searchsorted(reach, cuts[1:], side="left")
         n_seqs[low:high] = end - begin + 1
         max_seqlen[low:high], squared[low:high] = _longest_and_squared(reach, cuts, begin, end)
+
+    from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy releases Python's lock in these loops
         counted = [threads.submit(count_chunk, low) for low in range(0, total, chunk)]

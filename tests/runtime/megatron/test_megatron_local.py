@@ -492,6 +492,7 @@ def a_plan(**changes):
                 "data_parallel_size": 1,
                 "max_seqlen_per_dp_cp_rank": None,
                 "packer": "first_fit_decreasing",
+                "has_dynamic_cp": False,
                 "experts": "none",
                 **changes,
             }
