@@ -53,7 +53,7 @@ def load_settings_file(path: Path) -> dict[str, Any]:
 
 
 def advise_name(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The known name that the user may have meant, as a question; `otherwise` where none is alike."""
+    """The known name that the user may have meant, as a question; `otherwise` where no known name is similar."""
     near = SHORT_NAMES.get(name) or find_similar(name, known)
     return otherwise if near is None else f"did you mean {near}?"
 
