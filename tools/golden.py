@@ -2,6 +2,7 @@
 
     python tools/golden.py check [GROUP...]     prints what changed, and exits with 1 if anything did
     python tools/golden.py write [GROUP...]     records anew
+    python tools/golden.py choose               chooses the cases of the fast check anew
 
 A group is a list of cases (`golden_cases.py`), and its record one text file. Numbers have nine digits: the last ones
 of sums and exponentials depend on the processor. The first case of a group is recorded
@@ -21,6 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -30,8 +32,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tests" / "golden"
-FAST = 12
-"""One case in so many runs in the fast check, and the first case of each group."""
+QUICK = RECORDS / "cases" / "quick.json"
+"""The cases of the fast check by group: the first one, and those that together run most lines in `QUICK_S`."""
+QUICK_S = 8.0
+"""CPU time of the fast check, without each group's first case and the imports."""
 HASHED = (".html", ".ipynb", ".svg", ".parquet")
 """Files that are recorded as a hash: what they show stands in JSON as well."""
 LONG = 200_000
@@ -311,13 +315,45 @@ def find_outputs(cases: Sequence[Case], jobs: int) -> list[list[Output]]:
             return list(pool.map(run_case, cases, chunksize=4))
 
 
+def choose() -> None:
+    """Record which cases the fast check runs: again and again the one with most new lines for each second."""
+    from line_recorder import Line, LineWatch
+
+    new: set[Line] = set()
+    watch = LineWatch(new.add)
+    from golden_cases import GROUPS
+
+    cases = {(group, case.name): case for group, make in GROUPS.items() for case in make()}
+    first = {group: next(name for of_group, name in cases if of_group == group) for group in GROUPS}
+    run_case(cases["demo", first["demo"]])  # imports, whose time is no case's
+    lines, seconds = {}, {}
+    for key, case in cases.items():
+        new.clear()
+        watch.restart()
+        start = time.process_time()
+        run_case(case)
+        lines[key], seconds[key] = {*new}, time.process_time() - start
+    chosen = [*first.items()]
+    seen = set[Line]().union(*(lines[key] for key in chosen))
+    left = QUICK_S
+    while affordable := [key for key in cases if key not in chosen and seconds[key] <= left and lines[key] - seen]:
+        best = max(affordable, key=lambda key: len(lines[key] - seen) / seconds[key])
+        chosen.append(best)
+        seen |= lines[best]
+        left -= seconds[best]
+    names = {group: [name for of_group, name in cases if (of_group, name) in chosen] for group in GROUPS}
+    QUICK.write_text(json.dumps(names, indent=1) + "\n")
+    print(f"{len(chosen)} of {len(cases)} cases run {len(seen):,} of {len(set().union(*lines.values())):,} lines")
+
+
 def find_changes(groups: Sequence[str], *, fast: bool = False, jobs: int = 2) -> list[str]:
     """The lines of a unified diff from the records to what the cases give now; empty where nothing changed."""
     from golden_cases import GROUPS
 
     chosen = [(group, GROUPS[group]()) for group in groups]
     if fast:
-        chosen = [(group, [case for i, case in enumerate(cases) if i % FAST == 0]) for group, cases in chosen]
+        quick = json.loads(QUICK.read_text())
+        chosen = [(group, [case for case in cases if case.name in quick[group]]) for group, cases in chosen]
     outputs = iter(find_outputs([case for _, cases in chosen for case in cases], jobs))
     changes: list[str] = []
     for group, cases in chosen:
@@ -343,12 +379,15 @@ def write(groups: Sequence[str], jobs: int) -> None:
 def main() -> int:
     """The exit code: 1 where `check` found changes."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
+    if sys.argv[1:] == ["choose"]:
+        choose()
+        return 0
     from golden_cases import GROUPS
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("action", choices=("check", "write"))
+    parser.add_argument("action", choices=("check", "write", "choose"))
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"some of {', '.join(GROUPS)} [default: all]")
-    parser.add_argument("--fast", action="store_true", help=f"check one case in {FAST}")
+    parser.add_argument("--fast", action="store_true", help=f"check the cases of {QUICK.name}")
     parser.add_argument("--jobs", type=int, default=2, help="processes [default: 2]")
     given = parser.parse_args()
     groups = given.groups or [*GROUPS]

@@ -8,7 +8,10 @@ import queue
 import threading
 
 import pytest
+from support.sample_files import write_index
 
+from thdprof.analyze.analysis import analyze
+from thdprof.analyze.settings.request import Request
 from thdprof.commands import streams
 from thdprof.commands.streams import FIRST_SECONDS, LATER_SECONDS, heartbeat
 
@@ -123,3 +126,17 @@ def test_a_short_analysis_says_nothing_new(thdprof, tmp_path):
     done = thdprof("analyze", packs, "--loader", "single", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     json.loads(done.stdout)
+
+
+def test_the_shares_of_an_analysis_grow_up_to_the_last_stage(tmp_path):
+    write_index(tmp_path / "documents", [100] * 20_000)
+    given = {"seq_length": 1024, "micro_batch_size": 1, "global_batch_size": 8, "train_samples": 4000}
+    seen = list[tuple[str, float]]()
+    analyze(
+        Request(given=given, locations=[str(tmp_path / "documents")]),
+        progress=lambda stage, share, _: seen.append((stage, share)),
+    )
+    shares = [share for _, share in seen]
+    assert shares == sorted(shares)
+    assert seen[-1] == ("recommending", 0.85)
+    assert len({share for stage, share in seen if stage == "replaying the schedule"}) > 1

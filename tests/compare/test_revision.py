@@ -106,6 +106,17 @@ def test_a_revised_plan_is_read_again_and_says_where_it_comes_from(tmp_path):
     assert read.identity != plan.identity
 
 
+def test_the_share_of_steps_that_fall_back_grows_with_the_micro_batches_of_a_step():
+    plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000)
+    seen, ranks = {Shape(20, 200, 256): 780, Shape(20, 200, 128): 20}, plan.training.data_parallel_size
+    rates = revise(plan, seen, steps=100, source="a run").plan.predictions.fallback_rate
+    eager, of_a_rank = 20 / 800, 800 // (100 * ranks)
+    assert of_a_rank > 1
+    assert rates.microbatch == eager
+    assert rates.rank_step == pytest.approx(1 - (1 - eager) ** of_a_rank)
+    assert rates.step == pytest.approx(1 - (1 - eager) ** (of_a_rank * ranks))
+
+
 def test_a_cost_is_named_by_the_plans_own_times_alone():
     plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000)
     times = {"origin": "modelled", "basis": "x on y", "decoder_replay_ms": 10.0, "decoder_eager_ms": [13.0, 20.0]}

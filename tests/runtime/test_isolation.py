@@ -141,6 +141,14 @@ def test_what_cannot_be_verified_is_refused(x, change, error, message):
         verify_isolation(module, packed, *tensors, **arguments)
 
 
+def test_one_tensor_of_equal_integers_is_left_as_it_is_and_nothing_else_is_refused(x):
+    types = torch.ones(TOKENS, dtype=torch.long)
+    module, call = Attention(), lambda tensors, packed: tensors[0] * tensors[1][:, None]
+    assert verify_isolation(module, pack(BOUNDS), x, types, call=call).leak is None
+    with pytest.raises(ValueError, match="no tensor has different values over 24 tokens"):
+        verify_isolation(module, pack(BOUNDS), types, call=call)
+
+
 def test_nothing_of_the_callers_changes(x):
     module = leaky.WithDropout(shared=True).train()
     for parameter in module.parameters():
