@@ -260,7 +260,7 @@ CASES = {
 
 
 def key_of(limit: Limit) -> tuple[str, str | None]:
-    return limit.name, None if limit.off is None else limit.off.graphs
+    return limit.name, None if limit.graphs is None else limit.graphs
 
 
 SHARED = {key_of(limit): limit for limit in LIMITS if limit.options is not None}

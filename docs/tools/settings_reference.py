@@ -10,14 +10,13 @@ def reference() -> str:
     fields = ["| setting | with | set to | because |", "|---|---|---|---|"]
     cases = ["| case | because | instead |", "|---|---|---|"]
     for limit in LIMITS:
-        if limit.off is None:
+        if limit.graphs is None:
             cases.append(f"| {limit.name} | {limit.reason} | {limit.fields.remedy} |")
         else:
-            fields.append(f"| `{limit.name}` | {limit.off.graphs} | `{limit.off.value}` | {_because(limit)} |")
+            fields.append(f"| `{limit.name}` | {limit.graphs} | `{limit.off}` | {_because(limit)} |")
     return "\n".join([*fields, "", "These cases are refused too:", "", *cases])
 
 
 def _because(limit: Limit) -> str:
     """The reason, and the remedy where it is not to turn the field off."""
-    turned_off = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
-    return limit.reason if turned_off else f"{limit.reason}; {limit.fields.remedy}"
+    return limit.reason if limit.turns_off else f"{limit.reason}; {limit.fields.remedy}"

@@ -22,7 +22,7 @@ from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.dispatch import Shapes, decide_all
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import DatasetPart, DrawnPart, FallbackRate, PackerLimitPart, Percentiles, Plan, SpreadPart
+from thdprof.plan import DatasetPart, DrawnPart, PackerLimitPart, Part, Percentiles, Plan, SpreadPart
 from thdprof.read.dataset import DRAWS, Dataset, UnpackedDocuments, show_nothing
 from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.schedule.schedule import FORGETFUL, Memo
@@ -249,11 +249,9 @@ class Study:
             DataError: the dataset has contents that training would refuse.
             UsageError: the settings or limits contradict each other or the dataset.
         """
-        first = self._analyze()
-        others = [
-            replace(self, dataset=replace(self.dataset, content=draw(), other_draws=()))
-            for draw in self.dataset.other_draws
-        ]
+        first, others = self._analyze(), list[Study]()
+        for draw in self.dataset.other_draws:
+            others.append(replace(self, dataset=replace(self.dataset, content=draw(), other_draws=())))
         if not others and find_packer(first.settings.packer).is_drawn:
             seeds = [{**self.request.given, "seed": (first.settings.seed + n) % 2**32} for n in range(1, DRAWS)]
             others = [replace(self, request=replace(self.request, given=given)) for given in seeds]
@@ -455,7 +453,7 @@ def choose_limit(analysis: Analysis) -> PackerLimitPart | None:
 
 def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:
     """The least and the most of the figures of all `draws`; fallback rates are those of the buckets of the first."""
-    rates, buckets = [], first.recommendation.buckets
+    parts, buckets = [], first.recommendation.buckets
     for draw in draws:
         table = draw.microbatches
         size = np.array([first.settings.context_parallel_size]) if table.groups is None else table.groups.cp_size
@@ -465,22 +463,18 @@ def _find_spread(first: Analysis, draws: Sequence[Analysis]) -> SpreadPart:
             n_tokens=np.maximum(table.joint(table.n_tokens) // size, first.graph_tokens),
             cp_size=size,
         )
-        rates.append(fallback_rate(table, decide_all(buckets, shapes).choice < 0))
+        rate = fallback_rate(table, decide_all(buckets, shapes).choice < 0)
+        largest = max((bucket.max_seqs for bucket in draw.recommendation.buckets), default=0)
+        parts.append(DrawnPart(n_seqs=draw.n_seqs, max_seqlen=draw.max_seqlen, fallback_rate=rate, max_seqs=largest))
+    return SpreadPart(draws=len(draws), least=_reduce(min, parts), most=_reduce(max, parts))
 
-    def reduce(function: Callable[[Iterable[Any]], Any]) -> DrawnPart:
-        def reduce_part(parts: Sequence[Percentiles] | Sequence[FallbackRate]) -> Any:
-            return type(parts[0])(
-                **{name: function(getattr(part, name) for part in parts) for name in type(parts[0]).model_fields}
-            )
 
-        return DrawnPart(
-            n_seqs=reduce_part([draw.n_seqs for draw in draws]),
-            max_seqlen=reduce_part([draw.max_seqlen for draw in draws]),
-            fallback_rate=reduce_part(rates),
-            max_seqs=function(max((b.max_seqs for b in draw.recommendation.buckets), default=0) for draw in draws),
-        )
-
-    return SpreadPart(draws=len(draws), least=reduce(min), most=reduce(max))
+def _reduce(function: Callable[[Iterable[Any]], Any], values: Sequence[Any]) -> Any:
+    """One of `values`, which are numbers or parts of a plan, by `function` of each number."""
+    if not isinstance(values[0], Part):
+        return function(values)
+    names = type(values[0]).model_fields
+    return type(values[0])(**{name: _reduce(function, [getattr(one, name) for one in values]) for name in names})
 
 
 def _summarize_cp_sizes(run: AnalyzedRun, profiles: Mapping[int, Profile]) -> tuple[CpSize, ...]:

@@ -41,14 +41,13 @@ def note_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if not table.drawn:
         return []
-    if (note := find_packer(settings.packer).note_order(settings)) is not None:
-        return [note]
-    if settings.loader is not None:
-        return []
-    return [
-        "the order in which training reads these rows is not known: micro-batches were drawn with "
-        f"--seed {settings.seed}; --loader single or cyclic replays one"
-    ]
+    note = find_packer(settings.packer).order_note
+    if note is None and settings.loader is None:
+        note = (
+            "the order in which training reads these rows is not known: micro-batches were drawn with "
+            "--seed {seed}; --loader single or cyclic replays one"
+        )
+    return [] if note is None else [note.format(seed=settings.seed)]
 
 
 def caveats(

@@ -51,7 +51,7 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     if packer.replay is not None:
         return packer.replay(lengths, settings)
     if packer.by_step is not None:
-        return schedule_steps(packer.pack(lengths, settings), lengths, settings, is_drawn=packer.is_drawn)
+        return schedule_steps(packer.pack(lengths, settings), lengths, settings)
     if settings.shuffle_seed is not None and not packer.row_is_document:  # TRL shuffles before it packs, and the rows
         lengths = lengths[shuffle_dataset(len(lengths), settings.shuffle_seed)]
     key = tuple(getattr(settings, name) for name in _OF_PACKING)
@@ -178,7 +178,7 @@ def replay(
     if settings.shared_capture_ranks > 1 and schedule.table.groups is None:
         together = replace(schedule.table, shared_capture_ranks=settings.shared_capture_ranks)
         schedule = replace(schedule, table=together)
-    if dataset.other_draws:
+    if dataset.other_draws or find_packer(settings.packer).is_drawn:
         schedule = replace(schedule, table=replace(schedule.table, exact=False))
     guessed = fullest is not None and given.get("seq_length") is None
     if planned_guess:

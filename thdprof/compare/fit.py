@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,12 +41,14 @@ _OTHER_SHAPE = "graphs were chosen for micro-batches of another shape, so that n
 _OTHER_LENGTHS = "documents have other lengths, so that shares and times may differ"
 _OTHER_ROWS = "micro-batches hold other rows, so that shares and times may differ"
 
+_ALWAYS_REFUSED = "data_parallel_size context_parallel_size pipeline_parallel_size virtual_pipeline_size"
+"""Settings that `install` refuses even where the plan captures nothing."""
 _ROWS: tuple[tuple[Changes, str, str], ...] = (
     ("graphs", _OTHER_SHAPE, "seq_length micro_batch_size max_seqlen_per_dp_cp_rank"),
     (
         "graphs",
         "slots and counts are those of other ranks, and install refuses the plan",
-        "data_parallel_size context_parallel_size pipeline_parallel_size virtual_pipeline_size",
+        _ALWAYS_REFUSED,
     ),
     ("graphs", "another part of each layer is captured", "experts"),
     ("graphs", "micro-batches are padded in another way than graphs expect", "tail_policy pad_to_max_length"),
@@ -53,9 +56,9 @@ _ROWS: tuple[tuple[Changes, str, str], ...] = (
     (
         "prediction",
         _OTHER_LENGTHS,
-        "pad_seq_to_mult sft_tokenizer_prompt_format length_column chat_template text_column",
+        "pad_seq_to_mult sft_tokenizer_prompt_format length_column chat_template text_column eos_token "
+        "completion_only_loss assistant_only_loss",
     ),
-    ("prediction", _OTHER_LENGTHS, "eos_token completion_only_loss assistant_only_loss"),
     (
         "prediction",
         "a step holds other micro-batches, so that shares and times of steps differ",
@@ -75,8 +78,6 @@ _ROWS: tuple[tuple[Changes, str, str], ...] = (
 )
 _CHANGES = {name: (changes, why) for changes, why, names in _ROWS for name in names.split()}
 """What each setting changes that is compared as it stands."""
-_ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
-"""Settings that `install` refuses even where the plan captures nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +137,10 @@ def describe(found: Sequence[Misfit], arguments: Mapping[str, str]) -> tuple[lis
     Args:
         arguments: what the run calls its settings, such as MEGATRON_ARGUMENTS; others keep their own names.
     """
-    graphs, prediction = (
-        [misfit.describe(arguments) for misfit in found if misfit.changes == changes]
-        for changes in ("graphs", "prediction")
-    )
-    return graphs, prediction
+    lines: dict[Changes, list[str]] = {"graphs": [], "prediction": []}
+    for misfit in found:
+        lines[misfit.changes].append(misfit.describe(arguments))
+    return lines["graphs"], lines["prediction"]
 
 
 def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -155,7 +155,7 @@ def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         if name == "virtual_pipeline_size":
             planned, run = planned or 1, run or 1
         if run != planned:
-            if not plan.captured and name not in _ALWAYS_REFUSED:
+            if not plan.captured and name not in _ALWAYS_REFUSED.split():
                 changes = "prediction"
             yield Misfit(name, planned, run, changes, why)
 
@@ -187,10 +187,9 @@ def _slots(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         return  # Megatron refuses it, with its own words
     if lacking:
         why = f"a model chunk has up to {lacking} micro-batches in flight, more than the plan has slots for"
-        if group != training.microbatch_group_size:
-            yield Misfit("microbatch_group_size", training.microbatch_group_size, group, "graphs", why)
-        else:
-            yield Misfit("global_batch_size", training.global_batch_size, batch, "graphs", why)
+        is_group = group != training.microbatch_group_size
+        name, run = ("microbatch_group_size", group) if is_group else ("global_batch_size", batch)
+        yield Misfit(name, getattr(training, name), run, "graphs", why)
 
 
 def find_lacking_slots(plan: Plan, *, global_batch_size: int, group: int | None) -> int:
@@ -266,9 +265,7 @@ def _contents(plan: Plan, settings: Mapping[str, Any], data_paths: Sequence[str]
 
 def _same(planned: Sequence[Path], run: Sequence[Path]) -> bool:
     """Whether files or directories are the same by their resolved paths, or else by their names."""
-    return [p.resolve() for p in planned] == [p.resolve() for p in run] or [p.name for p in planned] == [
-        p.name for p in run
-    ]
+    return any([*map(form, planned)] == [*map(form, run)] for form in (Path.resolve, attrgetter("name")))
 
 
 def _stem(path: str) -> Path:

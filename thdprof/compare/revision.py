@@ -12,7 +12,7 @@ from typing import Any
 from thdprof import __version__
 from thdprof.compare.drift import bucket_name
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
-from thdprof.plan import Plan, TimesPart, parse_plan
+from thdprof.plan import Plan, parse_plan
 
 _LEAST_EXPECTED = 10
 """A bucket without replays counts as unused where the plan expects so many, or a new bucket holds whatever it holds."""
@@ -100,7 +100,9 @@ def revise(
     buckets = sorted({*own.buckets, *added} - {*unused}, key=lambda bucket: (bucket.cp_size, bucket))
     if {*buckets} == {*own.buckets} or not (num_replays or fit_none):
         return None
-    times = plan.predictions.times
+    times, longer_ms = plan.predictions.times, None
+    if times.decoder_eager_ms is not None and times.decoder_replay_ms is not None:
+        longer_ms = max(0.0, times.decoder_eager_ms[0] - times.decoder_replay_ms)
     return Revision(
         plan=_plan_of(plan, buckets, seen, steps=steps, source=source),
         lacking=added if fit_none else (),
@@ -108,16 +110,9 @@ def revise(
         fit_none=fit_none,
         num_eager=total - num_replays,
         steps=steps,
-        longer_ms=_find_longer_ms(times),
+        longer_ms=longer_ms,
         origin=times.origin,
     )
-
-
-def _find_longer_ms(times: TimesPart) -> float | None:
-    """Milliseconds by which an eager micro-batch takes longer than a replayed one on the quickest host, if known."""
-    if times.decoder_eager_ms is None or times.decoder_replay_ms is None:
-        return None
-    return max(0.0, times.decoder_eager_ms[0] - times.decoder_replay_ms)
 
 
 def _enclose(plan: Plan, shapes: Iterable[Shape], earlier: Iterable[Bucket]) -> Iterable[Bucket]:

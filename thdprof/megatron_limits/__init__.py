@@ -1,7 +1,7 @@
 """What graphs cannot serve: one table, one description of a run, and one message. No torch in here.
 
-`run` describes a run, with a constructor for each source. `limit` has a row's types; `graph_kinds` and `models` have
-the rows. `command_line` reads the arguments of Megatron-LM's scripts, `trainer` those of
+`run` describes a run, with a constructor for each source. `limit` has a row's types; `graph_kinds`, `models` and
+`activations` have the rows. `command_line` reads the arguments of Megatron-LM's scripts, `trainer` those of
 Hugging Face's Trainer. `known_fields` has the fields of megatron-core's configs that thdprof has looked at.
 """
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import graph_kinds, models
+from thdprof.megatron_limits import activations, graph_kinds, models
 from thdprof.megatron_limits.limit import Limit as Limit
 from thdprof.megatron_limits.limit import Words as Words
 from thdprof.megatron_limits.run import UNMEASURED as UNMEASURED
@@ -25,18 +25,7 @@ from thdprof.megatron_limits.run import moved_by_core as moved_by_core
 if TYPE_CHECKING:
     from thdprof.plan import Impl
 
-LIMITS: tuple[Limit, ...] = (
-    *graph_kinds.ALL_GRAPHS,
-    *models.PARALLELISM_LIMITS,
-    *models.OVERLAP_LIMITS,
-    *graph_kinds.LOCAL_GRAPHS,
-    *models.MODEL_LIMITS,
-    *models.DYNAMIC_CP_LIMITS,
-    *models.EXPERT_LIMITS,
-    *graph_kinds.OFFLOAD_LIMITS,
-    *graph_kinds.LAYERS_PER_GRAPH_LIMITS,
-    *graph_kinds.RECOMPUTE_LIMITS,
-)
+LIMITS: tuple[Limit, ...] = (*graph_kinds.LIMITS, *models.LIMITS, *activations.LIMITS)
 """Every limit, in the order of messages and of the reference."""
 
 
@@ -59,7 +48,7 @@ def explain_router(impl: Impl, fields: Mapping[str, Any], **known: Any) -> str |
     limit = next((limit for limit in limits_of(whole) if limit not in ended), None)
     if limit is None:
         return None
-    served = "" if limit.off is None else f" ({limit.name} {limit.off.value!r} would do)"
+    served = "" if limit.graphs is None else f" ({limit.name} {limit.off!r} would do)"
     return f"{limit.fields.describe_case(whole)}, and {limit.reason}{served}"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from thdprof.errors import DataError
 from thdprof.files import read_yaml
 from thdprof.megatron_limits import limits_of
-from thdprof.megatron_limits.graph_kinds import RECOMPUTE_CASES, TAKEN_ALL_THE_SAME
+from thdprof.megatron_limits.graph_kinds import TAKEN_ALL_THE_SAME
 from thdprof.megatron_limits.run import SHARDED, Run, find_experts, find_kind
 
 if TYPE_CHECKING:
@@ -269,11 +269,11 @@ def _refuse_by_table(
                 shown += f", which means {_DEFAULT_DISPATCHER}"
         elif limit.name in flags:
             shown = given.shown(flags[limit.name])
-            if limit.name in SHARDS or (limit.off is not None and remedy == f"set it to {limit.off.value!r}"):
+            if limit.name in SHARDS or limit.turns_off:
                 remedy = _OUT
         elif limit.name in MISSING:
             shown, remedy = f"{MISSING[limit.name]} is missing", "give it"
-        elif limit.name in RECOMPUTE_CASES:
+        elif "recompute" in limit.name:
             shown = given.shown(flags["recompute_granularity"])
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
             shown = f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity"

@@ -79,7 +79,7 @@ KNOWN = _fields(
     # Read by `install` and by what runs under it, and refused or served by their values.
     max_seqlen_per_dp_cp_rank hybrid_context_parallel deterministic_mode fp32_residual_connection timers
     finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
-    microbatch_group_size_per_vp_stage mtp_detach_heads rotary_interleaved fused_residual_rmsnorm moe_layer_recompute
+    microbatch_group_size_per_vp_stage mtp_detach_heads rotary_interleaved moe_layer_recompute
     mrope_section use_mamba_mem_eff_path delta_offload_bytes_across_pp_ranks tensor_parallel_num_weight_shards
     cache_mla_latents expert_tensor_parallel_num_weight_shards moe_hybridep_pad_uneven_dispatch_inputs
     inference_cuda_graph_scope moe_router_force_biased
@@ -150,7 +150,7 @@ def unread_fields(config: Any, ddp: Any = None) -> list[str]:
     Returns:
         Each as `name=value`; those of `ddp` as `ddp.name=value`.
     """
-    known = READ | OUTSIDE | KNOWN | {limit.name for limit in LIMITS if limit.off}
+    known = READ | OUTSIDE | KNOWN | {limit.name for limit in LIMITS if limit.graphs}
     dense = not getattr(config, "num_moe_experts", None)
     found = [
         line

@@ -30,16 +30,6 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MustBeOff:
-    """What the reference says of a field of TransformerConfig that must be off."""
-
-    value: Any
-    """The value that turns the field off: None, False, or a size of 1."""
-    graphs: str
-    """The graphs that need the field off: all of them, one kind, or graphs under dynamic context parallelism."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """A case that Megatron's graphs cannot serve."""
 
@@ -53,8 +43,15 @@ class Limit:
     """Case and remedy by options of `thdprof analyze`; None: an analysis cannot know the case."""
     fields: Words
     """Case and remedy by fields of TransformerConfig and of the plan."""
-    off: MustBeOff | None = None
-    """For a field of TransformerConfig that must be off: its row in the reference."""
+    graphs: str | None = None
+    """The graphs that need a field of TransformerConfig off: all of them, or one kind; None: it is about no field."""
+    off: Any = None
+    """The value that turns the field off: None, False, or a size of 1."""
+
+    @property
+    def turns_off(self) -> bool:
+        """Whether the remedy is to turn the field off."""
+        return self.graphs is not None and self.fields.remedy == f"set it to {self.off!r}"
 
     def describe_in_fields(self, run: Run) -> str:
         """The line of `install`."""
@@ -85,12 +82,12 @@ def must_be_off(
         value = run.field(field)
         return bool(value) and value != off
 
-    on = is_on or by_value
     return Limit(
         name=field,
-        holds=lambda run: applies(run) and on(run),
+        holds=lambda run: applies(run) and (is_on or by_value)(run),
         reason=reason,
         options=options,
         fields=Words(f"{field} is {{{field}!r}}", f"set it to {off!r}" if remedy is None else remedy),
-        off=MustBeOff(value=off, graphs=graphs),
+        graphs=graphs,
+        off=off,
     )

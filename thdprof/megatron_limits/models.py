@@ -1,4 +1,4 @@
-"""What graphs cannot serve of a model: its layers, what wraps it, its experts, and its parallelism."""
+"""What graphs cannot serve of a model: its layers, what wraps it, its context parallelism, and its experts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ _OTHER_KINDS = {
     "diffusion": "its layers take conditions and time steps beside their hidden states",
 }
 """Kinds of models that have no decoder of GPTModel's or HybridModel's kind, and what their layers take besides."""
-
-
-def _list_values(run: Run, field: str) -> list[str]:
-    """The values of a field of the TransformerConfig that holds one value or several."""
-    values = run.field(field) or ()
-    return [values] if isinstance(values, str) else [*values]
 
 
 def _latent(run: Run) -> bool:
@@ -47,7 +41,94 @@ def _pictures(run: Run) -> bool:
     return run.captures and run.model == "vision-language"
 
 
-MODEL_LIMITS: tuple[Limit, ...] = (
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+PREPROCESS: Module = "moe_preprocess"
+"""What the token dispatcher does before it communicates; a graph of the former parts can hold it, too."""
+
+
+def _with_experts(run: Run) -> bool:
+    return run.captures and run.modules is not None and bool(run.field("num_moe_experts"))
+
+
+def _captured_with_experts(run: Run) -> bool:
+    return _with_experts(run) and not run.modules
+
+
+def _by_hybrid_ep(run: Run) -> bool:
+    names = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+    return tuple(map(run.field, names)) == (FLEX, "hybridep")
+
+
+def _explain_no_preprocess(run: Run) -> str:
+    """The settings with which a dispatcher's preprocessing cannot be captured; "" if there are none."""
+    kind = run.field("moe_token_dispatcher_type")
+    if kind == "alltoall" and not run.field("moe_permute_fusion"):
+        return "moe_permute_fusion is False"
+    in_the_way = {
+        "alltoall": ("moe_expert_capacity_factor", "moe_router_padding_for_quantization", "moe_shared_expert_overlap"),
+        FLEX: ("moe_hybridep_pad_uneven_dispatch_inputs",),
+    }
+    return next((f"{name} is {run.field(name)}" for name in in_the_way.get(kind, ()) if run.field(name)), "")
+
+
+def _whole_dropless(run: Run) -> bool:
+    """Whether graphs hold whole layers of dropless experts, whose products are then grouped ones."""
+    is_dropless = run.experts == "dropless" and run.planned_experts in (None, "dropless")
+    return _captured_with_experts(run) and is_dropless and run.impl != "local"
+
+
+def _shares_experts(run: Run) -> bool:
+    """Whether graphs hold whole layers of dropless experts that several ranks share, in a plan's room for them."""
+    is_shared = (run.field("expert_model_parallel_size") or 1) > 1
+    return _whole_dropless(run) and is_shared and run.expert_room is not None
+
+
+def _count_slices(run: Run) -> int:
+    """Ranks that have a slice of every expert each."""
+    return run.field("expert_tensor_parallel_size") or run.field("tensor_model_parallel_size") or 1
+
+
+def _expert_sizes(run: Run) -> list[float]:
+    """The sizes of an expert's weights on one rank, as far as they are known."""
+    inner = run.field("moe_ffn_hidden_size") or run.field("ffn_hidden_size")
+    sizes = (run.field("hidden_size"), 1), (inner, _count_slices(run))
+    return [size / slices for size, slices in sizes if isinstance(size, int)]
+
+
+_grouped = partial(
+    must_be_off,
+    applies=_whole_dropless,
+    graphs="whole layers of dropless experts",
+    remedy=(
+        "turn it off, or analyse with graphs that end at the router (graphs.impl transformer_engine, graphs.modules "
+        "attn and moe_router)"
+    ),
+)
+_gathered = partial(
+    must_be_off,
+    applies=_shares_experts,
+    graphs="whole layers of dropless experts that ranks share (`graphs.expert_room`)",
+    remedy="set it to 1, or analyse with graphs that end at the router",
+)
+_ALONE = "ranks outside of the expert-parallel group would not notice where its rows have no room"
+_IN_BF16 = "experts inside a graph run by torch's grouped products, in bf16 alone"
+_NO_ROOM = "experts inside a graph take top-k rows of every token, no more and no fewer"
+_OF_ENGINE = "experts inside a graph run by torch's grouped products, and not by Transformer Engine's layers"
+
+
+_dynamic = attrgetter("dynamic_cp")
+
+
+def _spans_ranks(run: Run) -> bool:
+    return _dynamic(run) and any(size > 1 for size in run.bucket_cp_sizes or ())
+
+
+_off_if_dynamic = partial(must_be_off, applies=_dynamic, graphs="dynamic context parallelism")
+_ONE_SIZE = "analyse a run with one size"
+
+
+LIMITS: tuple[Limit, ...] = (
     Limit(
         name="a rotary type other than yarn with latent attention",
         holds=lambda run: _latent(run) and run.field("rope_type") not in (None, "", "yarn"),
@@ -125,211 +206,61 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         reason="it moves parameters, whose places graphs keep",
         fields=Words("the model is wrapped in {wrapper}", "use DistributedDataParallel"),
     ),
-)
-"""With graphs of any kind, in the order of messages."""
-
-
-# --- experts ----------------------------------------------------------------------------------------------------------
-
-PREPROCESS: Module = "moe_preprocess"
-"""What the token dispatcher does before it communicates; a graph of the former parts can hold it, too."""
-NO_PAGED_STASH = (
-    "it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the flex dispatcher's hybridep and "
-    "ncclep alone: hybridep failed on an H200 without graphs, too, for Transformer Engine then asks for cuBLAS 13.4, "
-    "and torch 2.11 has 13.1; ncclep asks for NCCL 2.30.4, and torch 2.11 has 2.28.9"
-)
-"""Why moe_paged_stash, which would put dropless experts into a graph, is refused."""
-_COUNTS_ON_HOST = "each expert's number of tokens is read on the host"
-
-
-def _with_experts(run: Run) -> bool:
-    return run.captures and run.modules is not None and bool(run.field("num_moe_experts"))
-
-
-def _captured_with_experts(run: Run) -> bool:
-    return _with_experts(run) and not run.modules
-
-
-def _by_hybrid_ep(run: Run) -> bool:
-    names = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-    return tuple(map(run.field, names)) == (FLEX, "hybridep")
-
-
-def _explain_no_preprocess(run: Run) -> str:
-    """The settings with which a dispatcher's preprocessing cannot be captured; "" if there are none."""
-    kind = run.field("moe_token_dispatcher_type")
-    if kind == "alltoall":
-        if not run.field("moe_permute_fusion"):
-            return "moe_permute_fusion is False"
-        if run.field("moe_expert_capacity_factor") is not None:
-            return f"moe_expert_capacity_factor is {run.field('moe_expert_capacity_factor')}"
-        if run.field("moe_router_padding_for_quantization"):
-            return "moe_router_padding_for_quantization is True"
-        if run.field("moe_shared_expert_overlap"):
-            return "moe_shared_expert_overlap is True"
-    if kind == FLEX and run.field("moe_hybridep_pad_uneven_dispatch_inputs"):
-        return "moe_hybridep_pad_uneven_dispatch_inputs is True"
-    return ""
-
-
-def _whole_dropless(run: Run) -> bool:
-    """Whether graphs hold whole layers of dropless experts, whose products are then grouped ones."""
-    is_dropless = run.experts == "dropless" and run.planned_experts in (None, "dropless")
-    return _captured_with_experts(run) and is_dropless and run.impl != "local"
-
-
-def _shares_experts(run: Run) -> bool:
-    """Whether graphs hold whole layers of dropless experts that several ranks share, in a plan's room for them."""
-    is_shared = (run.field("expert_model_parallel_size") or 1) > 1
-    return _whole_dropless(run) and is_shared and run.expert_room is not None
-
-
-def _count_slices(run: Run) -> int:
-    """Ranks that have a slice of every expert each."""
-    return run.field("expert_tensor_parallel_size") or run.field("tensor_model_parallel_size") or 1
-
-
-def _expert_sizes(run: Run) -> list[float]:
-    """The sizes of an expert's weights on one rank, as far as they are known."""
-    inner = run.field("moe_ffn_hidden_size") or run.field("ffn_hidden_size")
-    sizes = (run.field("hidden_size"), 1), (inner, _count_slices(run))
-    return [size / slices for size, slices in sizes if isinstance(size, int)]
-
-
-_grouped = partial(
-    must_be_off,
-    applies=_whole_dropless,
-    graphs="whole layers of dropless experts",
-    remedy=(
-        "turn it off, or analyse with graphs that end at the router (graphs.impl transformer_engine, graphs.modules "
-        "attn and moe_router)"
-    ),
-)
-_gathered = partial(
-    must_be_off,
-    applies=_shares_experts,
-    graphs="whole layers of dropless experts that ranks share (`graphs.expert_room`)",
-    remedy="set it to 1, or analyse with graphs that end at the router",
-)
-_ALONE = "ranks outside of the expert-parallel group would not notice where its rows have no room"
-_ONE_RANK = "numbers of rows that ranks exchange are read on the host"
-_IN_BF16 = "experts inside a graph run by torch's grouped products, in bf16 alone"
-_NO_ROOM = "experts inside a graph take top-k rows of every token, no more and no fewer"
-_OF_ENGINE = "experts inside a graph run by torch's grouped products, and not by Transformer Engine's layers"
-
-GROUPED_EXPERT_LIMITS: tuple[Limit, ...] = (
-    _grouped(
-        "expert_model_parallel_size",
-        1,
-        _ONE_RANK,
-        is_on=lambda run: (run.field("expert_model_parallel_size") or 1) > 1 and run.expert_room is None,
-    ),
+    # --- dynamic context parallelism: of these an analysis names the first alone
     Limit(
-        name="whole layers of dropless experts that ranks share, in graphs of single layers",
-        holds=lambda run: _shares_experts(run) and run.impl not in ("chunk", "module"),
-        reason="where rows have no room, a whole model chunk runs eagerly",
-        fields=Words("graphs.expert_room is {expert_room} and graphs.impl {impl}", "set graphs.impl to chunk"),
+        name="`graphs.impl: local` under dynamic context parallelism",
+        holds=lambda run: _dynamic(run) and run.impl == "local",
+        reason="layers' graphs have one context-parallel size, and dynamic context parallelism gives micro-batches "
+        "several",
+        options=Words("--impl local with --packer {packer}", "use --impl chunk"),
+        fields=Words("graphs.impl is local", "set graphs.impl to chunk"),
     ),
-    _gathered("tensor_model_parallel_size", 1, _ALONE),
-    _gathered(
-        "context_parallel_size",
+    _off_if_dynamic(
+        "pipeline_model_parallel_size",
         1,
-        _ALONE,
-        is_on=lambda run: (run.context_parallel_size or run.field("context_parallel_size") or 1) > 1,
+        "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
+        remedy="set it to 1, or analyse with another packer",
+        is_on=lambda run: (
+            (run.pipeline_parallel_size or 1) > 1
+            # a run of the dev branch may have it, which install does not serve
+            and (run.impl not in (None, "none", "module") or run.packer is None or PACKERS[run.packer].is_released)
+        ),
+        options=Words("--pipeline-parallel-size {pipeline_parallel_size} with --packer {packer}", "use 1"),
     ),
-    _gathered(
-        "moe_router_load_balancing_type",
-        "aux_loss",
-        _ALONE,
-        is_on=lambda run: "global_aux_loss" in _list_values(run, "moe_router_load_balancing_type"),
-        remedy="balance by aux_loss, seq_aux_loss, an expert bias, or not at all",
+    _off_if_dynamic(
+        "num_moe_experts",
+        None,
+        "experts and their routers communicate over groups of one size, and dynamic context parallelism gives "
+        "micro-batches several",
+        remedy=_ONE_SIZE,
+        is_on=lambda run: run.experts not in (None, "none"),
+        options=Words("--experts {experts} with --packer {packer}", "use another packer"),
     ),
-    _grouped(
-        "expert_tensor_parallel_size",
-        1,
-        "ranks with other tokens than those of the tensor-parallel group would share the experts",
-        is_on=lambda run: _count_slices(run) not in (1, run.field("tensor_model_parallel_size") or 1),
-        remedy="set it to 1 or to tensor_model_parallel_size, or analyse with graphs that end at the router",
-    ),
-    _grouped("fp8", None, _IN_BF16),
-    _grouped("fp4", None, _IN_BF16),
-    _grouped("quant_recipe", None, _IN_BF16),
-    _grouped(
-        "add_bias_linear", False, "grouped products add no bias", is_on=lambda run: run.field("add_bias_linear") is True
-    ),
-    _grouped("moe_expert_capacity_factor", None, _NO_ROOM),
-    _grouped("moe_router_padding_for_quantization", False, _NO_ROOM),
-    _grouped("moe_latent_size", None, "experts behind latent projections were not checked in a graph"),
-    _grouped("moe_single_grouped_weight", False, "a weight of all experts was not checked in a graph"),
-    _grouped(
-        "moe_shared_expert_overlap",
+    _off_if_dynamic(
+        "multi_latent_attention",
         False,
-        "under tensor parallelism the dispatcher communicates for shared experts",
-        is_on=lambda run: run.field("moe_shared_expert_overlap") and (run.field("tensor_model_parallel_size") or 1) > 1,
+        "megatron-core 0.19 has no dynamic context parallelism with it (MLA)",
+        remedy=_ONE_SIZE,
     ),
-    _grouped("delay_wgrad_compute", False, _OF_ENGINE),
-    _grouped("overlap_dispatch_backward_with_experts_wgrad", False, _OF_ENGINE),
-    _grouped("use_transformer_engine_op_fuser", False, _OF_ENGINE),
+    _off_if_dynamic("mtp_num_layers", None, "multi-token prediction rolls tokens over groups of one size"),
     Limit(
-        name="offloading with whole layers of dropless experts",
-        holds=lambda run: _whole_dropless(run) and run.offload_modules is not None,
-        reason="activations of grouped products were not moved beside eager ones",
-        fields=Words("graphs.offload", "set it to null"),
-    ),
-    Limit(
-        name="whole layers of dropless experts whose sizes are no multiples of 8",
-        holds=lambda run: _whole_dropless(run) and any(size % 8 for size in _expert_sizes(run)),
-        reason="torch's grouped products take sizes of 16 bytes and multiples of them, which are 8 values in bf16",
+        name="`context_parallel_size` 1 with graphs that span several ranks",
+        holds=lambda run: _spans_ranks(run) and run.context_parallel_size == 1,
+        reason="some graphs span several ranks, and megatron-core makes the stream of context parallelism only above 1",
+        options=Words("--context-parallel-size 1", "use 2, and half as large a --data-parallel-size"),
         fields=Words(
-            lambda run: (
-                "hidden_size is {hidden_size} and moe_ffn_hidden_size {moe_ffn_hidden_size}".format_map(run)
-                + (f", which {_count_slices(run)} ranks share" if _count_slices(run) > 1 else "")
-            ),
-            "use multiples of 8 on each rank, or analyse with graphs that end at the router",
+            "context_parallel_size is 1",
+            "set context_parallel_size to 2, halve the data-parallel size, and analyse for these",
         ),
     ),
     Limit(
-        name="slices of dropless experts in graphs of single layers",
-        holds=lambda run: _whole_dropless(run) and _count_slices(run) > 1 and run.impl not in ("chunk", "module"),
-        reason="slices of experts were checked in graphs of model chunks alone",
-        fields=Words(
-            lambda run: f"graphs.impl is {run.impl} where {_count_slices(run)} ranks share every expert",
-            "set graphs.impl to chunk, or expert_tensor_parallel_size to 1",
-        ),
+        name="an odd `max_seqlen_per_dp_cp_rank` with graphs that span several ranks",
+        holds=lambda run: _spans_ranks(run) and bool((run.max_seqlen_per_dp_cp_rank or 0) % 2),
+        reason="a rank holds two pieces of every document that several ranks share",
+        options=Words("--max-seqlen-per-dp-cp-rank {max_seqlen_per_dp_cp_rank}", "use an even number"),
+        fields=Words("max_seqlen_per_dp_cp_rank is {max_seqlen_per_dp_cp_rank}", "analyse with an even number"),
     ),
-)
-"""With whole layers of dropless experts; `install` also looks at the experts themselves."""
-
-ANALYSED_EXPERT_LIMITS: tuple[Limit, ...] = (
-    Limit(
-        name="whole layers of dropless experts in SequentialMLP",
-        holds=lambda run: _whole_dropless(run) and run.field("sequential_experts"),
-        reason="experts are multiplied one by one",
-        fields=Words("moe_grouped_gemm is False", "set it to True"),
-    ),
-    Limit(
-        name="whole layers of dropless experts in fp16 or fp32",
-        holds=lambda run: _whole_dropless(run) and run.field("precision") in ("fp16", "fp32"),
-        reason=_IN_BF16,
-        fields=Words("precision is {precision}", "train in bf16"),
-    ),
-    Limit(
-        name="whole layers of dropless experts with adapters",
-        holds=lambda run: _whole_dropless(run) and run.field("adapted_experts"),
-        reason="adapters between grouped products were not checked in a graph",
-        fields=Words("lora_target_modules has linear_fc1 or linear_fc2", "adapt attention alone"),
-    ),
-    Limit(
-        name="whole layers of dropless experts on other GPUs than Hopper's",
-        holds=lambda run: _whole_dropless(run) and run.field("groups_products") is False,
-        reason="torch's grouped products were checked in a graph on Hopper GPUs alone",
-        fields=Words("the GPU is no Hopper GPU", "train on one"),
-    ),
-)
-"""What an analysis knows of whole layers of dropless experts by other names than TransformerConfig's fields."""
-
-
-EXPERT_LIMITS: tuple[Limit, ...] = (
+    # --- experts
     Limit(
         name="whole layers of dropless experts",
         holds=lambda run: (
@@ -338,7 +269,8 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
             and tuple(sorted({*run.modules} - {PREPROCESS})) != UP_TO_ROUTER
             and (run.modules or run.impl == "local" or run.planned_experts not in (None, "dropless"))
         ),
-        reason=f"with dropless experts no layer is captured whole, because {_COUNTS_ON_HOST}",
+        reason="with dropless experts no layer is captured whole, because each expert's number of tokens is read on "
+        "the host",
         options=Words(
             "--impl {impl}",
             "use --impl transformer_engine, which captures up to the router, or pad experts to capacity (--experts "
@@ -394,7 +326,7 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         "aux_loss",
         "its router reads on the host when it has converged",
         applies=_with_experts,
-        is_on=lambda run: "sinkhorn" in _list_values(run, "moe_router_load_balancing_type"),
+        is_on=lambda run: "sinkhorn" in run.list_values("moe_router_load_balancing_type"),
         remedy="balance by aux_loss, seq_aux_loss, global_aux_loss, an expert bias, or not at all",
     ),
     must_be_off(
@@ -405,141 +337,108 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         is_on=lambda run: float(run.field("moe_router_force_biased") or 0) < 0,
         remedy="use a number above zero, for biases that are drawn in every pass",
     ),
-    *GROUPED_EXPERT_LIMITS,
-    *ANALYSED_EXPERT_LIMITS,
-)
-
-_OVERLAP = "overlap_moe_expert_parallel_comm"
-
-
-def _beyond_nodes(run: Run) -> bool:
-    """Whether graphs hold something else than what a node of the schedule does: a layer up to its router.
-
-    Where nothing is captured, as with `replay=False`, it is not known what would be.
-    """
-    in_part = run.impl == "transformer_engine" and {*UP_TO_ROUTER} <= {*(run.modules or ())}
-    return run.captures and run.modules is not None and not in_part
-
-
-OVERLAP_LIMITS: tuple[Limit, ...] = (
-    must_be_off(
-        _OVERLAP,
+    # --- whole layers of dropless experts; `install` also looks at the experts themselves
+    _grouped(
+        "expert_model_parallel_size",
+        1,
+        "numbers of rows that ranks exchange are read on the host",
+        is_on=lambda run: (run.field("expert_model_parallel_size") or 1) > 1 and run.expert_room is None,
+    ),
+    Limit(
+        name="whole layers of dropless experts that ranks share, in graphs of single layers",
+        holds=lambda run: _shares_experts(run) and run.impl not in ("chunk", "module"),
+        reason="where rows have no room, a whole model chunk runs eagerly",
+        fields=Words("graphs.expert_room is {expert_room} and graphs.impl {impl}", "set graphs.impl to chunk"),
+    ),
+    _gathered("tensor_model_parallel_size", 1, _ALONE),
+    _gathered(
+        "context_parallel_size",
+        1,
+        _ALONE,
+        is_on=lambda run: (run.context_parallel_size or run.field("context_parallel_size") or 1) > 1,
+    ),
+    _gathered(
+        "moe_router_load_balancing_type",
+        "aux_loss",
+        _ALONE,
+        is_on=lambda run: "global_aux_loss" in run.list_values("moe_router_load_balancing_type"),
+        remedy="balance by aux_loss, seq_aux_loss, an expert bias, or not at all",
+    ),
+    _grouped(
+        "expert_tensor_parallel_size",
+        1,
+        "ranks with other tokens than those of the tensor-parallel group would share the experts",
+        is_on=lambda run: _count_slices(run) not in (1, run.field("tensor_model_parallel_size") or 1),
+        remedy="set it to 1 or to tensor_model_parallel_size, or analyse with graphs that end at the router",
+    ),
+    *(_grouped(field, None, _IN_BF16) for field in ("fp8", "fp4", "quant_recipe")),
+    _grouped(
+        "add_bias_linear", False, "grouped products add no bias", is_on=lambda run: run.field("add_bias_linear") is True
+    ),
+    _grouped("moe_expert_capacity_factor", None, _NO_ROOM),
+    _grouped("moe_router_padding_for_quantization", False, _NO_ROOM),
+    _grouped("moe_latent_size", None, "experts behind latent projections were not checked in a graph"),
+    _grouped("moe_single_grouped_weight", False, "a weight of all experts was not checked in a graph"),
+    _grouped(
+        "moe_shared_expert_overlap",
         False,
-        "its schedule goes past the decoder's forward",
-        applies=_beyond_nodes,
-        remedy="analyse with --experts dropless, whose graphs its nodes replay, or set it to False",
+        "under tensor parallelism the dispatcher communicates for shared experts",
+        is_on=lambda run: run.field("moe_shared_expert_overlap") and (run.field("tensor_model_parallel_size") or 1) > 1,
+    ),
+    _grouped("delay_wgrad_compute", False, _OF_ENGINE),
+    _grouped("overlap_dispatch_backward_with_experts_wgrad", False, _OF_ENGINE),
+    _grouped("use_transformer_engine_op_fuser", False, _OF_ENGINE),
+    Limit(
+        name="offloading with whole layers of dropless experts",
+        holds=lambda run: _whole_dropless(run) and run.offload_modules is not None,
+        reason="activations of grouped products were not moved beside eager ones",
+        fields=Words("graphs.offload", "set it to null"),
     ),
     Limit(
-        name="overlapped expert communication in hybrid models",
-        holds=lambda run: run.captures and run.field(_OVERLAP) and run.field("hybrid_layer_pattern"),
-        reason="their schedule has other nodes",
-        fields=Words(f"{_OVERLAP} is True in a hybrid model", f"set {_OVERLAP} to False"),
-    ),
-)
-"""With graphs of any kind; where nothing else is said, those of layers up to their routers are served."""
-
-
-# --- parallelism ------------------------------------------------------------------------------------------------------
-
-_RING = "p2p"
-_SERVED = (_RING, "a2a", "all_gather")
-"""Ways in which ranks of context parallelism exchange tokens that were replayed beside eager ones."""
-
-
-_GATHERED = (
-    "weights are gathered and their gradients given back by Python between the layers' passes, which a replay does not "
-    "run"
-)
-
-
-PARALLELISM_LIMITS: tuple[Limit, ...] = (
-    must_be_off(
-        "gtp_weight_remat_size",
-        1,
-        _GATHERED,
-        remedy="set tensor_parallel_num_weight_shards to tensor_model_parallel_size",
-    ),
-    must_be_off(
-        "expert_gtp_weight_remat_size",
-        1,
-        _GATHERED,
-        remedy="set expert_tensor_parallel_num_weight_shards to expert_tensor_parallel_size",
-    ),
-    must_be_off(
-        "cp_comm_type",
-        _RING,
-        "of context parallelism only p2p, a2a and all_gather were checked in a graph",
-        applies=lambda run: run.captures and not run.dynamic_cp and (run.context_parallel_size or 1) > 1,
-        is_on=lambda run: {*_list_values(run, "cp_comm_type")} - {*_SERVED},
-    ),
-    must_be_off("hierarchical_context_parallel_sizes", None, "groups of two levels were not checked in a graph"),
-)
-"""With graphs of any kind. Layers may be spread unevenly: slots and graphs are of a chunk, whatever it holds."""
-
-
-_dynamic = attrgetter("dynamic_cp")
-
-
-def _spans_ranks(run: Run) -> bool:
-    return _dynamic(run) and any(size > 1 for size in run.bucket_cp_sizes or ())
-
-
-_off_if_dynamic = partial(must_be_off, applies=_dynamic, graphs="dynamic context parallelism")
-_ONE_SIZE = "analyse a run with one size"
-
-DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
-    Limit(
-        name="`graphs.impl: local` under dynamic context parallelism",
-        holds=lambda run: _dynamic(run) and run.impl == "local",
-        reason="layers' graphs have one context-parallel size, and dynamic context parallelism gives micro-batches "
-        "several",
-        options=Words("--impl local with --packer {packer}", "use --impl chunk"),
-        fields=Words("graphs.impl is local", "set graphs.impl to chunk"),
-    ),
-    _off_if_dynamic(
-        "pipeline_model_parallel_size",
-        1,
-        "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
-        remedy="set it to 1, or analyse with another packer",
-        is_on=lambda run: (
-            (run.pipeline_parallel_size or 1) > 1
-            # a run of the dev branch may have it, which install does not serve
-            and (run.impl not in (None, "none", "module") or run.packer is None or PACKERS[run.packer].is_released)
-        ),
-        options=Words("--pipeline-parallel-size {pipeline_parallel_size} with --packer {packer}", "use 1"),
-    ),
-    _off_if_dynamic(
-        "num_moe_experts",
-        None,
-        "experts and their routers communicate over groups of one size, and dynamic context parallelism gives "
-        "micro-batches several",
-        remedy=_ONE_SIZE,
-        is_on=lambda run: run.experts not in (None, "none"),
-        options=Words("--experts {experts} with --packer {packer}", "use another packer"),
-    ),
-    _off_if_dynamic(
-        "multi_latent_attention",
-        False,
-        "megatron-core 0.19 has no dynamic context parallelism with it (MLA)",
-        remedy=_ONE_SIZE,
-    ),
-    _off_if_dynamic("mtp_num_layers", None, "multi-token prediction rolls tokens over groups of one size"),
-    Limit(
-        name="`context_parallel_size` 1 with graphs that span several ranks",
-        holds=lambda run: _spans_ranks(run) and run.context_parallel_size == 1,
-        reason="some graphs span several ranks, and megatron-core makes the stream of context parallelism only above 1",
-        options=Words("--context-parallel-size 1", "use 2, and half as large a --data-parallel-size"),
+        name="whole layers of dropless experts whose sizes are no multiples of 8",
+        holds=lambda run: _whole_dropless(run) and any(size % 8 for size in _expert_sizes(run)),
+        reason="torch's grouped products take sizes of 16 bytes and multiples of them, which are 8 values in bf16",
         fields=Words(
-            "context_parallel_size is 1",
-            "set context_parallel_size to 2, halve the data-parallel size, and analyse for these",
+            lambda run: (
+                "hidden_size is {hidden_size} and moe_ffn_hidden_size {moe_ffn_hidden_size}".format_map(run)
+                + (f", which {_count_slices(run)} ranks share" if _count_slices(run) > 1 else "")
+            ),
+            "use multiples of 8 on each rank, or analyse with graphs that end at the router",
         ),
     ),
     Limit(
-        name="an odd `max_seqlen_per_dp_cp_rank` with graphs that span several ranks",
-        holds=lambda run: _spans_ranks(run) and bool((run.max_seqlen_per_dp_cp_rank or 0) % 2),
-        reason="a rank holds two pieces of every document that several ranks share",
-        options=Words("--max-seqlen-per-dp-cp-rank {max_seqlen_per_dp_cp_rank}", "use an even number"),
-        fields=Words("max_seqlen_per_dp_cp_rank is {max_seqlen_per_dp_cp_rank}", "analyse with an even number"),
+        name="slices of dropless experts in graphs of single layers",
+        holds=lambda run: _whole_dropless(run) and _count_slices(run) > 1 and run.impl not in ("chunk", "module"),
+        reason="slices of experts were checked in graphs of model chunks alone",
+        fields=Words(
+            lambda run: f"graphs.impl is {run.impl} where {_count_slices(run)} ranks share every expert",
+            "set graphs.impl to chunk, or expert_tensor_parallel_size to 1",
+        ),
+    ),
+    # --- what an analysis knows of them by other names than TransformerConfig's fields
+    Limit(
+        name="whole layers of dropless experts in SequentialMLP",
+        holds=lambda run: _whole_dropless(run) and run.field("sequential_experts"),
+        reason="experts are multiplied one by one",
+        fields=Words("moe_grouped_gemm is False", "set it to True"),
+    ),
+    Limit(
+        name="whole layers of dropless experts in fp16 or fp32",
+        holds=lambda run: _whole_dropless(run) and run.field("precision") in ("fp16", "fp32"),
+        reason=_IN_BF16,
+        fields=Words("precision is {precision}", "train in bf16"),
+    ),
+    Limit(
+        name="whole layers of dropless experts with adapters",
+        holds=lambda run: _whole_dropless(run) and run.field("adapted_experts"),
+        reason="adapters between grouped products were not checked in a graph",
+        fields=Words("lora_target_modules has linear_fc1 or linear_fc2", "adapt attention alone"),
+    ),
+    Limit(
+        name="whole layers of dropless experts on other GPUs than Hopper's",
+        holds=lambda run: _whole_dropless(run) and run.field("groups_products") is False,
+        reason="torch's grouped products were checked in a graph on Hopper GPUs alone",
+        fields=Words("the GPU is no Hopper GPU", "train on one"),
     ),
 )
-"""In the order of analysis, which tells the first alone."""
+"""In the order of messages."""

@@ -25,11 +25,6 @@ UNMEASURED = "THDPROF_UNMEASURED"
 """Environment variable; the value `allow` accepts what has graphs but was never measured, or not found equal."""
 
 
-def takes_unmeasured(environment: Mapping[str, str]) -> bool:
-    """Whether the user takes settings that were never measured, or not found equal."""
-    return environment.get(UNMEASURED) == "allow"
-
-
 def is_dynamic(plan: Plan) -> bool:
     """Whether micro-batches of the plan have context-parallel sizes of their own."""
     return plan.training.has_dynamic_cp and plan.training.max_seqlen_per_dp_cp_rank is not None
@@ -160,6 +155,11 @@ class Run:
         """Value of a field of the TransformerConfig; None where it is not known or the class has no such field."""
         return getattr(self.config, name, None)
 
+    def list_values(self, name: str) -> list[str]:
+        """The values of a field of the TransformerConfig that holds one value or several."""
+        values = self.field(name) or ()
+        return [values] if isinstance(values, str) else [*values]
+
     def __getitem__(self, name: str) -> Any:
         """A field of this class by name, else one of the TransformerConfig."""
         return getattr(self, name) if name in self.__slots__ else self.field(name)
@@ -202,7 +202,7 @@ class Run:
         }
         if not (more.pop("replay", True) and graphs.impl != "none"):
             known |= dict.fromkeys(("modules", "offload_modules", "layers_per_graph"))
-        return cls(**{**known, "unmeasured": takes_unmeasured(environment), "config": config, **more})
+        return cls(**{**known, "unmeasured": environment.get(UNMEASURED) == "allow", "config": config, **more})
 
     @classmethod
     def from_config(cls, config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str]) -> Self:
@@ -233,7 +233,7 @@ class Run:
             wrapper=facts.wrapper,
             context_parallel_size=getattr(config, "context_parallel_size", None),
             experts=find_experts(config),
-            unmeasured=takes_unmeasured(environment),
+            unmeasured=environment.get(UNMEASURED) == "allow",
             config=config,
         )
 

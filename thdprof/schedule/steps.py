@@ -23,11 +23,9 @@ Deal = Callable[[list[int], TrainingSettings], list[Packs]]
 too few. An empty pack is padding alone."""
 
 
-def schedule_steps(
-    packing: Packing, document_tokens: NDArray[np.int32], settings: TrainingSettings, *, is_drawn: bool = False
-) -> Schedule:
+def schedule_steps(packing: Packing, document_tokens: NDArray[np.int32], settings: TrainingSettings) -> Schedule:
     """The schedule of rows that were packed step by step, in order of step, data-parallel rank and micro-batch."""
-    exact = settings.loader == "single" and not is_drawn
+    exact = settings.loader == "single"
     table = fill_rows(packing.rows, settings).table(settings, packing.num_microbatches, exact=exact)
     one_epoch = len(table) * len(document_tokens) // max(1, len(packing.rows.document_tokens))
     return Schedule(table=table, distinct=one_epoch, **packing.summarize())

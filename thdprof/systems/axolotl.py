@@ -23,7 +23,7 @@ from thdprof.schedule.samplers import torch_randperm
 from thdprof.schedule.schedule import Schedule
 from thdprof.schedule.trainer import trainer_table
 from thdprof.systems.base import Exported, Limit, Packer, Target, Value, export_yaml
-from thdprof.training import TrainingSettings, suggest_setting
+from thdprof.training import TrainingSettings
 
 _GROUP = 100_000
 """Number of documents that Axolotl packs together by default, its sample_packing_group_size."""
@@ -87,15 +87,6 @@ def _replay(lengths: NDArray[np.int32], settings: TrainingSettings) -> Schedule:
     return Schedule(table=joined, distinct=len(tables[0]), **packing.summarize())
 
 
-def _note_order(settings: TrainingSettings) -> str | None:
-    if settings.sampling != "random":
-        return None
-    return (
-        "Axolotl's order of documents is known with curriculum_sampling alone: micro-batches were drawn with "
-        f"--seed {settings.seed}; {suggest_setting('sampling', 'sequential')} replays the file's order"
-    )
-
-
 _make = partial(
     Packer,
     replay=_replay,
@@ -106,7 +97,8 @@ _make = partial(
     overlong="leave out",
     pads_documents=False,
     more_rows="other order",
-    note_order=_note_order,
+    order_note="Axolotl's order of documents is known with curriculum_sampling alone: micro-batches were drawn with "
+    "--seed {seed}; sampling sequential in --settings replays the file's order",
 )
 PACKERS = (
     _make(

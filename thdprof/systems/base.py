@@ -97,8 +97,8 @@ class Packer:
     refuse: Callable[[Mapping[str, Any]], None] = lambda values: None
     """Raises a UsageError for settings, by name, under which nobody packs so."""
     find_problems: Callable[[TrainingSettings], Iterator[Problem]] = lambda settings: iter(())
-    note_order: Callable[[TrainingSettings], str | None] = lambda settings: None
-    """A sentence on an order of documents that was drawn; None where the packer draws none."""
+    order_note: str | None = None
+    """A sentence on an order that was drawn with {seed}; None where the loader decides on the order."""
     padding_remedy: str | None = None
     """The way to give all micro-batches one token count; None: that of the kind of data."""
     advise_limit: Callable[[TrainingSettings, int], str] = lambda settings, fullest: ""

@@ -284,46 +284,42 @@ def draw_lengths(location: str) -> Dataset:
         raise UsageError(f"{location}: no distribution {name}: choose one of {list_choices(name, [*_DISTRIBUTIONS])}")
     needed = re.findall(r"[a-z]+", _DISTRIBUTIONS[name])
     known = [*dict.fromkeys((*needed, *_COMMON))]
-    values: dict[str, float] = {}
+    given: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         key, _, value = part.partition("=")
-        if key not in known or key in values:
-            what = "given twice" if key in values else f"no parameter of it; choose one of {list_choices(key, known)}"
+        if key not in known or key in given:
+            what = "given twice" if key in given else f"no parameter of it; choose one of {list_choices(key, known)}"
             raise UsageError(f"{location}: {key} is {what}")
-        values[key] = _read_parameter(location, key, value)
-    if lacking := [key for key in needed if key not in values]:
+        given[key] = _read_parameter(location, key, value)
+    if lacking := [key for key in needed if key not in given]:
         raise UsageError(f"{location}: lacks {' and '.join(lacking)}; give them as in {name}:{_DISTRIBUTIONS[name]}")
-    values = {key: default for key, (default, _, _) in _COMMON.items()} | values
+    values = {key: default for key, (default, _, _) in _COMMON.items()} | given
     if values["min"] > values["max"]:
         raise UsageError(f"{location}: min {values['min']} is more than max {values['max']}")
-    made = [partial(_draw, name, values, number) for number in range(int(values["draws"]))]
-    documents = write_count(int(values["documents"]), "document")
+    made = [partial(_draw, name, values, number) for number in range(values["draws"])]
+    documents = write_count(values["documents"], "document")
     note = f"lengths are drawn: {documents}, {len(made)} times; the micro-batches are those of the first draw"
     return Dataset.from_content("lengths", [location], made[0](), other_draws=tuple(made[1:]), notes=(note,))
 
 
 def _read_parameter(location: str, key: str, text: str) -> float:
-    _, least, most = _COMMON.get(key, (0, 0, _MOST))
+    is_whole, (_, least, most) = key in _COMMON, _COMMON.get(key, (0, 0, _MOST))
     try:
-        value = int(text) if key in _COMMON else float(text)
+        value = int(text) if is_whole else float(text)
     except ValueError:
         value = -1
-    if not least <= value <= most or (key not in _COMMON and value == 0):
-        what = f"a whole number from {least} to {most}" if key in _COMMON else f"a number above 0, at most {most}"
+    if not least <= value <= most or not (is_whole or value):
+        what = f"a whole number from {least} to {most}" if is_whole else f"a number above 0, at most {most}"
         raise UsageError(f"{location}: {key} {text!r:.40} must be {what}")
     return value
 
 
-def _draw(name: str, values: Mapping[str, float], number: int) -> UnpackedDocuments:
+def _draw(name: str, values: Mapping[str, Any], number: int) -> UnpackedDocuments:
     """The documents of draw `number`, from 0."""
-    random, size = np.random.default_rng([int(values["seed"]), number]), int(values["documents"])
-    least, most = int(values["min"]), int(values["max"])
-    if name == "uniform":
-        drawn = random.integers(least, most, size, endpoint=True).astype(np.float64)
-    elif name == "lognormal":
-        sigma = values["sigma"]
-        drawn = random.lognormal(np.log(values["mean"]) - sigma**2 / 2, sigma, size)
-    else:
-        shape = values.get("shape", 1.0)
-        drawn = random.gamma(shape, values["mean"] / shape, size)
-    return UnpackedDocuments(document_tokens=np.clip(np.rint(drawn), least, most).astype(np.int32))
+    random, size = np.random.default_rng([values["seed"], number]), values["documents"]
+    mean, sigma, shape = (values.get(key, 1.0) for key in ("mean", "sigma", "shape"))
+    drawn: NDArray[Any] = {
+        "uniform": lambda: random.integers(values["min"], values["max"], size, endpoint=True),
+        "lognormal": lambda: random.lognormal(np.log(mean) - sigma**2 / 2, sigma, size),
+    }.get(name, lambda: random.gamma(shape, mean / shape, size))()
+    return UnpackedDocuments(document_tokens=np.clip(np.rint(drawn), values["min"], values["max"]).astype(np.int32))

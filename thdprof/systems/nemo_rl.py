@@ -91,20 +91,19 @@ _ALGORITHMS: dict[str, Callable[[list[int], int], Packs]] = {
 }
 
 
-def _note_order(settings: TrainingSettings) -> str | None:
-    return (
-        "NeMo-RL shuffles with Python's generator, whose state no setting tells: micro-batches were drawn with "
-        f"--seed {settings.seed}"
-    )
-
-
 _pack = partial(pack_steps, deal=_deal)
 _make = partial(Packer, rule="concatenate", loader="single", limit=None, more_rows="same")
 PACKERS = (
     _make(name="concatenative", by_step=_pack),
     _make(name="nemo_first_fit_decreasing", by_step=_pack),
     _make(name="modified_first_fit_decreasing", by_step=_pack),
-    _make(name=_SHUFFLED, by_step=partial(_pack, is_drawn=True), is_drawn=True, note_order=_note_order),
+    _make(
+        name=_SHUFFLED,
+        by_step=partial(_pack, is_drawn=True),
+        is_drawn=True,
+        order_note="NeMo-RL shuffles with Python's generator, whose state no setting tells: micro-batches were drawn "
+        "with --seed {seed}",
+    ),
 )
 
 

@@ -72,15 +72,14 @@ def read_dataset(
     if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix; --help tells more")
     engines.check_engine(engine)
-    drawn = [text for text in locations if _DRAWN.fullmatch(text) and not Path(text).exists()]
-    if drawn:
+    if drawn := next((text for text in locations if _DRAWN.fullmatch(text) and not Path(text).exists()), None):
         from thdprof.systems.lengths import draw_lengths
 
         if len(locations) > 1 or format not in ("auto", "lengths"):
-            raise UsageError(f"{drawn[0]}: its lengths are drawn: give it alone, and no --format but lengths")
+            raise UsageError(f"{drawn}: its lengths are drawn: give it alone, and no --format but lengths")
         if engine != "local" or cache is not None or settings.get("length_column") is not None:
-            raise UsageError(f"{drawn[0]}: its lengths are drawn: leave out --engine, --cache and --length-column")
-        return draw_lengths(drawn[0])
+            raise UsageError(f"{drawn}: its lengths are drawn: leave out --engine, --cache and --length-column")
+        return draw_lengths(drawn)
     reading = make_reading(settings, cache=cache, digest=digest, engine=engine, tick=tick)
     try:
         chosen, paths, notes = _find(locations, _candidates(format, reading))

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -131,9 +130,9 @@ def backward_ms(
         computing.append(Task(ms, before, busy))
 
     if all_at_end:
-        compute(compute_ms)
+        parts = [[], [], [*chain(*parts)]]
     for place, completed in enumerate(parts):
-        if 0 < place < len(parts) - 1 and not all_at_end:
+        if 0 < place < len(parts) - 1:
             compute(compute_ms / (len(parts) - 2))
         for bucket in completed:
             once_ms = bucket.nbytes / (gpu.memory_tbps * _MEMORY_SHARE * 1e9)
@@ -270,41 +269,30 @@ def _lay_out(
     """For each bucket that is reduced and gathered at once, its part, its elements, and the bytes to gather.
 
     Layers in FP8 have buckets apart, with the last of which those of all others travel. Their norms, biases and
-    routers, which stay in bf16, are few, and counted among those in FP8.
-    """
-    fill = partial(_fill_buckets, model, least=least, ranks=ranks, alone=alone)
-    if not (model.fp8_param_gather and model.fp8_recipe in _IN_FP8):
-        return [(place, elements, elements * model.element_bytes) for place, elements in fill(parts)]
-    quantized = [(place, elements, elements) for place, elements in fill([[], *parts[1:-1], []])]
-    others = fill([parts[0], *[[]] * (len(parts) - 2), parts[-1]])
-    last = [*quantized[-1:], *((place, elements, elements * model.element_bytes) for place, elements in others)]
-    places, elements, nbytes = zip(*last, strict=True)
-    return [*quantized[:-1], (min(places), sum(elements), sum(nbytes))]
-
-
-def _fill_buckets(
-    model: Model, parts: Sequence[Sequence[float]], *, least: float, ranks: int, alone: bool
-) -> Iterator[tuple[int, float]]:
-    """The buckets of one buffer, from the last parameter to the first: their part, and their elements.
-
-    `alone` says that the embedding has a bucket of its own.
+    routers, which stay in bf16, are few, and counted among those in FP8. `alone` says that the embedding has a bucket
+    of its own.
     """
     divisor = 1
     if model.use_distributed_optimizer:
         divisor = math.lcm(ranks, _DIVISOR, _HIGH_BANDWIDTH if model.ddp_pad_buckets_for_high_nccl_busbw else 1)
-    filled, last = 0.0, 0
-    parameters = [(place, elements) for place, part in enumerate(parts) for elements in part]
-    for place, elements in reversed(parameters):
-        own = alone and place == 0
-        if own and filled:
-            yield last, math.ceil(filled / divisor) * divisor
-            filled = 0.0
-        filled, last = filled + elements, place
-        if filled >= least or own:
-            yield last, math.ceil(filled / divisor) * divisor
-            filled = 0.0
-    if filled:
-        yield last, math.ceil(filled / divisor) * divisor
+
+    def fill(places: Sequence[int], nbytes: int) -> list[tuple[int, float, float]]:
+        """The buckets of one buffer, from its last parameter to its first."""
+        found: list[tuple[int, float]] = []
+        for place in reversed(places):
+            for elements in reversed(parts[place]):
+                filled = found.pop()[1] if found and found[-1][1] < least and not (alone and place == 0) else 0.0
+                found.append((place, filled + elements))
+        padded = [(place, math.ceil(elements / divisor) * divisor) for place, elements in found]
+        return [(place, elements, elements * nbytes) for place, elements in padded]
+
+    places = range(len(parts))
+    if not (model.fp8_param_gather and model.fp8_recipe in _IN_FP8):
+        return fill(places, model.element_bytes)
+    quantized = fill(places[1:-1], 1)
+    together = [*quantized[-1:], *fill((places[0], places[-1]), model.element_bytes)]
+    ends, elements, nbytes = zip(*together, strict=True)
+    return [*quantized[:-1], (min(ends), sum(elements), sum(nbytes))]
 
 
 def predict_overlap(
@@ -340,84 +328,71 @@ def predict_overlap(
     overlaps = model.overlap_grad_reduce or model.overlap_param_gather
     if not overlaps or gpu is None or replay_ms is None or step_ms is None:
         return None
-    chunk = _Chunk(model, settings, gpu, replay_ms, gbps)
-    whole_ms = chunk.waited_ms(chunk.num_layers)
+    chunks, pipeline = settings.virtual_pipeline_size or 1, settings.pipeline_parallel_size
+    stage = stages(model, pipeline_size=pipeline, num_chunks=chunks)[0]
+    num_layers, buckets = len(stage.chunks[0]), buckets_of(model, stage, ranks=ranks, pipeline_size=pipeline)
+    instances = model.num_distributed_optimizer_instances
+    across_hosts, all_across = (
+        count * model.tensor_model_parallel_size > GPUS_A_HOST for count in (ranks // instances, ranks)
+    )
+    own_gbps, all_gbps = (gbps or data_parallel_gbps(gpu, across_hosts=across) for across in (across_hosts, all_across))
+
+    def reduce(bucket: Bucket) -> Reduction:
+        nbytes = bucket.elements * (4 if model.gradients_in_fp32 else 2)
+        times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
+        ms = data_parallel_ms(nbytes * times, bucket.ranks, own_gbps)
+        ms += data_parallel_ms(2 * nbytes / bucket.ranks, instances, all_gbps)
+        return Reduction(ms, nbytes, bucket.scaled)
+
+    reduces, gathers = model.overlap_grad_reduce, model.overlap_param_gather
+    reduced = [[reduce(bucket) for bucket in part if reduces] for part in buckets]
+    gathered_ms = [
+        [data_parallel_ms(one.gathered_bytes, one.ranks, own_gbps) for one in reversed(part) if gathers]
+        for part in buckets
+    ]
+
+    def waited_ms(per_graph: int, *, one_connection: bool) -> float:
+        """The first forward and the last backward of a step, communication that is waited for included."""
+        return forward_ms(
+            replay_ms / chunks * FORWARD,
+            _group(gathered_ms, per_graph),
+            all_ahead=chunks > 1 and model.align_param_gather,
+            one_connection=one_connection,
+        ) + backward_ms(
+            replay_ms / chunks * BACKWARD,
+            _group(reduced, per_graph)[::-1],
+            gpu,
+            checked=model.check_for_nan_in_grad,
+            one_connection=one_connection,
+            all_at_end=chunks > 1 and model.align_grad_reduce,
+        )
 
     def cut(per_graph: int | None) -> Overlap:
-        count = per_graph or chunk.num_layers
-        graphs, cut_ms = math.ceil(chunk.num_layers / count), chunk.waited_ms(count)
+        count = per_graph or num_layers
+        graphs = math.ceil(num_layers / count)
+        least, most = (
+            waited_ms(num_layers, one_connection=one) - waited_ms(count, one_connection=one) for one in (True, False)
+        )
         return Overlap(
             layers_per_graph=per_graph,
             graphs=graphs,
-            communication_ms=chunk.communication_ms,
-            hidden_ms=(whole_ms[0] - cut_ms[0], whole_ms[1] - cut_ms[1]),
-            cost_ms=(graphs - 1) * GRAPH_MS * (settings.virtual_pipeline_size or 1) * num_microbatches,
-            gbps=chunk.gbps,
+            communication_ms=sum(one.ms for one in chain(*reduced)) + sum(chain(*gathered_ms)),
+            hidden_ms=(least, most),
+            cost_ms=(graphs - 1) * GRAPH_MS * chunks * num_microbatches,
+            gbps=own_gbps,
             gbps_given=gbps is not None,
-            across_hosts=chunk.across_hosts,
+            across_hosts=across_hosts,
         )
 
-    best, per_graph = cut(None), chunk.num_layers
+    best, per_graph = cut(None), num_layers
     while per_graph > 1:
         per_graph = math.ceil(per_graph / 2)
         found = cut(per_graph)
-        if found.graphs > chunk.num_buckets:
+        if found.graphs > sum(map(len, buckets[1:-1])):
             break  # more graphs have nothing to communicate between them
         if found.expected_ms > max(best.expected_ms, WORTH * step_ms):
             best = found
     return best
-
-
-class _Chunk:
-    """The first chunk of the first pipeline stage: its buckets, and its pass in one or several graphs."""
-
-    def __init__(
-        self, model: Model, settings: TrainingSettings, gpu: Gpu, replay_ms: float, gbps: float | None
-    ) -> None:
-        chunks, pipeline = settings.virtual_pipeline_size or 1, settings.pipeline_parallel_size
-        self._model, self._gpu, self._pass_ms, self._interleaved = model, gpu, replay_ms / chunks, chunks > 1
-        stage = stages(model, pipeline_size=pipeline, num_chunks=chunks)[0]
-        self.num_layers = len(stage.chunks[0])
-        ranks = settings.data_parallel_size * settings.context_parallel_size
-        instances = model.num_distributed_optimizer_instances
-        buckets = buckets_of(model, stage, ranks=ranks, pipeline_size=pipeline)
-        self.num_buckets = sum(map(len, buckets[1:-1]))
-        """Those of the layers."""
-        self.across_hosts, all_across = (
-            count * model.tensor_model_parallel_size > GPUS_A_HOST for count in (ranks // instances, ranks)
-        )
-        self.gbps = gbps or data_parallel_gbps(gpu, across_hosts=self.across_hosts)
-        between = gbps or data_parallel_gbps(gpu, across_hosts=all_across)
-        times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
-
-        def reduce(bucket: Bucket) -> Reduction:
-            nbytes = bucket.elements * (4 if model.gradients_in_fp32 else 2)
-            ms = data_parallel_ms(nbytes * times, bucket.ranks, self.gbps)
-            ms += data_parallel_ms(2 * nbytes / bucket.ranks, instances, between)
-            return Reduction(ms, nbytes, bucket.scaled)
-
-        reduces, gathers = model.overlap_grad_reduce, model.overlap_param_gather
-        self._reduced = [[reduce(bucket) for bucket in part if reduces] for part in buckets]
-        self._gathered_ms = [
-            [data_parallel_ms(one.gathered_bytes, one.ranks, self.gbps) for one in reversed(part) if gathers]
-            for part in buckets
-        ]
-        self.communication_ms = sum(one.ms for one in chain(*self._reduced)) + sum(chain(*self._gathered_ms))
-
-    def waited_ms(self, per_graph: int) -> tuple[float, float]:
-        """Milliseconds of the first forward and the last backward of a step, communication that is waited for
-        included, with so many layers a graph: with one connection of the GPU, and with several.
-        """
-        model, forward, backward = self._model, self._pass_ms * FORWARD, self._pass_ms * BACKWARD
-        gathered, reduced = _group(self._gathered_ms, per_graph), _group(self._reduced, per_graph)[::-1]
-        ahead, at_end = (self._interleaved and one for one in (model.align_param_gather, model.align_grad_reduce))
-        checked = model.check_for_nan_in_grad
-        one, several = (
-            forward_ms(forward, gathered, all_ahead=ahead, one_connection=alone)
-            + backward_ms(backward, reduced, self._gpu, checked=checked, one_connection=alone, all_at_end=at_end)
-            for alone in (True, False)
-        )
-        return one, several
 
 
 def _group[T](parts: Sequence[Sequence[T]], per_graph: int) -> list[list[T]]:
