@@ -235,6 +235,8 @@ _VERSION = 1
 """Of shards; those of another version are read anew."""
 _MANY, _MANY_REMOTE, _BATCH = 512, 16, 16
 """Local and remote files from which on processes read them, and files of a batch."""
+_LOCKED_S = 10.0
+"""Seconds for which another program may lock the database of shards."""
 _TEXT_BYTES = 2**28
 """Bytes of text whose counts are kept together."""
 Item = tuple[Path, str | None]
@@ -252,7 +254,8 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
     """
     remote, text, local = is_remote(str(paths[0])), format_.count_text is not None, reading.engine == "local"
     many = local and not text and len(paths) >= (_MANY_REMOTE if remote else _MANY)
-    names = ["" if reading.digest else _name_kept(path) for path in paths]
+    names = ["" if reading.digest else str(path.resolve()) for path in paths]
+    names = [name.encode(errors="backslashreplace").decode() for name in names]  # which need not be UTF-8
     directory, key = None, None
     if format_.key is not None and (text or remote or many or not local or reading.cache is not None):
         own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "thdprof"
@@ -274,26 +277,20 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
         size = -(-len(paths) // parts) if local else 1
     inside = replace(reading, tick=show if local and not many else show_nothing)
     work = partial(scan_files, format_.name, inside if local else replace(inside, workers=1))
-    with contextlib.closing(cache):
-        for answers in run(work, items, engine=reading.engine, size=size, parallel=many):
-            fresh = [(names[at], stamp, shard) for at, (stamp, shard) in answers if shard is not None]
-            shards |= {at: kept[names[at]][1] if shard is None else shard for at, (_, shard) in answers}
-            new += len(fresh)
-            cache.keep(fresh)
-            documents += sum(len(shards[at].arrays[0]) for at, _ in answers)
-            if len(paths) > size:
-                show(f"reading files, {len(shards):,} of {len(paths):,}", 0.0, 0)
+    for answers in run(work, items, engine=reading.engine, size=size, parallel=many):
+        fresh = [(names[at], stamp, shard) for at, (stamp, shard) in answers if shard is not None]
+        shards |= {at: kept[names[at]][1] if shard is None else shard for at, (_, shard) in answers}
+        new += len(fresh)
+        cache.keep(fresh)
+        documents += sum(len(shards[at].arrays[0]) for at, _ in answers)
+        if len(paths) > size:
+            show(f"reading files, {len(shards):,} of {len(paths):,}", 0.0, 0)
     dataset = format_.join(format_.name, paths, [shards[at] for at in range(len(paths))], reading)
     if not (new and cache.fault is not None and (text or reading.cache is not None)):
         return dataset
     what = "the counted tokens" if text else "what was read"
     note = f"{what} could not be kept in {directory} ({cache.fault}): give another --cache"
     return replace(dataset, notes=(*dataset.notes, note))
-
-
-def _name_kept(path: Path) -> str:
-    """The path as text that a database takes; names of files need not be UTF-8."""
-    return str(path.resolve()).encode(errors="backslashreplace").decode()
 
 
 class KeptShards:
@@ -304,72 +301,52 @@ class KeptShards:
 
     def __init__(self, directory: Path | None, key: Any) -> None:
         self.fault: Exception | None = None
+        self._file = None if directory is None else directory / "shards.sqlite"
         self._key = json.dumps(key, sort_keys=True)
-        self._database: sqlite3.Connection | None = None
-        if directory is not None:
-            self._file = directory / "shards.sqlite"
-            self._open()
 
-    def _open(self, *, anew: bool = False) -> None:
-        """Open the database; `anew`: set aside what has its name, and make another one."""
+    def _use(self, use: Callable[[sqlite3.Connection], Any]) -> None:
+        """Call `use` with the database. What is damaged, or no database, is set aside, and another one is made."""
+        if self._file is None or self.fault is not None:  # each further attempt could wait for a lock, too
+            return
         import sqlite3
 
-        self.close()
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            if anew:
-                self._file.replace(self._file.with_suffix(".broken"))
-            self._database = sqlite3.connect(self._file, timeout=10)
-            self._database.execute(
-                "CREATE TABLE IF NOT EXISTS shards (key, file, stamp, content, PRIMARY KEY (key, file))"
-            )
-        except (OSError, sqlite3.Error, UnicodeError) as error:
-            self._recover(error)
-
-    def _recover(self, error: Exception) -> None:
-        """Make a database anew that is damaged, or that something else has the name of; keep nothing otherwise."""
-        import sqlite3
-
-        if type(error) is sqlite3.DatabaseError and self._database is not None:
-            self._open(anew=True)
-        else:
-            self.fault = error
+        make = "CREATE TABLE IF NOT EXISTS shards (key, file, stamp, content, PRIMARY KEY (key, file))"
+        for is_damaged in (False, True):
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                if is_damaged:
+                    self._file.replace(self._file.with_suffix(".broken"))
+                with contextlib.closing(sqlite3.connect(self._file, timeout=_LOCKED_S)) as database, database:
+                    database.execute(make)
+                    use(database)
+                return
+            except (OSError, sqlite3.Error, UnicodeError) as error:
+                if is_damaged or type(error) is not sqlite3.DatabaseError:
+                    self.fault = error
+                    return
 
     def load(self, names: Iterable[str]) -> dict[str, tuple[str, Shard]]:
         """The stamp and the shard of each file that is kept among `names`, by its name."""
-        if self._database is None:
-            return {}
-        import sqlite3
-
         kept = {}
-        query = "SELECT stamp, content FROM shards WHERE key = ? AND file = ?"
-        try:
+
+        def look_up(database: sqlite3.Connection) -> None:
+            query = "SELECT stamp, content FROM shards WHERE key = ? AND file = ?"
             for name in set(names):
-                for stamp, content in self._database.execute(query, (self._key, name)):
+                for stamp, content in database.execute(query, (self._key, name)):
                     with contextlib.suppress(Exception):  # a damaged one raises many kinds; it is read anew
                         kept[name] = stamp, unpack(content)
-        except sqlite3.Error as error:
-            self._recover(error)
+
+        self._use(look_up)
         return kept
 
     def keep(self, shards: Sequence[tuple[str, str, Shard]]) -> None:
         """Keep shards with the names and stamps of their files."""
-        if self._database is None or self.fault is not None:  # each further one could wait for a lock, too
-            return
-        import sqlite3
 
-        rows = [(self._key, file, stamp, pack(shard)) for file, stamp, shard in shards]
-        try:
-            with self._database:
-                self._database.executemany("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?)", rows)
-        except sqlite3.Error as error:
-            self.fault = error
+        def write(database: sqlite3.Connection) -> None:
+            rows = ((self._key, file, stamp, pack(shard)) for file, stamp, shard in shards)
+            database.executemany("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?)", rows)
 
-    def close(self) -> None:
-        """Close the database."""
-        if self._database is not None:
-            self._database.close()
-            self._database = None
+        self._use(write)
 
 
 def pack(shard: Shard) -> bytes:
