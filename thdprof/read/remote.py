@@ -41,7 +41,7 @@ _RANGE_BYTES = 2**16
 _MOST_BYTES = 2**23
 """Most bytes of a request that reads ahead, and of the ranges that a path keeps."""
 _MOST_KEPT_BYTES = 2**28
-"""Most bytes that all paths keep, such as the footers of 4,096 files: a dataset may have 100,000."""
+"""Most bytes that are fetched before the path of the oldest keeps none: a dataset may have 100,000 files."""
 _PAUSES = (0.5, 2.0)
 """Seconds before each further attempt, after the library's own."""
 _LONG_S = 10.0
@@ -175,7 +175,7 @@ def make_status(size: int | None, modified_ns: int = 0) -> SimpleNamespace:
 class RemotePath(Path):
     """A file or directory of a store. Errors of the store are OSErrors with a number and the path's text."""
 
-    _keeping: ClassVar[deque[RemotePath]] = deque()
+    _keeping: ClassVar[deque[tuple[RemotePath, int]]] = deque()
     _bytes_kept: ClassVar[int] = 0
     _lock = threading.Lock()
 
@@ -278,23 +278,17 @@ class RemotePath(Path):
 
         content = self._attempt(fetch, size)
         with self._lock:
-            before = self._count_kept()
             self._kept.insert(0, (start, content))
-            while self._count_kept() > _MOST_BYTES:
+            while sum(len(kept) for _, kept in self._kept) > _MOST_BYTES:
                 self._kept.pop()
-            if self._is_restored:
-                return content
-            if not before:
-                self._keeping.append(self)
-            RemotePath._bytes_kept += self._count_kept() - before
+            if not self._is_restored:
+                self._keeping.append((self, size))
+                RemotePath._bytes_kept += size
             while self._bytes_kept > _MOST_KEPT_BYTES:
-                first = self._keeping.popleft()
-                RemotePath._bytes_kept -= first._count_kept()
-                first._kept = []
+                oldest, fetched = self._keeping.popleft()
+                oldest._kept = []
+                RemotePath._bytes_kept -= fetched
         return content
-
-    def _count_kept(self) -> int:
-        return sum(len(kept) for _, kept in self._kept)
 
     def _attempt[Result](self, call: Callable[[], Result], size: int = 0) -> Result:
         for pause in (*_PAUSES, None):
