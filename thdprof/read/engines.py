@@ -136,7 +136,7 @@ class _Processes:
     """Processes of this machine, one a core. Each is spoken to by a thread of its own.
 
     As `_Ray`, it takes `capacity` batches at a time: `submit` returns a future of a batch's answers, or of the
-    exception that ended it. `close` ends all at once.
+    exception that ended it. `close` ends all at once, but for batches of a cluster that the caller has joined.
     """
 
     def __init__(self, work: Work, num_batches: int) -> None:
@@ -210,18 +210,12 @@ class _Ray:
         task = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(answer)
         self._ask = partial(task.remote, ray.put(work), os.getcwd())
         self.capacity = max(1, 2 * int(ray.cluster_resources().get("CPU", 1)))
-        self._running = set[Any]()
 
     def submit(self, batch: Sequence[Any]) -> Future[Any]:
-        reference = self._ask(batch)
-        self._running.add(reference)
-        future: Future[Any] = reference.future()
-        future.add_done_callback(lambda _: self._running.discard(reference))
+        future: Future[Any] = self._ask(batch).future()
         return future
 
     def close(self) -> None:
-        for reference in list(self._running):
-            self._ray.cancel(reference, force=True)
         if self._ends:
             self._ray.shutdown()
 
