@@ -23,7 +23,7 @@ from support.object_store import serve
 
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, UsageError
-from thdprof.read.remote import READING, Entry, RemotePath, find_matches, locate, map_apart, stamp
+from thdprof.read.remote import READING, RemotePath, find_matches, locate, make_status, map_apart, stamp
 
 ROWS = [[5, 6, 7], [9], [3, 3], [12, 1], [8]]
 
@@ -171,7 +171,7 @@ class Short:
         self.answers = [b"123"] * faults
 
     def look_up(self, key):
-        return Entry(10)
+        return make_status(10)
 
     def open(self, key):
         return lambda start, size: self.answers.pop() if self.answers else b"0123456789"[start : start + size], "stamp"

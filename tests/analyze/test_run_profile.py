@@ -15,7 +15,6 @@ from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.profile.run_profile import (
     COLUMNS,
     SEGMENTS,
-    combine_caps,
     merge_profiles,
     one_cap_step_ms,
 )
@@ -101,7 +100,7 @@ def test_times_above_the_grid_are_those_of_the_run(tmp_path, fields):
     larger = max(profile.caps()) + 50
     times = one_cap_step_ms(analysis, costs, [larger])
     wider = profile.parts[0].model_copy(update={"caps": {**profile.parts[0].caps, larger: 1.0}})
-    mean_ms = combine_caps([profile.parts[0], wider], costs, profile.training)[larger]
+    mean_ms = profile.model_copy(update={"parts": [profile.parts[0], wider]}).caps()[larger]
     assert 2 * mean_ms - 1 == pytest.approx(times[0])
     assert fields == {} or float(np.ptp(analysis.microbatches.squared)) > 1000
 

@@ -58,6 +58,8 @@ class Analysis(Predictions):
 
     request: Request = field(repr=False)
     """What was analysed, and by which options."""
+    run: AnalyzedRun = field(repr=False)
+    """The run as its buckets were chosen for it."""
     dataset: DatasetPart
     """The dataset that was read."""
     settings: TrainingSettings
@@ -302,6 +304,7 @@ class Study:
         return Analysis(
             **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
             request=request,
+            run=run,
             dataset=summarize_dataset(dataset),
             settings=settings,
             assumptions=replayed.assumptions,

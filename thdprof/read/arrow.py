@@ -12,7 +12,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,13 @@ def integers(column: Any, where: str) -> NDArray[np.integer]:
 
     if not types.is_integer(column.type):
         raise DataError(f"{where}: is {column.type}, not integers")
+    if column.null_count:
+        raise DataError(f"{where}: row {_first_null(column)}: is null")
     parts: list[NDArray[np.integer]] = [np.empty(0, dtype=np.int32)]
-    row = 0
-    for chunk in column.chunks:
-        if chunk.null_count:
-            raise DataError(f"{where}: row {row + _first_null(chunk)}: is null")
-        values, limits = _int64(chunk, where), np.iinfo(np.int32)
+    for values in (_int64(chunk, where) for chunk in column.chunks):
+        limits = np.iinfo(np.int32)
         fits = not values.size or (limits.min <= values.min() and values.max() <= limits.max)
         parts.append(values.astype(np.int32) if fits else values)
-        row += len(chunk)
     return np.concatenate(parts)
 
 
@@ -109,28 +107,22 @@ def make_lists(values: Any, lengths: NDArray[np.integer]) -> Any:
 
 
 def row_lengths(column: Any, where: str, first_row: int = 0) -> NDArray[np.int64]:
-    """Lengths of the lists of a `ChunkedArray`, shape [rows], with the errors of `list_lengths`."""
-    lengths = [np.empty(0, dtype=np.int64)]
-    for chunk in column.chunks:
-        lengths.append(list_lengths(chunk, where, first_row))
-        first_row += len(chunk)
-    return np.concatenate(lengths)
-
-
-def list_lengths(lists: Any, where: str, first_row: int) -> NDArray[np.int64]:
-    """Lengths of the lists of an `Array`, int64, shape [rows]; `first_row` is the number of its first row.
+    """Lengths of the lists of a `ChunkedArray`, shape [rows]; `first_row` is the number of its first row.
 
     Raises:
         DataError: a null row, a null in a list.
     """
-    if lists.null_count:
-        raise DataError(f"{where}: row {first_row + _first_null(lists)}: is null")
-    lengths = _int64(lists.value_lengths(), where)
-    inner = lists.flatten()
-    if inner.null_count:
-        row = int(np.searchsorted(np.cumsum(lengths), _first_null(inner), side="right"))
-        raise DataError(f"{where}: row {first_row + row}: has a null in its list")
-    return lengths
+    if column.null_count:
+        raise DataError(f"{where}: row {first_row + _first_null(column)}: is null")
+    parts = [np.empty(0, dtype=np.int64)]
+    for chunk in column.chunks:
+        lengths, inner = _int64(chunk.value_lengths(), where), chunk.flatten()
+        if inner.null_count:
+            row = int(np.searchsorted(np.cumsum(lengths), _first_null(inner), side="right"))
+            raise DataError(f"{where}: row {first_row + row}: has a null in its list")
+        parts.append(lengths)
+        first_row += len(chunk)
+    return np.concatenate(parts)
 
 
 def _int64(array: Any, where: str) -> NDArray[np.int64]:
@@ -173,8 +165,8 @@ class ArrowFile:
         if not is_arrow(path):
             raise DataError(f"{path}: neither a parquet nor an Arrow file")
         self.path = path
-        with _open_arrow(path) as reader:
-            self.schema = reader.schema
+        with _open_arrow(path) as (self.schema, _):
+            pass
 
     def read_column(self, name: str, *, values: bool = True) -> Any:
         """Column `name` as a `pyarrow.ChunkedArray`; without `values` the numbers in its lists may be any.
@@ -185,8 +177,8 @@ class ArrowFile:
         import pyarrow as pa
 
         field = require_column(self.schema, name, self.path)
-        with _open_arrow(self._source([field], values), [field]) as reader:
-            columns = [batch.column(0) for batch in _batches(reader)]
+        with self._open([field], values) as (_, batches):
+            columns = [batch.column(0) for batch in batches]
             try:
                 for column in columns:  # whose offsets were taken from the file unread
                     column.validate(full=True)
@@ -196,14 +188,13 @@ class ArrowFile:
 
     def num_rows(self) -> int:
         """Number of rows of all record batches."""
-        with _open_arrow(self._source([]), []) as reader:
-            return sum(batch.num_rows for batch in _batches(reader))
+        with self._open([]) as (_, batches):
+            return sum(batch.num_rows for batch in batches)
 
     def batches(self, names: Sequence[str], rows: int) -> Iterator[Any]:
         """Record batches of the columns `names`, of at most `rows` rows."""
-        fields = [self.schema.get_field_index(name) for name in names]
-        with _open_arrow(self._source(fields), fields) as reader:
-            for batch in _batches(reader):
+        with self._open([self.schema.get_field_index(name) for name in names]) as (_, batches):
+            for batch in batches:
                 batch.validate(full=True)  # its offsets were taken from the file unread
                 for begin in range(0, batch.num_rows, rows):
                     yield batch.slice(begin, rows)
@@ -216,9 +207,8 @@ class ArrowFile:
     def _copy(self) -> _SparseCopy | None:
         return _SparseCopy(self.path) if is_remote(str(self.path)) and not begins_with(self.path, _FILE_MAGIC) else None
 
-    def _source(self, fields: list[int], values: bool = True) -> Path:
-        """The file, or a local one that holds these columns."""
-        return self.path if self._copy is None else self._copy.fill(fields, values)
+    def _open(self, fields: list[int], values: bool = True) -> AbstractContextManager[tuple[Any, Iterator[Any]]]:
+        return _open_arrow(self.path if self._copy is None else self._copy.fill(fields, values), fields)
 
 
 class _SparseCopy:
@@ -290,7 +280,8 @@ def require_column(schema: Any, name: str, path: Path) -> int:
 
 
 @contextmanager
-def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
+def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The schema of a file, and its batches of the columns `fields`; None: of all."""
     import pyarrow as pa
 
     file = open_source(path)
@@ -298,12 +289,8 @@ def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         source.seek(0)
-        yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
-
-
-def _batches(reader: Any) -> Iterator[Any]:
-    streams = hasattr(reader, "read_next_batch")
-    return iter(reader) if streams else map(reader.get_batch, range(reader.num_record_batches))
+        reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
+        yield reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
 
 
 def is_cache(path: Path) -> bool:

@@ -12,12 +12,10 @@ import json
 import logging
 import os
 import pickle
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -51,10 +49,6 @@ def write_command(module: str, function: str) -> list[str]:
     return [sys.executable, "-P", "-c", program, str(_ROOT)]
 
 
-class ProcessDiedError(Exception):
-    """A process ended before it answered."""
-
-
 def check_engine(name: str) -> None:
     """Refuse a name of no engine, and one whose package is not installed.
 
@@ -86,24 +80,22 @@ def run(work: Work, items: Sequence[Any], *, engine: str, size: int, parallel: b
         for batch in batches:
             yield list(zip(batch, work([items[i] for i in batch]), strict=True))
         return
-    pool: _Processes | _Ray = (
-        _Processes(work, len(batches)) if engine == "local" else _Ray(engine.partition(":")[2], work)
-    )
-    failed, running = set[int](), dict[Any, list[int]]()
+    from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+    pool = _Processes(work, len(batches)) if engine == "local" else _Ray(engine.partition(":")[2], work)
+    failed, running = set[int](), dict[Future[Any], list[int]]()
     try:
         while batches or running:
             while batches and len(running) < pool.capacity:
                 batch = batches.popleft()
                 running[pool.submit([items[i] for i in batch])] = batch
-            ticket, answers = pool.wait()
-            batch = running.pop(ticket)
+            done = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
+            batch, answers = running.pop(done), done.exception() or done.result()
             if isinstance(answers, list):
                 yield list(zip(batch, answers, strict=True))
-            elif isinstance(answers, ThdprofError):
+            elif isinstance(answers, ThdprofError) or (isinstance(answers, OSError) and failed.issuperset(batch)):
                 raise answers
             elif failed.issuperset(batch):
-                if isinstance(answers, OSError):
-                    raise answers
                 reason = " ".join(str(answers).split())[:200] or type(answers).__name__
                 raise DataError(f"{items[batch[0]][0]}: failed twice while it was read: {reason}") from answers
             else:
@@ -143,8 +135,8 @@ def serve_batches() -> None:
 class _Processes:
     """Processes of this machine, one a core. Each is spoken to by a thread of its own.
 
-    As `_Ray`, it takes `capacity` batches at a time: `submit` returns a ticket, and `wait` the ticket of a batch that
-    is done, and its answers, or the exception that ended it. `close` ends all at once.
+    As `_Ray`, it takes `capacity` batches at a time: `submit` returns a future of a batch's answers, or of the
+    exception that ended it. `close` ends all at once, but for batches of a cluster that the caller has joined.
     """
 
     def __init__(self, work: Work, num_batches: int) -> None:
@@ -153,28 +145,23 @@ class _Processes:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.capacity = max(1, min(cores, num_batches, _MOST_PROCESSES))
         self._start = pickle.dumps((work, os.getcwd()))
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
-        for _ in range(self.capacity):
-            self._idle.put(None)
         self._all: list[subprocess.Popen[bytes]] = []
-        self._lock, self._closed = threading.Lock(), False
+        self._idle: deque[subprocess.Popen[bytes]] = deque()
         self._threads = ThreadPoolExecutor(self.capacity)
-        self._running: set[Future[Any]] = set()
 
-    def submit(self, batch: Sequence[Any]) -> Any:
-        future = self._threads.submit(self._ask, batch)
-        self._running.add(future)
-        return future
+    def submit(self, batch: Sequence[Any]) -> Future[Any]:
+        return self._threads.submit(self._ask, self._idle.popleft() if self._idle else self._begin(), batch)
 
-    def wait(self) -> tuple[Any, Any]:
-        from concurrent.futures import FIRST_COMPLETED, wait
+    def _begin(self) -> subprocess.Popen[bytes]:
+        command = write_command("thdprof.read.engines", "serve_batches")
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._all.append(process)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # who asks next finds it dead
+            process.stdin.write(self._start)
+        return process
 
-        done = next(iter(wait(self._running, return_when=FIRST_COMPLETED).done))
-        self._running.remove(done)
-        return done, done.result()
-
-    def _ask(self, batch: Sequence[Any]) -> Any:
-        process = self._idle.get() or self._begin()
+    def _ask(self, process: subprocess.Popen[bytes], batch: Sequence[Any]) -> Any:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -183,32 +170,17 @@ class _Processes:
             answers = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
             process.kill()
-            self._idle.put(None)
             code = process.wait()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return ProcessDiedError(f"its process ended early ({how})")
-        self._idle.put(process)
+            return RuntimeError(f"its process ended early ({how})")
+        self._idle.append(process)
         return answers
 
-    def _begin(self) -> subprocess.Popen[bytes]:
-        command = write_command("thdprof.read.engines", "serve_batches")
-        with self._lock:
-            if self._closed:
-                raise ProcessDiedError
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-            self._all.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # who asks next finds it dead
-            process.stdin.write(self._start)
-        return process
-
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for process in self._all:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-        self._threads.shutdown(cancel_futures=True)
+        for process in self._all:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        self._threads.shutdown()
         for process in self._all:
             process.communicate()
 
@@ -238,23 +210,12 @@ class _Ray:
         task = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(answer)
         self._ask = partial(task.remote, ray.put(work), os.getcwd())
         self.capacity = max(1, 2 * int(ray.cluster_resources().get("CPU", 1)))
-        self._running: list[Any] = []
 
-    def submit(self, batch: Sequence[Any]) -> Any:
-        reference = self._ask(batch)
-        self._running.append(reference)
-        return reference
-
-    def wait(self) -> tuple[Any, Any]:
-        [done], self._running = self._ray.wait(self._running, num_returns=1)
-        try:
-            return done, self._ray.get(done)
-        except self._ray.exceptions.RayError as error:
-            return done, ProcessDiedError(f"its process ended early ({type(error).__name__})")
+    def submit(self, batch: Sequence[Any]) -> Future[Any]:
+        future: Future[Any] = self._ask(batch).future()
+        return future
 
     def close(self) -> None:
-        for reference in self._running:
-            self._ray.cancel(reference, force=True)
         if self._ends:
             self._ray.shutdown()
 
@@ -268,6 +229,8 @@ _VERSION = 1
 """Of shards; those of another version are read anew."""
 _MANY, _MANY_REMOTE, _BATCH = 512, 16, 16
 """Local and remote files from which on processes read them, and files of a batch."""
+_LOCKED_S = 10.0
+"""Seconds for which another program may lock the database of shards."""
 _TEXT_BYTES = 2**28
 """Bytes of text whose counts are kept together."""
 Item = tuple[Path, str | None]
@@ -285,13 +248,15 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
     """
     remote, text, local = is_remote(str(paths[0])), format_.count_text is not None, reading.engine == "local"
     many = local and not text and len(paths) >= (_MANY_REMOTE if remote else _MANY)
-    names = ["" if reading.digest else _name_kept(path) for path in paths]
-    cache = None
+    names = ["" if reading.digest else str(path.resolve()) for path in paths]
+    names = [name.encode(errors="backslashreplace").decode() for name in names]  # which need not be UTF-8
+    directory, key = None, None
     if format_.key is not None and (text or remote or many or not local or reading.cache is not None):
         own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "thdprof"
         directory = reading.cache or (own if remote else paths[0].parent / CACHE)
-        cache = KeptShards(directory, [format_.name, _VERSION, format_.key(paths, reading)])
-    kept = {} if cache is None else cache.load(names)
+        key = [format_.name, _VERSION, format_.key(paths, reading)]
+    cache = KeptShards(directory, key)
+    kept = cache.load(names)
     items = [(path, kept[name][0] if name in kept else None) for path, name in zip(paths, names, strict=True)]
     size, shards, new = _BATCH, dict[int, Shard](), 0
     documents = 0  # of the files that were read
@@ -302,105 +267,80 @@ def scan(format_: Format, paths: Sequence[Path], reading: Reading, scan_files: S
         reading.tick(stage, share, round((documents + done * more) / max(share, 1e-9)))
 
     if text:
-        parts = 1 if cache is None else -(-sum(path.stat().st_size for path in paths) // _TEXT_BYTES)
+        parts = 1 if directory is None else -(-sum(path.stat().st_size for path in paths) // _TEXT_BYTES)
         size = -(-len(paths) // parts) if local else 1
     inside = replace(reading, tick=show if local and not many else show_nothing)
     work = partial(scan_files, format_.name, inside if local else replace(inside, workers=1))
-    try:
-        for answers in run(work, items, engine=reading.engine, size=size, parallel=many):
-            fresh = [(names[at], stamp, shard) for at, (stamp, shard) in answers if shard is not None]
-            shards |= {at: kept[names[at]][1] if shard is None else shard for at, (_, shard) in answers}
-            new += len(fresh)
-            if cache is not None:
-                cache.keep(fresh)
-            documents += sum(len(shards[at].arrays[0]) for at, _ in answers)
-            if len(paths) > size:
-                show(f"reading files, {len(shards):,} of {len(paths):,}", 0.0, 0)
-    finally:
-        if cache is not None:
-            cache.close()
+    for answers in run(work, items, engine=reading.engine, size=size, parallel=many):
+        fresh = [(names[at], stamp, shard) for at, (stamp, shard) in answers if shard is not None]
+        shards |= {at: kept[names[at]][1] if shard is None else shard for at, (_, shard) in answers}
+        new += len(fresh)
+        cache.keep(fresh)
+        documents += sum(len(shards[at].arrays[0]) for at, _ in answers)
+        if len(paths) > size:
+            show(f"reading files, {len(shards):,} of {len(paths):,}", 0.0, 0)
     dataset = format_.join(format_.name, paths, [shards[at] for at in range(len(paths))], reading)
-    if not (new and cache is not None and cache.fault is not None and (text or reading.cache is not None)):
+    if not (new and cache.fault is not None and (text or reading.cache is not None)):
         return dataset
     what = "the counted tokens" if text else "what was read"
-    note = f"{what} could not be kept in {cache.directory} ({cache.fault}): give another --cache"
+    note = f"{what} could not be kept in {directory} ({cache.fault}): give another --cache"
     return replace(dataset, notes=(*dataset.notes, note))
 
 
-def _name_kept(path: Path) -> str:
-    """The path as text that a database takes; names of files need not be UTF-8."""
-    return str(path.resolve()).encode(errors="backslashreplace").decode()
-
-
 class KeptShards:
-    """Shards in a database of a directory, by what decides on them and by their files.
+    """Shards in a database of a directory, by what decides on them and by their files; without a directory, none.
 
     A database that cannot be read or written costs what it kept, and no more: after a fault nothing is written.
     """
 
-    def __init__(self, directory: Path, key: Any) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path | None, key: Any) -> None:
         self.fault: Exception | None = None
-        self._key, self._file = json.dumps(key, sort_keys=True), directory / "shards.sqlite"
-        self._database: sqlite3.Connection | None = None
-        self._open()
+        self._file = None if directory is None else directory / "shards.sqlite"
+        self._key = json.dumps(key, sort_keys=True)
 
-    def _open(self, *, anew: bool = False) -> None:
-        """Open the database; `anew`: set aside what has its name, and make another one."""
+    def _use(self, use: Callable[[sqlite3.Connection], Any]) -> None:
+        """Call `use` with the database. What is damaged, or no database, is set aside, and another one is made."""
+        if self._file is None or self.fault is not None:  # each further attempt could wait for a lock, too
+            return
         import sqlite3
 
         make = "CREATE TABLE IF NOT EXISTS shards (key, file, stamp, content, PRIMARY KEY (key, file))"
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if anew:
-                self._file.replace(self._file.with_suffix(".broken"))
-            self._database = sqlite3.connect(self._file, timeout=10)
-            self._database.execute(make)
-        except (OSError, sqlite3.OperationalError) as error:
-            self._database, self.fault = None, error
-        except (sqlite3.DatabaseError, UnicodeError) as error:  # something else has that name, or it is damaged
-            if anew or self._database is None:
-                self._database, self.fault = None, error
-            else:
-                self._database.close()
-                self._open(anew=True)
+        for is_damaged in (False, True):
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                if is_damaged:
+                    self._file.replace(self._file.with_suffix(".broken"))
+                with contextlib.closing(sqlite3.connect(self._file, timeout=_LOCKED_S)) as database, database:
+                    database.execute(make)
+                    use(database)
+                return
+            except (OSError, sqlite3.Error, UnicodeError) as error:
+                if is_damaged or type(error) is not sqlite3.DatabaseError:
+                    self.fault = error
+                    return
 
     def load(self, names: Iterable[str]) -> dict[str, tuple[str, Shard]]:
         """The stamp and the shard of each file that is kept among `names`, by its name."""
-        import sqlite3
-
         kept = {}
-        if self._database is not None:
+
+        def look_up(database: sqlite3.Connection) -> None:
             query = "SELECT stamp, content FROM shards WHERE key = ? AND file = ?"
-            try:
-                for name in set(names):
-                    for stamp, content in self._database.execute(query, (self._key, name)):
-                        with contextlib.suppress(Exception):  # a damaged one raises many kinds; it is read anew
-                            kept[name] = stamp, unpack(content)
-            except sqlite3.OperationalError as error:
-                self.fault = error
-            except sqlite3.DatabaseError:  # damaged inside
-                self._database.close()
-                self._open(anew=True)
+            for name in set(names):
+                for stamp, content in database.execute(query, (self._key, name)):
+                    with contextlib.suppress(Exception):  # a damaged one raises many kinds; it is read anew
+                        kept[name] = stamp, unpack(content)
+
+        self._use(look_up)
         return kept
 
     def keep(self, shards: Sequence[tuple[str, str, Shard]]) -> None:
         """Keep shards with the names and stamps of their files."""
-        import sqlite3
 
-        if self._database is None or self.fault is not None:  # each further one could wait for a lock, too
-            return
-        rows = [(self._key, file, stamp, pack(shard)) for file, stamp, shard in shards]
-        try:
-            with self._database:
-                self._database.executemany("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?)", rows)
-        except sqlite3.Error as error:
-            self.fault = error
+        def write(database: sqlite3.Connection) -> None:
+            rows = ((self._key, file, stamp, pack(shard)) for file, stamp, shard in shards)
+            database.executemany("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?)", rows)
 
-    def close(self) -> None:
-        """Close the database."""
-        if self._database is not None:
-            self._database.close()
+        self._use(write)
 
 
 def pack(shard: Shard) -> bytes:

@@ -64,14 +64,15 @@ def begins_with_lengths(path: Path, keys: Keys = USUAL_KEYS) -> bool:
         return True
     value = _first_value(lines[0])
     if isinstance(value, dict):
-        value = next((value[key] for key in keys if key in value), None) if _is_single(value, keys) else None
+        key = _find_key(value, keys)
+        value = None if key is None or (key == TOKENS and any(name in value for name in PACKED)) else value[key]
     return value is not None and all(type(n) in (int, float) for n in (value if isinstance(value, list) else [value]))
 
 
 def begins_with_tokens(path: Path, keys: Keys = USUAL_KEYS) -> bool:
     """Whether the first line is an object whose tokens would be counted."""
     value = first_object(path)
-    return value is not None and next((key for key in keys if key in value), None) == TOKENS
+    return value is not None and _find_key(value, keys) == TOKENS
 
 
 def begins_with_list(path: Path) -> bool:
@@ -107,12 +108,11 @@ def _first_value(line: bytes) -> Any:
         return None
 
 
-def _is_single(value: dict[str, Any], keys: Keys) -> bool:
-    """Whether an object tells lengths, or holds the tokens of a single document."""
-    return any(key in value for key in keys if key != TOKENS) or not any(key in value for key in PACKED)
+def _find_key(value: dict[str, Any], keys: Keys) -> str | None:
+    return next((key for key in keys if key in value), None)
 
 
-def _chunks(path: Path, raw: BinaryIO, size: int = _CHUNK_BYTES) -> Iterator[list[bytes]]:
+def _chunks(path: Path, raw: BinaryIO, size: int) -> Iterator[list[bytes]]:
     """About `size` bytes of lines at a time of the file `raw`, unpacked."""
     name, file = _unpack(raw)
     if name is None:
@@ -266,7 +266,7 @@ def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path, keys: Ke
     if type(values[0]) is not dict:
         return values
     _require(values, dict, numbers, path, keys)
-    key = next((key for key in keys if key in values[0]), None)
+    key = _find_key(values[0], keys)
     if key is None:
         has = ", ".join(values[0]) or "none"
         raise DataError(f"{path}: line {numbers[0]}: has none of the keys {', '.join(keys)}; it has {has}")
@@ -278,7 +278,7 @@ def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path, keys: Ke
 
 def _count_tokens(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[int]:
     for number, value in zip(numbers, values, strict=True):
-        packed = next((key for key in PACKED if key in value), None)
+        packed = _find_key(value, PACKED)
         if packed is not None:
             raise DataError(
                 f"{path}: line {number}: {packed} says that {TOKENS} are of several documents; give their lengths"

@@ -20,13 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatch
 from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from urllib.parse import parse_qsl
 
 from thdprof.errors import UsageError
@@ -42,7 +41,7 @@ _RANGE_BYTES = 2**16
 _MOST_BYTES = 2**23
 """Most bytes of a request that reads ahead, and of the ranges that a path keeps."""
 _MOST_KEPT_BYTES = 2**28
-"""Most bytes that all paths keep, such as the footers of 4,096 files: a dataset may have 100,000."""
+"""Most bytes that are fetched before the path of the oldest keeps none: a dataset may have 100,000 files."""
 _PAUSES = (0.5, 2.0)
 """Seconds before each further attempt, after the library's own."""
 _LONG_S = 10.0
@@ -103,12 +102,7 @@ def stamp(path: Path) -> str:
 
 def is_link_to_nothing(path: Path) -> bool:
     """Whether it is a link to a file that is gone; an editor's lock, which is hidden, is none."""
-    return (
-        not isinstance(path, RemotePath)
-        and path.is_symlink()
-        and not os.path.exists(path)
-        and not path.name.startswith(".")
-    )
+    return path.is_symlink() and not os.path.exists(path) and not path.name.startswith(".")
 
 
 def begins_with(path: Path, *magics: bytes) -> bool:
@@ -164,7 +158,7 @@ def find_matches(location: str) -> list[Path]:
         endings = {path.suffix for path in files}
         return sorted([*files, *(path for path in matches if path.suffix in endings and is_link_to_nothing(path))])
     pattern = locate(location)
-    parts = PurePath(*pattern.parts).parts
+    parts = pattern.parts
     fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     found = [pattern.with_segments(*parts[:fixed])] if fixed else []
     for part in parts[fixed:]:
@@ -172,26 +166,24 @@ def find_matches(location: str) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a store says of a name without opening it."""
-
-    size: int | None
-    """Size in bytes; None for a directory."""
-    modified_ns: int = 0
-    """Time of the last change since 1970, in ns; 0 where the store does not say."""
+def make_status(size: int | None, modified_ns: int = 0) -> SimpleNamespace:
+    """What `stat` says of a file of `size` bytes, or of a directory (None); 0 ns where the store tells no time."""
+    mode = stat.S_IFDIR if size is None else stat.S_IFREG
+    return SimpleNamespace(st_mode=mode, st_size=size or 0, st_mtime_ns=modified_ns)
 
 
 class RemotePath(Path):
     """A file or directory of a store. Errors of the store are OSErrors with a number and the path's text."""
 
-    _keeping: ClassVar[deque[RemotePath]] = deque()
+    _keeping: ClassVar[deque[tuple[RemotePath, int]]] = deque()
     _bytes_kept: ClassVar[int] = 0
     _lock = threading.Lock()
 
-    def __init__(self, *segments: Any, store: _ArrowStore | _FsspecStore, entry: Entry | None = None) -> None:
+    def __init__(
+        self, *segments: Any, store: _ArrowStore | _FsspecStore, status: SimpleNamespace | None = None
+    ) -> None:
         super().__init__(*segments)
-        self.store, self._entry = store, entry
+        self.store, self._status = store, status
         self._opened: tuple[Callable[[int, int], bytes], str] | None = None
         self._stamp: str | None = None
         self._kept: list[tuple[int, bytes]] = []
@@ -206,7 +198,7 @@ class RemotePath(Path):
         return f"{self.store.prefix}{self.key}{self.store.query}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (str(self), self._entry, self._stamp, self._kept)
+        return _restore, (str(self), self._status, self._stamp, self._kept)
 
     def with_segments(self, *segments: Any) -> RemotePath:
         """A path of the same store."""
@@ -216,37 +208,33 @@ class RemotePath(Path):
         """The path itself: stores have no links."""
         return self
 
-    def _look_up(self) -> Entry | None:
-        if self._entry is None:
-            self._entry = self._attempt(lambda: self.store.look_up(self.key))
-        return self._entry
+    def _mode(self) -> int:
+        """The type of what is there; 0: nothing."""
+        self._status = self._status or self._attempt(lambda: self.store.look_up(self.key))
+        return self._status.st_mode if self._status else 0
 
     def exists(self, **_: Any) -> bool:
         """Whether there is a file or directory."""
-        return self._look_up() is not None
+        return self._mode() != 0
 
     def is_file(self, **_: Any) -> bool:
         """Whether there is a file."""
-        entry = self._look_up()
-        return entry is not None and entry.size is not None
+        return stat.S_ISREG(self._mode())
 
     def is_dir(self, **_: Any) -> bool:
         """Whether there is a directory."""
-        entry = self._look_up()
-        return entry is not None and entry.size is None
+        return stat.S_ISDIR(self._mode())
 
     def stat(self, **_: Any) -> Any:
         """The fields `st_mode`, `st_size` and `st_mtime_ns`."""
-        entry = self._look_up()
-        if entry is None:
+        if not self.exists():
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self))
-        mode = stat.S_IFDIR if entry.size is None else stat.S_IFREG
-        return SimpleNamespace(st_mode=mode, st_size=entry.size or 0, st_mtime_ns=entry.modified_ns)
+        return self._status
 
     def iterdir(self) -> Generator[RemotePath]:
         """The files and directories in this one."""
-        for name, entry in self._attempt(lambda: self.store.list_names(self.key)).items():
-            yield RemotePath(self, name, store=self.store, entry=entry)
+        for name, status in self._attempt(lambda: self.store.list_names(self.key)).items():
+            yield RemotePath(self, name, store=self.store, status=status)
 
     def stamp(self) -> str:
         """A text that changes when the file does: its size, and its ETag or checksum."""
@@ -290,23 +278,17 @@ class RemotePath(Path):
 
         content = self._attempt(fetch, size)
         with self._lock:
-            before = self._count_kept()
             self._kept.insert(0, (start, content))
-            while self._count_kept() > _MOST_BYTES:
+            while sum(len(kept) for _, kept in self._kept) > _MOST_BYTES:
                 self._kept.pop()
-            if self._is_restored:
-                return content
-            if not before:
-                self._keeping.append(self)
-            RemotePath._bytes_kept += self._count_kept() - before
+            if not self._is_restored:
+                self._keeping.append((self, size))
+                RemotePath._bytes_kept += size
             while self._bytes_kept > _MOST_KEPT_BYTES:
-                first = self._keeping.popleft()
-                RemotePath._bytes_kept -= first._count_kept()
-                first._kept = []
+                oldest, fetched = self._keeping.popleft()
+                oldest._kept = []
+                RemotePath._bytes_kept -= fetched
         return content
-
-    def _count_kept(self) -> int:
-        return sum(len(kept) for _, kept in self._kept)
 
     def _attempt[Result](self, call: Callable[[], Result], size: int = 0) -> Result:
         for pause in (*_PAUSES, None):
@@ -321,11 +303,11 @@ class RemotePath(Path):
         raise AssertionError
 
 
-def _restore(location: str, entry: Entry | None, stamp: str | None, kept: list[tuple[int, bytes]]) -> Path:
+def _restore(location: str, *fetched: Any) -> RemotePath:
     """The path in another process, with what was fetched of it."""
-    path = locate(location)
-    if isinstance(path, RemotePath):
-        path._entry, path._stamp, path._kept, path._is_restored = entry, stamp, kept, True
+    path = cast(RemotePath, locate(location))
+    path._status, path._stamp, path._kept = fetched
+    path._is_restored = True
     return path
 
 
@@ -359,9 +341,6 @@ class _RemoteFile(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` as far as the file goes; returns the number of bytes."""
         wanted = min(len(buffer), max(0, self._size - self._at))
@@ -392,14 +371,18 @@ class _ArrowStore:
     def __init__(self, scheme: str, query: str, filesystem: Any) -> None:
         self.prefix, self.query, self._filesystem = f"{scheme}://", query, filesystem
 
-    def look_up(self, key: str) -> Entry | None:
+    def look_up(self, key: str) -> SimpleNamespace | None:
         [info] = self._filesystem.get_file_info([key])
-        return _entry(info) if info.type else None
+        return self._status(info) if info.type else None
 
-    def list_names(self, key: str) -> dict[str, Entry]:
+    def list_names(self, key: str) -> dict[str, SimpleNamespace]:
         from pyarrow.fs import FileSelector
 
-        return {info.base_name: _entry(info) for info in self._filesystem.get_file_info(FileSelector(key))}
+        return {info.base_name: self._status(info) for info in self._filesystem.get_file_info(FileSelector(key))}
+
+    @staticmethod
+    def _status(info: Any) -> SimpleNamespace:
+        return make_status(info.size if info.is_file else None, info.mtime_ns or 0)
 
     def open(self, key: str) -> tuple[Callable[[int, int], bytes], str]:
         file = self._filesystem.open_input_file(key)
@@ -408,23 +391,19 @@ class _ArrowStore:
         return lambda start, size: file.read_at(size, start), stamp.decode()
 
 
-def _entry(info: Any) -> Entry:
-    return Entry(info.size if info.is_file else None, info.mtime_ns or 0)
-
-
 class _FsspecStore:
     def __init__(self, scheme: str, filesystem: Any) -> None:
         self.prefix, self.query, self._filesystem = f"{scheme}://", "", filesystem
 
-    def look_up(self, key: str) -> Entry | None:
+    def look_up(self, key: str) -> SimpleNamespace | None:
         try:
-            return self._entry(self._filesystem.info(self.prefix + key))
+            return self._status(self._filesystem.info(self.prefix + key))
         except FileNotFoundError:
             return None
 
-    def list_names(self, key: str) -> dict[str, Entry]:
+    def list_names(self, key: str) -> dict[str, SimpleNamespace]:
         listed = self._filesystem.ls(self.prefix + key, detail=True)
-        return {told["name"].rstrip("/").rpartition("/")[2]: self._entry(told) for told in listed}
+        return {told["name"].rstrip("/").rpartition("/")[2]: self._status(told) for told in listed}
 
     def open(self, key: str) -> tuple[Callable[[int, int], bytes], str]:
         url = self.prefix + key
@@ -438,8 +417,8 @@ class _FsspecStore:
         return lambda start, size: self._filesystem.cat_file(url, start=start, end=start + size, **more), str(stamp)
 
     @staticmethod
-    def _entry(told: dict[str, Any]) -> Entry:
-        return Entry(told["size"] if told["type"] == "file" else None)
+    def _status(told: dict[str, Any]) -> SimpleNamespace:
+        return make_status(told["size"] if told["type"] == "file" else None)
 
 
 @lru_cache(maxsize=64)

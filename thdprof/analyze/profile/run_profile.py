@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ from pydantic import Field, PrivateAttr
 from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable, Milliseconds, StoredPart
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.buckets.step_costs import StepCosts
+from thdprof.analyze.buckets.step_costs import costs_of_run
 from thdprof.analyze.predictions import Predictions, Range
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError, UsageError
@@ -76,7 +76,7 @@ LONGEST_PART = 100
 """Most characters that the name of a part may have."""
 Measure = Literal["n_seqs", "max_seqlen"]
 """What micro-batches are counted by."""
-_MEASURES: tuple[Measure, ...] = get_args(Measure)
+_MEASURES: tuple[Measure, ...] = ("n_seqs", "max_seqlen")
 _KEY = b"thdprof.profile"
 _LADDER = tuple(sorted({b << k for b in (2, 3) for k in range(24)} | {1}))
 """Caps 1, 2, 3, 4, 6, 8, ...: every profile has those in its range on its grid, so that merged profiles share caps."""
@@ -181,11 +181,24 @@ class RunProfile(StoredPart):
     @property
     def eager_step_ms(self) -> float:
         """Mean time of a step of all parts, in milliseconds, if all micro-batches run eagerly."""
-        return _mean_of_steps(self.parts, [part.eager_step_ms for part in self.parts])
+        return self._mean([part.eager_step_ms for part in self.parts])
+
+    def _mean(self, step_ms: Sequence[float]) -> float:
+        """The mean time of a step of all parts, which take `step_ms`, one for each."""
+        return float(np.average(step_ms, weights=[part.steps for part in self.parts]))
 
     def caps(self) -> dict[int, float]:
-        """Mean milliseconds of a step of all parts under each cap for which every part has a time, ascending."""
-        return combine_caps(self.parts, self.costs, self.training)
+        """Mean milliseconds of a step of all parts under each cap for which every part has a time, ascending.
+
+        A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs
+        do not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
+        """
+        combined = {}
+        for cap in sorted({cap for part in self.parts for cap in part.caps}):
+            times = [ms for part in self.parts if (ms := _step_ms(part, cap, self.costs, self.training)) is not None]
+            if len(times) == len(self.parts):
+                combined[cap] = self._mean(times)
+        return combined
 
     def relative_step_times(self, caps: Sequence[int]) -> list[Range] | None:
         """The range of the mean step time under each of `caps`, divided by that of an eager step.
@@ -271,12 +284,11 @@ def load_profile(path: Path | str) -> RunProfile:
             # One thread: the process may end right after a refusal, and must not end while others still read.
             parquet = pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True)
             content = parquet.read(use_threads=False)
+        loaded = json.loads((content.schema.metadata or {})[_KEY])
     except OSError as error:  # of a damaged page, too
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a profile: {' '.join(str(error).split())}") from error
-    try:
-        loaded = json.loads((content.schema.metadata or {})[_KEY])
     except (KeyError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a profile: analyze --profile writes one") from error
     if not content.schema.equals(_arrow_schema()):
@@ -318,24 +330,25 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     if (model := analysis.model) is not None:
         experts = f", {write_count(model.num_experts, 'expert')}" if model.num_experts else ""
         described = f"{write_count(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
-    part_of_run = PartOfRun(
-        name=name,
-        format=dataset.format,
-        uris=dataset.uris,
-        fingerprints=[dataset.fingerprint],
-        exact=table.exact,
-        microbatches=len(table),
-        steps=table.num_steps,
-        eager_step_ms=eager_ms,
-        caps=dict(zip(caps, times, strict=True)),
-        relative_step_times=ranges,
-        warnings=list(analysis.warnings),
-    )
     return RunProfile(
         cells=_count_units(table).assign(part=name)[[*COLUMNS]].astype(COLUMNS),
         training=analysis.settings,
         costs=analysis.costs,
-        parts=[part_of_run],
+        parts=[
+            PartOfRun(
+                name=name,
+                format=dataset.format,
+                uris=dataset.uris,
+                fingerprints=[dataset.fingerprint],
+                exact=table.exact,
+                microbatches=len(table),
+                steps=table.num_steps,
+                eager_step_ms=eager_ms,
+                caps=dict(zip(caps, times, strict=True)),
+                relative_step_times=ranges,
+                warnings=list(analysis.warnings),
+            )
+        ],
         analysed_on=datetime.now(tz=UTC).date().isoformat(),
         model=described,
         predicted=Predictions(**{field.name: getattr(analysis, field.name) for field in fields(Predictions)}),
@@ -344,16 +357,8 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
 
 def one_cap_step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[np.float64]:
     """Mean step time under each of `caps`, ascending, alone by `costs`, in milliseconds, shape [caps]."""
-    settings, longest, n_tokens = analysis.settings, analysis.longest, analysis.graph_tokens
-    lengths, pipeline, cp_size = (
-        sorted({*longest.values()}),
-        settings.pipeline_parallel_size,
-        settings.context_parallel_size,
-    )
-    ahead = settings.host_goes_ahead
-    step_costs = StepCosts(
-        analysis.microbatches, costs, caps, lengths, pipeline, n_tokens=n_tokens, cp_size=cp_size, goes_ahead=ahead
-    )
+    longest, n_tokens = analysis.longest, analysis.graph_tokens
+    step_costs = costs_of_run(analysis.run, costs, caps, sorted({*longest.values()}))
     return step_costs.step_ms([tuple(Bucket(n, longest[size], n_tokens, size) for size in longest) for n in caps])
 
 
@@ -397,25 +402,26 @@ def _count_units(table: MicrobatchTable) -> DataFrame:
         sizes = {}
     else:
         of_microbatch, sizes = segment[groups.step], {"cp_size": groups.cp_size}
-    n_seqs, max_seqlen = (_largest_by_rank(table, values) for values in (table.n_seqs, table.max_seqlen))
-    of_step = n_seqs.max(axis=1)
+    measures = {name: getattr(table, name) for name in _MEASURES}
+    by_rank = {name: _largest_by_rank(table, values) for name, values in measures.items()}
+    by_step = {name: values.max(axis=1) for name, values in by_rank.items()}
     counts = [
-        _count("microbatch", **sizes, n_seqs=table.n_seqs, max_seqlen=table.max_seqlen),
-        _count("rank_step_max", n_seqs=n_seqs.ravel(), max_seqlen=max_seqlen.ravel()),
-        _count("step_max", n_seqs=of_step, max_seqlen=max_seqlen.max(axis=1)),
+        _count("microbatch", **sizes, **measures),
+        _count("rank_step_max", **by_rank),
+        _count("step_max", **by_step),
     ]
     if table.shared_capture_ranks > 1:
-        n_seqs, max_seqlen = table.joint(table.n_seqs), table.joint(table.max_seqlen)
-        counts.append(_count("joint_microbatch", n_seqs=n_seqs, max_seqlen=max_seqlen))
-        n_seqs, max_seqlen = (_largest_by_rank(table, values).ravel() for values in (n_seqs, max_seqlen))
-        counts.append(_count("joint_rank_step_max", n_seqs=n_seqs, max_seqlen=max_seqlen))
+        joint = {name: table.joint(values) for name, values in measures.items()}
+        counts.append(_count("joint_microbatch", **joint))
+        by_rank = {name: _largest_by_rank(table, values) for name, values in joint.items()}
+        counts.append(_count("joint_rank_step_max", **by_rank))
     counts.append(_count("segment_microbatch", segment=of_microbatch, n_seqs=table.n_seqs))
-    counts.append(_count("segment_step_max", segment=segment, n_seqs=of_step))
+    counts.append(_count("segment_step_max", segment=segment, n_seqs=by_step["n_seqs"]))
     return pd.concat(counts, ignore_index=True)
 
 
 def _count(kind: str, **units: NDArray[np.integer]) -> DataFrame:
-    """How often each combination of values occurs among the units, ascending; `units` are columns of shape [n]."""
+    """How often each combination of values occurs among the units, ascending; `units` are columns of one shape."""
     import pandas as pd
 
     shape = [int(values.max()) + 1 for values in units.values()]
@@ -444,25 +450,6 @@ def histogram_of(rows: DataFrame, measure: str) -> Histogram:
 def share_over(histogram: Histogram, value: int) -> float:
     """The share of what `histogram` counts that is larger than `value`, which is at least 0."""
     return float(histogram.counts[value + 1 :].sum()) / histogram.total
-
-
-def _mean_of_steps(parts: Sequence[PartOfRun], step_ms: Sequence[float]) -> float:
-    """The mean time of a step of all `parts`, each of which has one of `step_ms`."""
-    return float(np.average(step_ms, weights=[part.steps for part in parts]))
-
-
-def combine_caps(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> dict[int, float]:
-    """Mean milliseconds of a step under each cap for which every part has a time; parts are weighted by their steps.
-
-    A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs do
-    not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
-    """
-    combined = {}
-    for cap in sorted({cap for part in parts for cap in part.caps}):
-        times = [ms for part in parts if (ms := _step_ms(part, cap, costs, training)) is not None]
-        if len(times) == len(parts):
-            combined[cap] = _mean_of_steps(parts, times)
-    return combined
 
 
 def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSettings) -> float | None:
@@ -509,8 +496,10 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
     differing = {n for n in _OF_THE_DATA for p in profiles if getattr(p.training, n) != getattr(first.training, n)}
     unknown: dict[str, Any] = dict.fromkeys(differing)
     training = replace(first.training, **unknown)
-    parts = [same[0] if len(same) == 1 else _add(same, first.costs, training) for same in by_name.values()]
-    return RunProfile(cells=cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
+    every = [part for same in by_name.values() for part in same]
+    merged = RunProfile(cells=cells.astype(COLUMNS), training=training, costs=first.costs, parts=every)
+    added = [_add(merged.model_copy(update={"parts": same})) for same in by_name.values()]
+    return merged.model_copy(update={"parts": added})
 
 
 def check_alike(one: RunProfile | Plan, other: RunProfile, *, name: str, other_name: str, remedy: str) -> None:
@@ -530,48 +519,46 @@ def check_alike(one: RunProfile | Plan, other: RunProfile, *, name: str, other_n
         )
 
 
-def _add(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
-    caps = combine_caps(parts, costs, training)
+def _add(together: RunProfile) -> PartOfRun:
+    """The parts of a profile, which share a name, as one."""
+    first, *others = together.parts
+    if not others:
+        return first
+    caps = together.caps()
     if not caps:
-        raise DataError(f"part {parts[0].name}: its profiles have no cap in common; give each a --part name of its own")
-    together = {
-        "uris": [uri for p in parts for uri in p.uris],
-        "fingerprints": [f for p in parts for f in p.fingerprints],
-        "exact": all(p.exact for p in parts),
-        "microbatches": sum(p.microbatches for p in parts),
-        "steps": sum(p.steps for p in parts),
-        "eager_step_ms": _mean_of_steps(parts, [p.eager_step_ms for p in parts]),
-        "caps": caps,
-        "relative_step_times": None,
-        "warnings": list(dict.fromkeys(w for p in parts for w in p.warnings)),
+        raise DataError(f"part {first.name}: its profiles have no cap in common; give each a --part name of its own")
+    added: dict[str, Any] = {
+        name: getattr(together, name) for name in ("exact", "microbatches", "steps", "eager_step_ms")
     }
-    return parts[0].model_copy(update=together)
+    for name in ("uris", "fingerprints", "warnings"):
+        added[name] = [value for part in together.parts for value in getattr(part, name)]
+    added |= {"caps": caps, "relative_step_times": None, "warnings": list(dict.fromkeys(added["warnings"]))}
+    return first.model_copy(update=added)
 
 
 def describe_merged(profile: RunProfile) -> str:
     """One line for each part: its micro-batches, steps, and percentiles of documents in a micro-batch."""
     lines = []
     for part in profile.parts:
-        documents = profile.histogram(part=part.name)
+        documents = profile.histogram(part=part.name).percentiles()
         many = write_count(part.microbatches, "micro-batch", "micro-batches")
         data = f"{len(part.fingerprints)} datasets added up, " if len(part.fingerprints) > 1 else ""
         lines.append(
             f"{make_printable(part.name)}: {data}{many} in {write_count(part.steps, 'step')}, documents P50 "
-            f"{documents.percentile(50.0):,}, P99 {documents.percentile(99.0):,}, max {documents.percentile(100.0):,}\n"
+            f"{documents.p50:,}, P99 {documents.p99:,}, max {documents.max:,}\n"
         )
     return "".join(lines)
 
 
 def merged_to_json(profile: RunProfile) -> str:
     """The profile without its counts as JSON text, schema `thdprof.profile/1`."""
+    left_out = {"caps", "relative_step_times", "warnings"}
     value = {
         "schema": profile.schema_,
         "microbatches": profile.microbatches,
         "steps": profile.steps,
         "exact": profile.exact,
-        "parts": [
-            part.model_dump(mode="json", exclude={"caps", "relative_step_times", "warnings"}) for part in profile.parts
-        ],
+        "parts": [part.model_dump(mode="json", exclude=left_out) for part in profile.parts],
         "candidates": profile.curve().to_dict("records"),
     }
     return json_text(value)
