@@ -4,6 +4,8 @@
 
 speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's own graph settings, the plan,
         the plan with --replay off, without verified micro-batches, and with one in 16
+rows    a model's shape on one GPU, for each of --batches: eager and by the plan in turns, for every number of rows of a
+        micro-batch; milliseconds as `thdprof analyze` predicted them before, and measured
 experts 8 layers of the shape of Qwen3-30B-A3B, or 12 smaller ones (--experts small), dropless, on one GPU and by
         --gpus 2 with EP 2: eager, layers captured up to the router and up to the exchange of tokens, whole chunks,
         and with one GPU whole layers; --profile adds up the kernels of a step
@@ -21,14 +23,18 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import megatron_lm as lm
+import torch
 import trainer_cases
 import trainer_learned
 import trainer_lives
@@ -64,31 +70,36 @@ class Timed:
     """Further arguments of Megatron."""
 
 
+def run_timed(run: Timed, args: argparse.Namespace, flags: Sequence[str], directory: Path, gpus: int) -> lm.Ran:
+    """One run of the unchanged script."""
+    ran = lm.script_run(
+        args.megatron_lm / "pretrain_gpt.py",
+        [*flags, *shlex.split(run.more)],
+        directory,
+        lm.file_name(f"{gpus} {run.name}"),
+        plan=run.plan,
+        replay=run.replay,
+        gpus=gpus,
+        found_first=[lm.APEX_STAND_IN] * args.fused,
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)},
+        limit=args.limit,
+    )
+    print(gpus, run.name, ran.code, ran.step_ms(after=args.warm), ran.error, flush=True)
+    return ran
+
+
 def timed_lines(
     runs: Sequence[Timed], args: argparse.Namespace, flags: Sequence[str], directory: Path, base: str, gpus: int
 ) -> list[str]:
     """A table with a line a run, one after the other: its time and its losses beside those of the run named `base`."""
-    ran: dict[str, lm.Ran] = {}
-    for run in runs:
-        ran[run.name] = one = lm.script_run(
-            args.megatron_lm / "pretrain_gpt.py",
-            [*flags, *shlex.split(run.more)],
-            directory,
-            lm.file_name(f"{gpus} {run.name}"),
-            plan=run.plan,
-            replay=run.replay,
-            gpus=gpus,
-            found_first=[lm.APEX_STAND_IN] * args.fused,
-            environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)},
-            limit=args.limit,
-        )
-        print(gpus, run.name, one.code, one.step_ms(after=WARM), one.error, flush=True)
-    lines = [["run", "exit code", f"ms a step (steps {WARM + 1} to {args.steps})", f"of {base}", "losses differ by",
+    ran = {run.name: run_timed(run, args, flags, directory, gpus) for run in runs}
+    lines = [["run", "exit code", f"ms a step (steps {args.warm + 1} to {args.steps})", f"of {base}",
+              "losses differ by",
               "validation loss", "replayed, eager, verified, mismatches", ""]]  # fmt: skip
     first = ran.get(base)
-    base_ms = first.step_ms(after=WARM) if first and not first.code else None
+    base_ms = first.step_ms(after=args.warm) if first and not first.code else None
     for name, one in ran.items():
-        ms = one.step_ms(after=WARM) if not one.code else None
+        ms = one.step_ms(after=args.warm) if not one.code else None
         validation = list(one.scalars.get("lm loss validation", {}).values())
         lines.append(
             [
@@ -137,6 +148,68 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
             runs.append(Timed(name=name, plan=followed, replay=name != "padded"))
     caps = ", ".join(str(bucket.max_seqs) for bucket in load_plan(plan).graphs.buckets)
     return [f"Caps: {caps}.", "", *timed_lines(runs, args, flags, directory, "eager", 1)]
+
+
+def rows(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The tables of `rows`."""
+    lm.write_learned(directory / "documents", tokens=args.steps * 600_000, lengths=(5.3, 1.1), longest=4096)
+    shape = lm.EXPERT_SHAPES[args.experts] if args.dropless else lm.SHAPES[args.shape]
+    pages, of_gpu = [], ["--gpu", torch.cuda.get_device_name()]
+    for batch in args.batches:
+        sizes = f"--global-batch-size {batch} --vocab-size {args.vocabulary} --log-interval 1"
+        flags = timed_flags(args, directory / "documents", shape, trainer_cases.LEARNED, args.more, sizes)
+        analyze = ["analyze", "--megatron-args", str(directory / f"{batch}.sh"), "--impl", "chunk", "--json", *of_gpu]
+        (directory / f"{batch}.sh").write_text(f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join(flags)}\n")
+        predicted = json.loads(lm.run_thdprof(analyze))["alternatives"]
+        (directory / f"{batch}.json").write_text(json.dumps(predicted))  # before anything runs
+        lines = [["rows", *(f"{how}: {what}" for how in ("eager", "by the plan") for what in ("modelled", "ms a step",
+                  "GiB")), "losses differ by"]]  # fmt: skip
+        found: dict[tuple[int, bool], float] = {}
+        for size in (2**power for power in range(batch.bit_length()) if 2**power in args.micro):
+            cells, ran = [str(size)], list[lm.Ran]()
+            for graphs in (False, True):
+                of_rows = lm.merge_flags(shlex.join(flags), f"--micro-batch-size {size}")
+                name = f"{batch} of {size} {'plan' if graphs else 'eager'}"
+                more = ["--no-alternatives", *of_gpu]
+                plan = lm.plan_of(of_rows, directory, lm.file_name(name), more=more) if graphs else None
+                if plan is not None and not load_plan(plan).graphs.buckets:
+                    plan = lm.plan_of(of_rows, directory, lm.file_name(name), more=more, caps=(1.0,))
+                one = run_timed(Timed(name=name, plan=plan), args, of_rows, directory, 1)
+                changes = {"micro_batch_size": size} if size > 1 else {}
+                changes |= {} if graphs else {"impl": "none"}
+                modelled = next((run for run in predicted if run["changes"] == changes), None)
+                ms = None if one.code else one.step_ms(after=args.warm, average=median)
+                peak = re.findall(r"mem-max-allocated-bytes: ([\d.]+)|max allocated: ([\d.]+)", one.log)
+                gib = f"{float(next(filter(None, peak[-1]))) / 1024:.1f}" if peak else ""
+                cells += [
+                    f"{modelled['step_ms_middle']:.0f}" if modelled else "",
+                    f"{ms:.1f}" if ms else one.error,
+                    gib,
+                ]
+                ran.append(one)
+                if ms:
+                    found[size, graphs] = ms
+            lines.append([*cells, f"{lm.largest_difference(*ran, 'lm loss'):.1e}"])
+        pages += [f"## {batch} rows a step", "", *lm.table(lines), "", _name_quickest(predicted, found), ""]
+        write_page(args, pages)
+    return pages
+
+
+def _name_quickest(predicted: Sequence[Mapping[str, Any]], found: Mapping[tuple[int, bool], float]) -> str:
+    """How the run that was ranked first among those that ran compares with the quickest."""
+    ranked = [(run["changes"].get("micro_batch_size", 1), run["graphs"]) for run in predicted
+              if not {*run["changes"]} - {"micro_batch_size", "impl"}]  # fmt: skip
+    first = next((key for key in ranked if key in found), None)
+    if first is None or not found:
+        return "Nothing that was predicted ran."
+    quickest, names = min(found, key=found.__getitem__), {False: "eager", True: "by the plan"}
+    eager = min((ms for (_, graphs), ms in found.items() if not graphs), default=0.0)
+    planned = min((ms for (_, graphs), ms in found.items() if graphs), default=0.0)
+    return (
+        f"Ranked first: {first[0]} rows {names[first[1]]}, {found[first]:.1f} ms; quickest: {quickest[0]} rows "
+        f"{names[quickest[1]]}, {found[quickest]:.1f} ms ({found[first] / found[quickest] - 1:.1%} between them). "
+        f"Best eager {eager:.1f} ms, best by a plan {planned:.1f} ms ({eager / planned:.2f}x)."
+    )
 
 
 def experts(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -234,7 +307,7 @@ def learned(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 MODES: Mapping[str, Callable[[argparse.Namespace, Path], list[str]]] = {
-    mode.__name__: mode for mode in (speed, experts, exact, learned, watch, lives)
+    mode.__name__: mode for mode in (speed, rows, experts, exact, learned, watch, lives)
 }
 
 
@@ -279,10 +352,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--connections", type=int, default=1, help="speed, experts: CUDA_DEVICE_MAX_CONNECTIONS [1]")
     option("--fused", action="store_true", help="speed, watch, experts: fused gradient accumulation")
     option("--variants", default=f"eager,{','.join(STOCK)},padded,{','.join(VERIFY)},plan", help="speed: its runs")
+    option("--batches", default="8", help="rows: rows of a step, such as 1,2,4,8 [8]")
+    option("--micro", default="1,2,4,8", help="rows: rows of a micro-batch [1,2,4,8]")
+    option("--dropless", action="store_true", help="rows: the shape of --experts")
+    option("--warm", type=int, default=WARM, help=f"steps that are not counted [{WARM}]")
     option("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args(argv)
     args.megatron_lm = args.megatron_lm.resolve()
-    args.gpus = [int(n) for n in args.gpus.split(",")]
+    args.gpus, args.batches, args.micro = (
+        [int(n) for n in text.split(",")] for text in (args.gpus, args.batches, args.micro)
+    )
     args.steps = args.steps or USUAL_STEPS.get(args.mode, STEPS)
     args.variants = [name for name in args.variants.split(",") if name]
     least = {"watch": trainer_watch.BEFORE + 1, "exact": 2}.get(args.mode, 1)

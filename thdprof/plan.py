@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -25,10 +25,11 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
-from thdprof.training import GraphKind, TailPolicy, TrainingSettings
+from thdprof.training import Impl as Impl
+from thdprof.training import TailPolicy, TrainingSettings
 from thdprof.training.settings import required_settings
 from thdprof.training.stamp import Stamp
-from thdprof.words import html_table, write_count
+from thdprof.words import amount, html_table, memory_size, write_count, write_range
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
@@ -39,7 +40,6 @@ _ROUNDING = 1e-6
 _TIMES = ("decoder_replay_ms", "decoder_eager_ms", "outside_decoder_ms", "relative_step_time", "step_ms")
 """Times of `predictions.times`, of which at least one stands where they have an origin."""
 
-Impl = Literal["none", GraphKind]
 Module = Literal["attn", "moe_router", "moe_preprocess"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -47,7 +47,7 @@ Range = Annotated[tuple[float, float], Field(strict=False)]
 """The lowest and the highest value; a file has a list."""
 Origin = Literal["measured", "modelled", "none"]
 """Where times come from: a cost table of this model, a model of its kernels, or nowhere."""
-Ruling = Literal["graphs pay", "graphs do not pay", "measure first"]
+Ruling = Literal["graphs pay", "graphs hardly pay", "graphs do not pay", "measure first"]
 
 
 class Part(BaseModel):
@@ -278,6 +278,92 @@ class TimesPart(Part):
     """Mean step time with all micro-batches run eagerly, in milliseconds: likewise."""
 
 
+_TRAINERS: Mapping[str, Callable[[Any], str]] = {
+    "micro_batch_size": lambda value: f"per_device_train_batch_size={value}",
+    "gradient_accumulation": lambda value: f"gradient_accumulation_steps={value}",
+    "recompute_granularity": lambda value: f"gradient_checkpointing={value is not None}",
+    "liger": lambda value: f"use_liger_kernel={value}",
+}
+"""What the Trainer's arguments say for changes."""
+Documents = Literal["same", "other ranks", "other order"]
+"""What a setting does to a step's documents: the same on the same ranks, on other ranks, or another order."""
+
+
+class AlternativePart(Part):
+    """The run under other settings: the same documents, model, GPUs and rows of a step."""
+
+    changes: dict[str, Any]
+    """Settings that differ from the run as given, by name."""
+    flags: str
+    """These as options of `thdprof analyze`, which then says the same."""
+    graphs: bool
+    """Whether training captures graphs."""
+    compile: bool = False
+    """Whether `PlanCallback(compile=True)` compiles the layers."""
+    liger: bool = False
+    """Whether layers have Liger's kernels."""
+    documents: Documents
+    """What it does to the documents of a step."""
+    numbers: list[str] = []
+    """What else changes the numbers of training, each in a few words."""
+    step_ms: Range
+    """Mean step time in milliseconds: on the quickest and on the slowest host that is expected."""
+    step_ms_middle: float
+    """The same on a host in the middle of the range."""
+    tokens_per_second_per_gpu: Range
+    """Tokens of documents that a GPU trains on per second."""
+    mfu: float | None = None
+    """Model FLOPs utilization in the middle of the range: 6 x parameters in use x tokens, and causal attention, over
+    the dense bf16 peak of the GPU's data sheet; null where that, or the model, is not known."""
+    peak_memory_bytes: int | None = None
+    """Most memory that the pipeline rank that needs most holds at once; null where it is not known."""
+    fits: bool | None = None
+    """Whether that is at most the GPU's memory; null where either is not known."""
+    refused: list[str] = []
+    """Why training by a plan with these settings would be refused."""
+    buckets: list[BucketPart] = []
+    """The shapes that are captured."""
+    as_given: bool
+    """Whether it is the run as given."""
+
+    @property
+    def can_train(self) -> bool:
+        """Whether nothing is known against it."""
+        return self.fits is not False and not self.refused
+
+    def name_changes(self, *, of_trainer: bool) -> str:
+        """What to change for it, in the words of Hugging Face's Trainer or of Megatron."""
+        words = []
+        for name, value in self.changes.items():
+            if of_trainer and name in _TRAINERS:
+                words.append(_TRAINERS[name](value))
+            elif name == "recompute_granularity":
+                full = " --recompute-method uniform --recompute-num-layers 1" if value == "full" else ""
+                words.append("no recompute" if value is None else f"--recompute-granularity {value}{full}")
+            elif name not in ("impl", "compile"):
+                words.append(f"--{name.replace('_', '-')} {value}")
+        if of_trainer:
+            words.append(f"PlanCallback({'compile=True' * self.compile})" if self.graphs else "no graphs")
+        elif not words:
+            words.append("as given")
+        return ", ".join(words) + ("" if of_trainer else ", by a plan" if self.graphs else ", no graphs")
+
+    def describe(self, *, of_trainer: bool) -> str:
+        """What to change for it, its step time and its memory, in a clause."""
+        peak = "" if self.peak_memory_bytes is None else f", peak {memory_size(self.peak_memory_bytes / 2**30)}"
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.0%}"
+        rates = write_range(self.tokens_per_second_per_gpu)
+        order = {
+            "same": "",
+            "other ranks": "; documents go to other ranks",
+            "other order": "; documents come in another order",
+        }
+        return (
+            f"{self.name_changes(of_trainer=of_trainer)}: {amount(self.step_ms_middle)} ms a step, {rates} tokens/s a "
+            f"GPU{mfu}{peak}{order[self.documents]}"
+        )
+
+
 class PackerLimitPart(Part):
     """What a limit of documents costs, to which a packer keeps while training."""
 
@@ -306,7 +392,11 @@ class PredictionsPart(Part):
     times: TimesPart
     """Times with their origin and range."""
     verdict: Ruling | None = None
-    """Whether graphs pay; null without times of the model."""
+    """Whether graphs pay: the best run with them against the best without; null without times of the model."""
+    best: AlternativePart | None = None
+    """The quickest run of these documents that fits; null where runs were not compared."""
+    best_without_graphs: AlternativePart | None = None
+    """The quickest without graphs."""
     graph_memory_bytes: int | None = None
     """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
     table has no memory, or is of another model."""

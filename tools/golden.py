@@ -144,9 +144,12 @@ def _normal(text: str, folder: Path) -> str:
 
 
 def _thdprof(*words: str, cwd: Path, env: dict[str, str]) -> Any:
-    """The command line."""
+    """The command line. `analyze` compares no other runs, which would fill the records, unless a case wants it."""
     from support.command import run_in_process
 
+    if "analyze" in words and "--alternatives" not in words:
+        place = words.index("--") if "--" in words else len(words)
+        words = (*words[:place], "--no-alternatives", *words[place:])
     return run_in_process(*words, cwd=cwd, env=env)
 
 

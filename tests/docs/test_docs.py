@@ -489,7 +489,8 @@ def test_types_of_the_plan_reference():
     assert row in text
     assert "| `cp_size` | whole number, at least 1 | `1` |" in text
     assert "| `impl` | one of `none`, `module`, `chunk`, `local`, `transformer_engine` | `module` |" in text
-    assert "| `buckets` | list ([mapping](#graphsbuckets)) | required |" in text
+    places = "#graphsbuckets-predictionsbestbuckets-predictionsbest_without_graphsbuckets"
+    assert f"| `buckets` | list ([mapping]({places})) | required |" in text
     assert "| `share` | number, 0 to 1 | required |" in text
     assert "[mapping](#microbatchesn_seqs-microbatchesmax_seqlen)" in text
 

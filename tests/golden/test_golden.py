@@ -74,6 +74,7 @@ def test_each_setting_is_off_its_default_in_two_cases():
     elsewhere = {"world_size", "model", "host"}  # in the groups of demo data and of models, and in test_host.py
     elsewhere |= {"cache", "chat_template", "text_column", "eos_token", "completion_only_loss", "assistant_only_loss"}
     elsewhere |= {"autocast", "sampling"}  # of a Trainer's runs, in test_training_args.py and test_trainer_referee.py
+    elsewhere |= {"alternatives", "compile", "liger"}  # in test_alternatives.py and test_times.py
     elsewhere |= {"length_column"}  # as the line before in test_trl_text.py and test_sources.py
     elsewhere |= {
         "engine",

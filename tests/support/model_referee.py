@@ -39,7 +39,7 @@ _READ_APART = {
     "qk_pos_emb_head_dim", "v_head_dim", "expert_tensor_parallel_size", "overlap_param_gather_with_optimizer_step",
     "ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw", "ddp_average_in_collective",
     "grad_reduce_in_fp32", "fp8_param_gather", "align_param_gather", "align_grad_reduce",
-    "num_distributed_optimizer_instances", "autocast",
+    "num_distributed_optimizer_instances", "autocast", "compile", "liger",
 }  # fmt: skip
 
 

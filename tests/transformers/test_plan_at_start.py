@@ -65,7 +65,7 @@ def test_a_run_plans_when_it_starts(tmp_path, monkeypatch, log):
     assert plan.captured
     assert plan.training.global_batch_size == 2
     [told] = [line for line in log() if "training by" in line]
-    assert told.startswith(f"thdprof: {plan.predictions.verdict}: they save ")
+    assert told.startswith("thdprof: as the run is set, graphs save ")
     comparison = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=0.0)
     assert comparison.microbatches == plan.microbatches.count == 8
     assert [b.observed_share for b in comparison.buckets] == [b.predicted_share for b in comparison.buckets]

@@ -15,8 +15,9 @@ from thdprof.analyze.buckets.recommend import Recommendation, find_longest_captu
 from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile, fallback_rate, make_run
 from thdprof.analyze.caveats import caveats, note_order
 from thdprof.analyze.expert_room import ExpertRoom, choose_room
-from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Predictions, Times, Verdict
+from thdprof.analyze.predictions import FOREIGN_TABLE, UNKNOWN_MODEL, Alternatives, Predictions, Times, Verdict
 from thdprof.analyze.replay import Replay, build_schedule, replay, summarize_dataset
+from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
@@ -28,6 +29,7 @@ from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.schedule.schedule import FORGETFUL, Memo
 from thdprof.systems import find_packer
 from thdprof.training import Model, TrainingSettings
+from thdprof.training.model import describe_field
 
 if TYPE_CHECKING:
     from thdprof.analyze.predictions import OffloadPrediction
@@ -114,6 +116,8 @@ class Analysis(Predictions):
     warnings: tuple[str, ...]
     """Sentences that the user should know before trusting the numbers: settings without effect, the notes, and the
     conditions under which the figures hold."""
+    alternatives: Alternatives | None = None
+    """The runs of the same documents that were compared; None without times, or where they were not to be."""
     spread: SpreadPart | None = None
     """How much figures differ between draws; None where lengths and packs are not drawn."""
     packer_limits: tuple[PackerLimitPart, ...] = ()
@@ -190,6 +194,14 @@ def check_hardware(request: Request) -> None:
 def analyze(request: Request, *, progress: Progress = show_nothing) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
 
+    Arguments and errors are those of `open_study`.
+    """
+    return open_study(request, progress=progress).analyze()
+
+
+def open_study(request: Request, *, progress: Progress = show_nothing) -> Study:
+    """Read a dataset to analyse it.
+
     Args:
         request: the dataset, the run, and what the analysis is made by.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
@@ -200,7 +212,7 @@ def analyze(request: Request, *, progress: Progress = show_nothing) -> Analysis:
     """
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset, progress = read_requested(request, progress)
-    return Study(request, dataset, measured, progress=progress).analyze()
+    return Study(request, dataset, measured, progress=progress)
 
 
 def read_showing(locations: Sequence[str], progress: Progress, **how: Any) -> tuple[Dataset, Progress]:
@@ -241,8 +253,8 @@ class Study:
     """Called with the stage, the share of the whole work that is done, and the number of documents."""
     memo: Memo = FORGETFUL
     """Keeps intermediate results for the next study of this dataset."""
-    prices_limits: bool = True
-    """Whether it tells what limits of documents cost, for which documents are packed once for each cap."""
+    whole: bool = True
+    """Whether it also prices single caps and limits of documents, for which documents are packed once for each cap."""
 
     def analyze(self) -> Analysis:
         """Replay the schedule of the dataset, and recommend buckets; of what is drawn, also the spread over draws.
@@ -251,7 +263,11 @@ class Study:
             DataError: the dataset has contents that training would refuse.
             UsageError: the settings or limits contradict each other or the dataset.
         """
-        first, others = self._analyze(), list[Study]()
+        return self.add_spread(self.analyze_replay(self.replay()))
+
+    def add_spread(self, first: Analysis) -> Analysis:
+        """The study's analysis `first`, of what is drawn with the spread over draws."""
+        others = list[Study]()
         for draw in self.dataset.other_draws:
             others.append(replace(self, dataset=replace(self.dataset, content=draw(), other_draws=())))
         if not others and find_packer(first.settings.packer).is_drawn:
@@ -259,19 +275,32 @@ class Study:
             others = [replace(self, request=replace(self.request, given=given)) for given in seeds]
         if not others:
             return first
-        draws = [replace(other, memo=FORGETFUL, prices_limits=False)._analyze() for other in others]
+        lean = [replace(other, memo=FORGETFUL, whole=False) for other in others]
+        draws = [study.analyze_replay(study.replay()) for study in lean]
         return replace(first, spread=_find_spread(first, [first, *draws]))
 
-    def _analyze(self) -> Analysis:
-        request, dataset, documents = self.request, self.dataset, self.dataset.num_documents()
+    def replay(self) -> Replay:
+        """The schedule of the dataset under the request's settings."""
+        documents = self.dataset.num_documents()
 
         def tick(done: float) -> None:
             share = _READ_SHARE + (_REPLAYED_SHARE - _READ_SHARE) * done
             self.progress("replaying the schedule", share, documents)
 
-        replayed = replay(dataset, request.given, tick, self.memo)
-        settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
+        replayed = replay(self.dataset, self.request.given, tick, self.memo)
         self.progress("recommending", _REPLAYED_SHARE, documents)
+        return replayed
+
+    def analyze_replay(self, replayed: Replay) -> Analysis:
+        """The analysis of a dataset whose schedule under the request's settings was replayed.
+
+        Raises:
+            UsageError: limits that no choice of buckets keeps to, or kernels that the run's trainer has not.
+        """
+        request, dataset = self.request, self.dataset
+        settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
+        if request.model is not None:
+            _check_kernels(request.model, settings)
         reason = request.captures.router_reason
         room = self._choose_room(settings, table)
         run = make_run(
@@ -305,7 +334,7 @@ class Study:
             **{field.name: getattr(predicted, field.name) for field in fields(predicted)},
             request=request,
             run=run,
-            dataset=summarize_dataset(dataset),
+            dataset=self._summarize(),
             settings=settings,
             assumptions=replayed.assumptions,
             microbatches=table,
@@ -329,10 +358,13 @@ class Study:
             pack_size_guessed=replayed.pack_size_guessed,
             packing_efficiency=schedule.packing_efficiency,
             packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-            packer_limits=_price_limits(dataset, settings, caps, self.memo) if self.prices_limits else (),
+            packer_limits=_price_limits(dataset, settings, caps, self.memo) if self.whole else (),
             notes=notes,
             warnings=(*replayed.notes, *notes, *schedule.warnings, *warnings),
         )
+
+    def _summarize(self) -> DatasetPart:
+        return self.memo.get("summary", (), lambda: summarize_dataset(self.dataset))
 
     def _choose_room(self, settings: TrainingSettings, table: MicrobatchTable) -> ExpertRoom | None:
         """Room for the rows of dropless experts that ranks share; None where no graph holds such experts."""
@@ -368,8 +400,10 @@ class Study:
             return measured, None, [] if measured is self.measured else [ends], FOREIGN_TABLE
         if unknown is None:
             gpu, note = gpu_of(self.request.gpu)
-            modelled = model_times(run, gpu, self.request.host)
-            return modelled.table(), modelled, [] if note is None else [note], FOREIGN_TABLE
+            of_run = run.model, run.settings, run.layer_graphs, run.ends_at_router, run.expert_room
+            key = ("times", gpu, self.request.host, *of_run)
+            modelled = run.table.hold(key, lambda: model_times(run, gpu, self.request.host))
+            return modelled.table, modelled, [] if note is None else [note], FOREIGN_TABLE
         return built_in_costs(self.request.attention, run.n_tokens), None, [], unknown or FOREIGN_TABLE
 
     def _choose(
@@ -377,8 +411,10 @@ class Study:
     ) -> tuple[Recommendation, OffloadPrediction | None]:
         """The recommendation, and what is moved to the host where it captures anything."""
         limits = self.request.limits
+        if self.request.impl == "none":
+            limits = Limits(num_buckets=0)
         if self.request.offload is None:
-            return recommend(run, costs, independent=independent, limits=limits), None
+            return recommend(run, costs, independent=independent, limits=limits, curve=self.whole), None
         from thdprof.analyze.buckets.saved_tensors import predict_offload
 
         moved = partial(predict_offload, costs, self.request.offload, n_tokens=run.n_tokens, num_slots=run.num_slots)
@@ -410,10 +446,19 @@ class Study:
             unknown=unknown,
             offload=moved,
             watched=watched and self.request.impl != "local",
-            tokens=document_tokens(replayed, row_tokens=self.dataset.num_tokens() / max(1, self.dataset.num_rows())),
+            tokens=document_tokens(replayed, row_tokens=self._summarize().tokens / max(1, self._summarize().rows)),
             price=self.request.gpu_hour_price,
             gbps=self.request.data_parallel_gbps,
         )
+
+
+def _check_kernels(model: Model, settings: TrainingSettings) -> None:
+    """Refuse kernels that the run's trainer does not have."""
+    for name in ("compile", "liger"):
+        if getattr(model, name) and not settings.is_of_trainer:
+            raise UsageError(f"{describe_field(model, name)}: for layers of Hugging Face's Trainer; leave it out")
+    if model.compile and model.liger:
+        raise UsageError("--compile and --liger: compiled layers with Liger's kernels were not run; give one")
 
 
 MOST_PRICED = 50_000

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from thdprof.analyze.alternatives import analyze_with_alternatives
 from thdprof.analyze.analysis import Study, check_hardware
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.run_profile import RunProfile, make_profile
@@ -53,6 +54,7 @@ class DatasetOptions(TrainingOptions, total=False):
     expert_loads: str | None
     data_parallel_gbps: float | None
     impl: Impl | None
+    alternatives: bool
 
 
 def analyze_dataset(
@@ -75,6 +77,7 @@ def analyze_dataset(
     expert_loads: str | None = None,
     data_parallel_gbps: float | None = None,
     impl: Impl | None = None,
+    alternatives: bool = True,
     **settings: Unpack[TrainingOptions],
 ) -> Result:
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
@@ -110,6 +113,7 @@ def analyze_dataset(
             nccl-tests), by which communication beside graphs of a few layers is predicted; None: by the GPU's data
             sheet.
         impl: the kind of graphs that `make_plan` is called for, whose memory is predicted; None: not known.
+        alternatives: whether the run is compared with others of the same documents, model and GPUs.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:
@@ -127,7 +131,7 @@ def analyze_dataset(
     check_hardware(request)
     measured = None if request.cost_table is None else load_costs(request.cost_table)
     dataset = _read_dataset(locations, request, tokenizer)
-    return Result.from_analysis(Study(request, dataset, measured).analyze())
+    return Result.from_analysis(analyze_with_alternatives(Study(request, dataset, measured)))
 
 
 def profile_dataset(*locations: Location, part: str | None = None, **options: Unpack[DatasetOptions]) -> RunProfile:

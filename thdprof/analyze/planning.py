@@ -27,6 +27,7 @@ from thdprof.read.remote import find_matches, locate
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
+    from thdprof.analyze.buckets.recommend import Recommendation
     from thdprof.analyze.settings.captures import LayersPerGraph
     from thdprof.plan import Impl
 
@@ -126,12 +127,17 @@ def _shorten_files(data: DatasetPart) -> DatasetPart:
     return data.model_copy(update={"uris": [files], "files": len(paths)})
 
 
-def _graphs(analysis: Analysis) -> GraphsPart:
-    captures, chosen, moved = analysis.request.captures, analysis.recommendation, None
-    buckets = [
+def list_buckets(chosen: Recommendation) -> list[BucketPart]:
+    """The buckets that are captured, with the shares of micro-batches that replay them."""
+    return [
         BucketPart(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, cp_size=b.cp_size, share=share)
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
+
+
+def _graphs(analysis: Analysis) -> GraphsPart:
+    captures, chosen, moved = analysis.request.captures, analysis.recommendation, None
+    buckets = list_buckets(chosen)
     one_cap = None if chosen.one_cap is None else OneCapPart.model_validate(chosen.one_cap, from_attributes=True)
     if analysis.offload is not None:
         choice = analysis.offload.choice
@@ -161,7 +167,7 @@ def _count_layers(analysis: Analysis) -> int | None:
 
 
 def _predictions(analysis: Analysis) -> PredictionsPart:
-    chosen, offload = analysis.recommendation, analysis.offload
+    chosen, offload, compared = analysis.recommendation, analysis.offload, analysis.alternatives
     names = ("relative_step_time", "step_ms", "eager_step_ms", "graph_memory_bytes")
     times: dict[str, Any] = {name: getattr(chosen, name) if analysis.timed else None for name in names}
     if offload is not None:
@@ -172,6 +178,8 @@ def _predictions(analysis: Analysis) -> PredictionsPart:
         **times,
         times=analysis.times,
         verdict=analysis.verdict.ruling,
+        best=compared.find_best() if compared is not None and compared.has_levers else None,
+        best_without_graphs=compared.find_best(graphs=False) if compared is not None and compared.has_levers else None,
         packer_limits=list(analysis.packer_limits) or None,
         offload_host_bytes=None if offload is None else offload.host_bytes,
         offload_freed_bytes=None if offload is None else offload.device_bytes_freed,

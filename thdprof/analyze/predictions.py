@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from thdprof.plan import AlternativePart, TimesPart
 from thdprof.plan import Origin as Origin
 from thdprof.plan import Ruling as Ruling
-from thdprof.plan import TimesPart
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
@@ -33,8 +33,6 @@ class Verdict:
     """The verdict; None where no times are known."""
     reason: str
     """Its reason, such as "launching takes 5.1 ms of a 5.3 ms layer"; without times, how to get them."""
-    saves: str = ""
-    """What graphs save with compiled layers and without, under Hugging Face's Trainer; empty elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +155,25 @@ class OffloadPrediction:
     """The rank's remaining graph memory in bytes; None where the cost table does not give graph memory."""
     model: str
     """Name of the cost table, which describes the model that these figures are of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternatives:
+    """The runs of the same documents, model and GPUs that were compared."""
+
+    runs: tuple[AlternativePart, ...]
+    """By their time on a host in the middle of the range; at last those that need more memory than the GPU has."""
+    note: str = ""
+    """What takes the place of rows where a micro-batch is one packed row; empty elsewhere."""
+
+    @property
+    def has_levers(self) -> bool:
+        """Whether more than graphs and none were compared."""
+        return any({*run.changes} - {"impl"} for run in self.runs)
+
+    def find_best(self, *, graphs: bool | None = None) -> AlternativePart | None:
+        """The quickest against which nothing is known; with graphs, without, or any."""
+        return next((run for run in self.runs if run.can_train and graphs in (None, run.graphs)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,8 @@ def analyze(
 
     Exits with 3, the plan written all the same, where training by the plan would be refused.
     """
-    from thdprof.analyze.analysis import analyze as analyze_files
+    from thdprof.analyze.alternatives import analyze_with_alternatives
+    from thdprof.analyze.analysis import open_study
     from thdprof.analyze.planning import add_plan
     from thdprof.analyze.report.analysis import print_report, to_dict
     from thdprof.analyze.settings.captures import read_choice
@@ -68,7 +69,7 @@ def analyze(
     _check_captures(request)
     run.check_outputs(request, outputs)
     with streams.progress_bar() as progress:
-        analysis = add_plan(analyze_files(request, progress=progress))
+        analysis = add_plan(analyze_with_alternatives(open_study(request, progress=progress)))
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))
         if microbatches is not None:
             progress("writing the table", 1.0, 0)

@@ -15,7 +15,7 @@ from typer.models import ArgumentInfo
 from thdprof.analyze.settings.limits import analysis_options
 from thdprof.analyze.settings.shell import Launch
 from thdprof.commands.streams import say
-from thdprof.training import Definition, GraphKind, Panel, definitions, model_definitions
+from thdprof.training import Definition, Impl, Panel, definitions, model_definitions
 
 if TYPE_CHECKING:
     from thdprof.analyze.settings.request import Request
@@ -71,9 +71,9 @@ class RunOptions:
         ),
     ] = None
     impl: Annotated[
-        GraphKind | None,
+        Impl | None,
         capture_option(
-            help="What the plan captures: a torch module, or Megatron's chunks or layers.",
+            help="What the plan captures: none, a torch module, or Megatron's chunks or layers.",
             show_default="module; with --megatron-args chunk; transformer_engine up to a router",
         ),
     ] = None
@@ -118,7 +118,8 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     The values of these options come to `command` as its keyword `run`.
     """
-    settings = {d.name: d for d in (*analysis_options().values(), *definitions().values()) if d.setting.everyday}
+    known = (*analysis_options().values(), *definitions().values(), *model_definitions().values())
+    settings = {d.name: d for d in known if d.setting.everyday}
     shared, own = ([*inspect.signature(f, eval_str=True).parameters.values()] for f in (RunOptions, command))
     names = [p.name for p in shared if p.name != "given"]
 

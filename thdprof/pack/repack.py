@@ -179,7 +179,7 @@ def repack(
         raise UsageError(f"{dataset.uris[0]}: lengths that are drawn are no data to pack; thdprof analyze counts packs")
     stored = ("seq_length",) if isinstance(dataset.content, PackedRows) else ()
     old = replace(request, given=_without(request.given, (*_RUN_LENGTH, *stored)))
-    before = Study(old, dataset, measured, prices_limits=False).analyze()
+    before = Study(old, dataset, measured, whole=False).analyze()
     seq_length = request.given.get("seq_length") or before.settings.seq_length
     rule = _find_rule(dataset, before.settings, target)
     usual: TailPolicy = "append_dummy_seq" if rule == "trl" else before.settings.tail_policy

@@ -141,6 +141,9 @@ class Start:
             self._go_on_without(str(error))
             return None
         self.say(f"{describe_verdict(plan)}; training by {self.path}")
+        if (best := plan.predictions.best) is not None and not best.as_given:
+            changes = best.describe(of_trainer=plan.training.is_of_trainer)
+            self.say(f"the quickest run of these documents is predicted by {changes}; nothing of it was changed")
         return plan
 
     def is_refused(self, ranks: Ranks, lines: Sequence[str]) -> bool:
@@ -349,7 +352,8 @@ def find_reasons(plan: Plan, device: Device | None) -> list[str]:
         return [NO_GPU]
     if predicted.refused:
         return list(predicted.refused)
-    if not plan.captured or predicted.verdict == "graphs do not pay":
+    relative = predicted.relative_step_time
+    if not plan.captured or (predicted.verdict == "graphs do not pay" if relative is None else relative >= 1):
         return [describe_verdict(plan)]
     if predicted.verdict is None:
         return [f"whether graphs pay is not known: {predicted.times.basis}"]
@@ -365,14 +369,14 @@ def find_reasons(plan: Plan, device: Device | None) -> list[str]:
 
 
 def describe_verdict(plan: Plan) -> str:
-    """The plan's verdict in one line: whether graphs pay, by how much, and how many steps wait for an eager one."""
+    """What the plan's graphs save in the run as it is set, in one line, and how many steps wait for an eager one."""
     predicted = plan.predictions
     if not plan.captured and predicted.verdict is None:
         return "the analysis recommends no graphs"
     share = predicted.times.relative_step_time
     text = str(predicted.verdict or "whether graphs pay is not known")
     if share is not None:
-        text += f": they {'' if plan.captured else 'would '}{write_saved_share(share)}"
+        text = f"as the run is set, graphs {'' if plan.captured else 'would '}{write_saved_share(share)}"
     if not plan.captured:
         return text
     return f"{text}; {percent(predicted.fallback_rate.step)} of the steps have an eager micro-batch"

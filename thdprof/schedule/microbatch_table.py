@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,11 +64,19 @@ class MicrobatchTable:
     """Neighbouring ranks that replay one bucket together, or all run eagerly; 1 with `groups`."""
     size_guessed: bool = False
     """Whether the order is training's, and only the pack size that tails are counted by is a guess."""
+    held: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """What was counted of these micro-batches: analyses that share the table share it."""
 
     @property
     def drawn(self) -> bool:
         """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
         return not self.exact and self.groups is None and not self.size_guessed
+
+    def hold[R](self, key: Hashable, make: Callable[[], R]) -> R:
+        """`make()`, which counts something of the table, or what it returned before for this `key`."""
+        if key not in self.held:
+            self.held[key] = make()
+        return cast("R", self.held[key])
 
     def __len__(self) -> int:
         """Number of micro-batches over all ranks and steps."""
@@ -78,6 +86,12 @@ class MicrobatchTable:
     def num_steps(self) -> int:
         """Number of optimizer steps."""
         return len(self.num_microbatches)
+
+    @property
+    def total_squared(self) -> float | None:
+        """Sum of `squared`; None where it is not known."""
+        squared = self.squared
+        return None if squared is None else self.hold("total squared", lambda: float(squared.sum()))
 
     @property
     def uniform(self) -> bool:

@@ -16,15 +16,18 @@ from thdprof.training import TailPolicy, TrainingSettings
 
 
 class Memo:
-    """Holds the last result of each kind of work. Callers share the results and must not change them."""
+    """Holds the last result of each kind of work. Callers share the results and must not change them.
 
-    def __init__(self, *, keeps: bool = True) -> None:
-        self._keeps = keeps
+    `without` begins the kinds that are not held, because they are large and of no use to those who share the memo.
+    """
+
+    def __init__(self, *, keeps: bool = True, without: str | None = None) -> None:
+        self._keeps, self._without = keeps, without
         self._held: dict[Hashable, tuple[Hashable, Any]] = {}
 
     def get[R](self, kind: Hashable, key: Hashable, make: Callable[[], R]) -> R:
         """Return `make()`, or its last result for this `kind` of work if that was made for an equal `key`."""
-        if not self._keeps:
+        if not self._keeps or (isinstance(kind, tuple) and kind[0] == self._without):
             return make()
         held = self._held.get(kind)
         if held is None or held[0] != key:

@@ -36,6 +36,19 @@ Assumed = tuple[str, Any, str]
 """A setting that nobody gave, its value, and whose default that is."""
 
 
+def refuse_rows(trainer: str) -> Callable[[Mapping[str, Any]], None]:
+    """What refuses more than one row of a micro-batch, for a trainer whose micro-batch is one packed row."""
+
+    def refuse(values: Mapping[str, Any]) -> None:
+        if values["micro_batch_size"] != 1:
+            raise UsageError(
+                f"--micro-batch-size {values['micro_batch_size']}: --packer {values['packer']} packs for {trainer}, "
+                "which trains packed rows with 1; make the packs longer, or give another packer"
+            )
+
+    return refuse
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """The most documents of a pack that a packer keeps to, the setting `max_docs_per_pack`."""

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.errors import DataError, UsageError
+from thdprof.errors import DataError
 from thdprof.files import json_text
 from thdprof.plan import Plan
 from thdprof.read import arrow, npy
@@ -33,7 +32,7 @@ from thdprof.read.parquet import is_parquet, open_parquet, schema_of
 from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.schedule.packing import DocumentsToPack, cut, first_fit
 from thdprof.schedule.schedule import Samples
-from thdprof.systems.base import Exported, Packer, Target, Value, count_fullest, export_yaml
+from thdprof.systems.base import Exported, Packer, Target, Value, count_fullest, export_yaml, refuse_rows
 from thdprof.training import TrainingSettings
 
 KEYS = ("input_ids", "seq_start_id", "loss_mask")
@@ -290,14 +289,6 @@ def _prepare(lengths: NDArray[np.int64], settings: TrainingSettings, notes: list
     return DocumentsToPack(lengths[::-1].copy(), first_fit, pack_tokens)
 
 
-def _refuse_rows(values: Mapping[str, Any]) -> None:
-    if values["micro_batch_size"] != 1:
-        raise UsageError(
-            f"--micro-batch-size {values['micro_batch_size']}: --packer {values['packer']} packs for Megatron-Bridge, "
-            "which trains packed rows with 1; make the packs longer, or give another packer"
-        )
-
-
 _SHUFFLED = "first_fit_shuffle"
 PACKERS = tuple(
     Packer(
@@ -309,7 +300,7 @@ PACKERS = tuple(
         overlong="leave out",
         cuts_padded=True,
         more_rows="refused",
-        refuse=_refuse_rows,
+        refuse=refuse_rows("Megatron-Bridge"),
     )
     for name in ("first_fit_decreasing", _SHUFFLED)
 )

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from thdprof.plan import Plan
 from thdprof.schedule.steps import Packs, fill_next, pack_steps
-from thdprof.systems.base import Exported, Limit, Packer, Target, export_shell
+from thdprof.systems.base import Exported, Limit, Packer, Target, export_shell, refuse_rows
 from thdprof.training import TrainingSettings
 
 _BIN = 50
@@ -48,7 +48,8 @@ PACKERS = tuple(
             ("max_docs_per_pack", _BIN, "Megatron's default --rl-sequence-packing-max-sequences-per-bin"),
             ("tail_policy", "append_dummy_seq", "Megatron's bins end in a sequence of padding"),
         ),
-        more_rows="same",
+        more_rows="refused",
+        refuse=refuse_rows("Megatron-LM's reinforcement learning"),
     )
     for name in ("megatron_rl_fifo", _ROUND_ROBIN)
 )

@@ -18,7 +18,7 @@ import numpy as np
 from thdprof.plan import Plan
 from thdprof.schedule.packing import NO_CAP, first_fit
 from thdprof.schedule.steps import Packs, fill_next, pack_steps
-from thdprof.systems.base import Exported, Packer, Target, write_comment
+from thdprof.systems.base import Exported, Packer, Target, refuse_rows, write_comment
 from thdprof.training import TrainingSettings
 
 _SHUFFLED = "nemo_first_fit_shuffle"
@@ -92,7 +92,9 @@ _ALGORITHMS: dict[str, Callable[[list[int], int], Packs]] = {
 
 
 _pack = partial(pack_steps, deal=_deal)
-_make = partial(Packer, rule="concatenate", loader="single", limit=None, more_rows="same")
+_make = partial(
+    Packer, rule="concatenate", loader="single", limit=None, more_rows="refused", refuse=refuse_rows("NeMo-RL")
+)
 PACKERS = (
     _make(name="concatenative", by_step=_pack),
     _make(name="nemo_first_fit_decreasing", by_step=_pack),

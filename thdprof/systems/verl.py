@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 
 from thdprof.plan import Plan
 from thdprof.schedule.steps import Packs, pack_steps
-from thdprof.systems.base import Exported, Packer, Target, write_comment
+from thdprof.systems.base import Exported, Packer, Target, refuse_rows, write_comment
 from thdprof.training import TrainingSettings
 
 
@@ -87,7 +87,8 @@ PACKERS = (
         loader="single",
         limit=None,
         reads=("tail_policy",),
-        more_rows="same",
+        more_rows="refused",
+        refuse=refuse_rows("verl"),
     ),
 )
 

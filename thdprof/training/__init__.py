@@ -13,6 +13,7 @@ from thdprof.training.settings import Attention as Attention
 from thdprof.training.settings import Definition as Definition
 from thdprof.training.settings import Experts as Experts
 from thdprof.training.settings import GraphKind as GraphKind
+from thdprof.training.settings import Impl as Impl
 from thdprof.training.settings import Loader as Loader
 from thdprof.training.settings import Panel as Panel
 from thdprof.training.settings import PromptFormat as PromptFormat

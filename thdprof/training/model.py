@@ -23,6 +23,9 @@ Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 Recompute = Literal["selective", "full"]
 Norm = Literal["LayerNorm", "RMSNorm"]
 
+NONE = "none"
+"""The value that says outright that a field is null, such as `fp8_recipe: none`; a null counts as not given."""
+
 _SIZE = Interval(ge=1, le=2**31 - 1)
 _COUNT = Interval(ge=0, le=2**31 - 1)
 _PART = Interval(ge=0, lt=1)
@@ -31,6 +34,8 @@ _PART = Interval(ge=0, lt=1)
 _FIXED = Setting(panel="Model", everyday=False, swept=False)
 _CHOICE = replace(_FIXED, swept=True)
 """A field that runs of one architecture choose differently, so that a sweep can vary it."""
+_OPTION = replace(_CHOICE, everyday=True)
+"""Such a field that the command has an option for."""
 _COMMUNICATION = replace(_CHOICE, of_communication=True)
 
 
@@ -126,7 +131,15 @@ class Model:
     """Whether weights are in float32, and autocast computes in `precision`; under Hugging Face's Trainer alone."""
     fp8_recipe: Annotated[Fp8Recipe | None, _CHOICE] = None
     """Scaling recipe of matrix products in FP8; null: they are in `precision`."""
-    recompute_granularity: Annotated[Recompute | None, _CHOICE] = None
+    recompute_granularity: Annotated[
+        Recompute | None,
+        replace(
+            _OPTION,
+            help="How much of a layer its backward computes again; full is gradient_checkpointing.",
+            assumed="as the launch or the Trainer's arguments say, else none",
+            aliases={NONE: NONE},
+        ),
+    ] = None
     """How much of a layer its backward computes again; null: nothing."""
     recompute_modules: Annotated[tuple[str, ...], _FIXED] = ("core_attn",)
     """Parts of a layer that selective recompute computes again, by megatron-core's names."""
@@ -134,6 +147,14 @@ class Model:
     """Layers that full recompute computes again (method block), or that are computed again together (uniform)."""
     recompute_method: Annotated[Literal["uniform", "block"], _CHOICE] = "uniform"
     """Which layers full recompute computes again: all, or the first recompute_num_layers of each stage."""
+    compile: Annotated[
+        bool, replace(_OPTION, help="The Trainer's layers are compiled, by PlanCallback(compile=True).")
+    ] = False
+    """Whether `PlanCallback(compile=True)` compiles the layers; under Hugging Face's Trainer alone."""
+    liger: Annotated[bool, replace(_OPTION, help="The Trainer's layers have Liger's kernels, by use_liger_kernel.")] = (
+        False
+    )
+    """Whether layers have the kernels of liger-kernel; under Hugging Face's Trainer alone."""
     lora_dim: Annotated[int | None, _SIZE, _FIXED] = None
     """Rank of the adapters (LoRA) that alone are trained; null: all weights are."""
     lora_target_modules: Annotated[tuple[str, ...], _FIXED] = (
@@ -242,10 +263,6 @@ class Model:
         if self.num_experts is None:
             return 0
         return self.num_layers if self.num_moe_layers is None else self.num_moe_layers
-
-
-NONE = "none"
-"""The value that says outright that a field is null, such as `fp8_recipe: none`; a null counts as not given."""
 
 
 @functools.cache

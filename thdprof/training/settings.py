@@ -243,6 +243,7 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
 Attention = Literal["transformer_engine", "torch"]
 Experts = Literal["none", "padded", "dropless"]
 GraphKind = Literal["module", "chunk", "local", "transformer_engine"]
+Impl = Literal["none", GraphKind]
 """What training captures: a wrapped torch module, a Megatron model chunk, or Megatron's layers in two ways."""
 
 PromptFormat = Literal["nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]

@@ -181,6 +181,8 @@ def trainer_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"autocast": True} if by_autocast and weights == "float32" else {}
     if precision := by_autocast or _PRECISIONS.get(weights or ""):
         found["precision"] = precision
+    if arguments.get("use_liger_kernel"):
+        found["liger"] = True
     names = ("activation_checkpointing", "gradient_checkpointing")  # transformers 5.23 has both, 5.12 the second
     if True not in [arguments.get(name) for name in names]:
         return found

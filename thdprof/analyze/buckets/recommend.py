@@ -149,7 +149,7 @@ def choices_of(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) 
     that fits all micro-batches.
     """
     by_size = [subsets(part, most) for part in shapes]
-    if len(by_size) == 1:
+    if len(by_size) == 1 or most == 0:
         return by_size[0]
     short: list[list[tuple[Bucket, ...]]] = []
     for part, of_part in zip(shapes, by_size, strict=True):
@@ -273,6 +273,10 @@ class Recommendation:
     """The relative_step_time of the best choice of buckets without limits on memory and fallbacks, by any costs."""
     candidates: tuple[Candidate, ...]
     """All single caps that were considered, ascending."""
+    caps: tuple[int, ...]
+    """Values of max_seqs that were compared, ascending."""
+    lengths: tuple[int, ...]
+    """Values of max_seqlen that were compared, ascending."""
     steps_searched: int
     """Number of steps on which choices were compared; the figures of the chosen buckets are of all steps."""
 
@@ -289,7 +293,9 @@ class Recommendation:
         )
 
 
-def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: Limits) -> Recommendation:
+def recommend(
+    run: AnalyzedRun, costs: CostTable, *, independent: int, limits: Limits, curve: bool = True
+) -> Recommendation:
     """Choose the buckets that make a mean step quickest within the limits.
 
     Several buckets also hold every micro-batch, where that keeps to the limits and to most of what graphs save
@@ -298,6 +304,7 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     Args:
         costs: the cost table, of the run's context-parallel size.
         independent: number of the run's micro-batches that are independent draws, for the confidence bound.
+        curve: whether single caps are priced.
 
     Raises:
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
@@ -318,33 +325,39 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         shapes.append([Bucket(n, s, run.n_tokens, cp_size) for n in caps_of[part] for s in tokens])
     every = [bucket for buckets in shapes for bucket in buckets]
     lengths = sorted({b.max_seqlen for b in every})
-    step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
+    all_caps = sorted({*caps, *(b.max_seqs for b in every)})
+    step_costs = costs_of_run(run, costs, all_caps, lengths)
     most_bytes, least = limits.graph_memory_bytes, 1 - costs.least_gain
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
-    eager_ms = step_costs.choice_ms(())
     for buckets in shapes:
         refuse_long_search(len(buckets), limits.num_buckets)
     choices = choices_of(shapes, limits.num_buckets, step_costs)
     stride = search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
+    ms_of = dict(zip(choices, map(float, times), strict=True)) if stride == 1 else {}
+
+    def choice_ms(choice: tuple[Bucket, ...]) -> float:
+        return ms_of[choice] if choice in ms_of else step_costs.choice_ms(choice)
+
+    eager_ms = choice_ms(())
     within = [most_bytes is None or (memory(c) or 0) <= most_bytes for c in choices]
     times_within = np.where(within, times, np.inf)
     chosen = choose_quickest(choices, times_within, step_costs, limits.max_fallback_rate)
-    step_ms = step_costs.choice_ms(chosen)
+    step_ms = choice_ms(chosen)
     if chosen and limits.num_buckets > 1 and limits.cover_largest:
         most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - step_ms))
         if covering := choose_covering(choices, times_within, step_costs, most_ms=most_ms):
-            chosen, step_ms = covering, step_costs.choice_ms(covering)
+            chosen, step_ms = covering, choice_ms(covering)
     options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in profiles) for n in caps]
-    curve = cap_curve(options, profile, costs, step_costs, eager_ms)
+    candidates = cap_curve(options, profile, costs, step_costs, eager_ms) if curve else ()
     one_graph_fits = most_bytes is None or (memory(options[0]) or 0) <= most_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
     singles = [
         c
-        for c in curve
+        for c in candidates
         if c.max_seqs in rounded  # between steps of the costs, the largest cap is as quick as any
         and one_graph_fits
         and c.fallback_rate.step <= most_fallbacks
@@ -364,7 +377,9 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         eager_step_ms=eager_ms,
         graph_memory_bytes=memory(chosen),
         one_cap=min(singles, key=lambda c: (c.relative_step_time, c.max_seqs)) if singles else None,
-        candidates=curve,
+        candidates=candidates,
+        caps=tuple(all_caps),
+        lengths=tuple(lengths),
         unlimited_relative_step_time=float(times.min()) / eager_ms if stride == 1 else step_ms / eager_ms,
         steps_searched=-(-table.num_steps // stride),
     )

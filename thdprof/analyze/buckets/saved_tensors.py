@@ -13,6 +13,7 @@ states between linear layers too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -292,7 +293,12 @@ class _Layer:
 
 def pass_bytes(layers: Sequence[Sequence[Saved]], n_tokens: int) -> int:
     """Bytes that one forward and backward of `layers` reserve: saved tensors, and gradients during the backward."""
-    return reserved(partial(_reserved, [_bytes(layer, n_tokens) for layer in layers]))
+    return _reserve_pass(tuple([tuple(_bytes(layer, n_tokens)) for layer in layers]))
+
+
+@functools.lru_cache(64)
+def _reserve_pass(layers: tuple[tuple[tuple[int, bool], ...], ...]) -> int:
+    return reserved(partial(_reserved, layers))
 
 
 def saved_bytes(layers: Sequence[Sequence[Saved]], n_tokens: int) -> int:

@@ -134,7 +134,7 @@ def make_run(
     return AnalyzedRun(
         settings=settings,
         table=table,
-        profile=Profile.count(table),
+        profile=table.hold("profile", lambda: Profile.count(table)),
         n_tokens=n_tokens,
         slots=slots(
             pipeline_size=settings.pipeline_parallel_size,

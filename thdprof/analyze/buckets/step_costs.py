@@ -12,8 +12,10 @@ alone, and a group's ranks share the work of attention equally; a pipeline's fac
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,15 +115,74 @@ def launched_ahead_ms(num_microbatches: int, replay_ms: float, waiting_ms: float
 
 _CHUNK = 1 << 22
 """Most elements of an array that is computed at once."""
+_HELD = 1 << 24
+"""Most elements of an array that is kept for further choices."""
+_MOST_STEPS = 16
+"""Most numbers of documents at which eager times may step for micro-batches to be told apart by them."""
+
+
+class _Classes:
+    """Micro-batches in classes: those with equal context-parallel sizes that are fitted by equal smallest values of
+    max_seqs and max_seqlen.
+
+    All of a class replay one bucket. Where ranks decide together, the class of a micro-batch is that of the largest
+    values among those that are decided on with it.
+    """
+
+    def __init__(
+        self, table: MicrobatchTable, caps: Sequence[int], lengths: Sequence[int], n_tokens: int, cp_size: int
+    ) -> None:
+        self._table = table
+        width, height = len(lengths) + 1, len(caps) + 1
+        numbers = np.arange(int(table.n_seqs.max()) + 1)
+        dtype: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
+        pair = (np.searchsorted(caps, numbers) * width).astype(dtype)[table.joint(table.n_seqs)]
+        if int(table.max_seqlen.max()) > lengths[0]:
+            sizes = np.arange(int(table.max_seqlen.max()) + 1)
+            pair += np.searchsorted(lengths, sizes).astype(dtype)[table.joint(table.max_seqlen)]
+        cp_sizes = np.array([cp_size])
+        if table.groups is not None:
+            cp_sizes, index = np.unique(table.groups.cp_size, return_inverse=True)
+            pair += (index * (height * width)).astype(dtype)
+        used = np.flatnonzero(np.bincount(pair))
+        seqs, length = np.divmod(used % (height * width), width)
+        self.largest = Shapes(
+            n_seqs=np.append(caps, caps[-1] + 1)[seqs],
+            max_seqlen=np.append(lengths, lengths[-1] + 1)[length],
+            n_tokens=np.array([n_tokens]),
+            cp_size=cp_sizes[used // (height * width)],
+        )
+        """The largest micro-batch of each class, arrays of shape [classes]; above the last cap, that cap plus 1."""
+        renumber = np.zeros(int(used[-1]) + 1, dtype=np.int16)
+        renumber[used] = np.arange(len(used))
+        self.index = renumber[pair]
+        """Class of each micro-batch."""
+        self.counts = np.bincount(self.index, minlength=len(used))
+        """Micro-batches of each class."""
+
+    @functools.cached_property
+    def by_rank(self) -> RankCounts:
+        """Counts of every rank and step."""
+        return RankCounts.count(self._table, self.index, len(self.counts))
+
+    def sum_by_rank(self, values: NDArray[np.float64]) -> NDArray[np.float64] | None:
+        """The sum of `values`, one a micro-batch, over each class, rank and step: shape [steps, ranks, classes].
+
+        None where it would take too much memory.
+        """
+        table, classes = self._table, len(self.counts)
+        shape = (table.num_steps, table.data_parallel_size, classes)
+        if math.prod(shape) > _HELD:
+            return None
+        cells = np.repeat(np.arange(shape[0] * shape[1]) * classes, np.repeat(table.num_microbatches, shape[1]))
+        return np.bincount(cells + self.index, values, minlength=math.prod(shape)).reshape(shape)
 
 
 class StepCosts:
     """Expected step times of any buckets made of given caps, from counts of micro-batches in classes.
 
-    A class holds the micro-batches with equal context-parallel sizes that are fitted by equal smallest values of
-    max_seqs and max_seqlen; all of a class replay one bucket. Where ranks decide together, the class of a micro-batch
-    is that of the largest values among those that are decided on with it. Every micro-batch is counted as padded to the
-    tokens of the graphs.
+    Every micro-batch is counted as padded to the tokens of the graphs. Where eager times step at a few numbers of
+    documents, as modelled ones do, those of a class are equal.
     """
 
     def __init__(
@@ -147,31 +208,18 @@ class StepCosts:
             goes_ahead: whether nothing makes the host wait for the GPU between micro-batches of a step.
         """
         self._table, self._costs, self._pipeline, self._run_cp_size = table, costs, pipeline, cp_size
-        width, height = len(lengths) + 1, len(caps) + 1
-        numbers = np.arange(int(table.n_seqs.max()) + 1)
-        dtype: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
-        pair = (np.searchsorted(caps, numbers) * width).astype(dtype)[table.joint(table.n_seqs)]
-        if int(table.max_seqlen.max()) > lengths[0]:
-            sizes = np.arange(int(table.max_seqlen.max()) + 1)
-            pair += np.searchsorted(lengths, sizes).astype(dtype)[table.joint(table.max_seqlen)]
-        cp_sizes = np.array([cp_size])
-        if table.groups is not None:
-            cp_sizes, index = np.unique(table.groups.cp_size, return_inverse=True)
-            pair += (index * (height * width)).astype(dtype)
-        used = np.flatnonzero(np.bincount(pair))
-        seqs, length = np.divmod(used % (height * width), width)
-        self._largest_of_class = Shapes(
-            n_seqs=np.append(caps, caps[-1] + 1)[seqs],
-            max_seqlen=np.append(lengths, lengths[-1] + 1)[length],
-            n_tokens=np.array([n_tokens]),
-            cp_size=cp_sizes[used // (height * width)],
-        )
-        """The largest micro-batch of each class, arrays of shape [classes]; above the last cap, that cap plus 1."""
-        renumber = np.zeros(int(used[-1]) + 1, dtype=np.int16)
-        renumber[used] = np.arange(len(used))
-        self._class = renumber[pair]
-        self.class_counts = np.bincount(self._class, minlength=len(used))
-        self._eager_ms = costs.eager_ms(numbers)
+        self._eager_ms = costs.eager_ms(np.arange(int(table.n_seqs.max()) + 1))
+        steps = np.flatnonzero(np.diff(self._eager_ms)).tolist()
+        told_apart = len(steps) <= _MOST_STEPS and table.shared_capture_ranks == 1
+        bounds = tuple(sorted({*caps, *(steps if told_apart else ())}))
+        self._key = ("classes", bounds, tuple(lengths), n_tokens, cp_size)
+        self._classes = table.hold(self._key, lambda: _Classes(table, bounds, lengths, n_tokens, cp_size))
+        self._class, self.class_counts = self._classes.index, self._classes.counts
+        self._eager_of_class: NDArray[np.float64] | None = None
+        """Eager milliseconds of all micro-batches of each class; None where they differ within classes."""
+        if told_apart or not steps:
+            largest = np.minimum(self._classes.largest.n_seqs, len(self._eager_ms) - 1)
+            self._eager_of_class = np.broadcast_to(self._eager_ms[largest], self.class_counts.shape)
         self._num_steps, self._optimizer_ms = table.num_steps, costs.optimizer_ms or 0.0
         self._goes_ahead = goes_ahead and costs.host_bound and table.groups is None
         self._has_one_rank = table.data_parallel_size == 1 and table.uniform
@@ -180,7 +228,7 @@ class StepCosts:
     def _fit(self, buckets: Iterable[Bucket]) -> Mapping[Bucket, tuple[NDArray[np.bool_], float]]:
         """Whether each of `buckets` fits each class, shape [classes], and milliseconds of its replay, by bucket."""
         new = [bucket for bucket in {*buckets} if bucket not in self._fitted]
-        fits = [np.broadcast_to(holds(bucket, self._largest_of_class), self.class_counts.shape) for bucket in new]
+        fits = [np.broadcast_to(holds(bucket, self._classes.largest), self.class_counts.shape) for bucket in new]
         replay = [self._costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) for bucket in new]
         self._fitted.update(zip(new, zip(fits, replay, strict=True), strict=True))
         return self._fitted
@@ -204,7 +252,7 @@ class StepCosts:
         eager = int(self.class_counts[uncovered].sum()) / len(self._class)
         if self._num_steps == len(self._class):  # one micro-batch a step: all three rates are equal
             return FallbackRate(microbatch=eager, rank_step=eager, step=eager)
-        ranks = self._rank_counts.any_in(uncovered)
+        ranks = self._classes.by_rank.any_in(uncovered)
         return FallbackRate(microbatch=eager, rank_step=float(ranks.mean()), step=float(ranks.any(axis=1).mean()))
 
     def shares(self, buckets: Sequence[Bucket]) -> tuple[float, ...]:
@@ -215,42 +263,44 @@ class StepCosts:
     def step_ms(self, choices: Sequence[Sequence[Bucket]], stride: int = 1) -> NDArray[np.float64]:
         """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, shape [choices]."""
         weights = self._weights(choices)
-        if self._squared_ms is None or not self._costs.host_bound:
-            return self._mean_step_ms(weights, self._squared_ms, stride)
         falls_back = weights[len(self.class_counts) :] > 0
+        if self._least_longer is None or not self._costs.host_bound:
+            return self._mean_step_ms(weights, np.zeros(len(falls_back), dtype=np.bool_), stride)
         times = np.empty(len(choices))
         for pattern in np.unique(falls_back, axis=1).T:  # what the host launches hides longer attention
             here = (falls_back == pattern[:, None]).all(axis=0)
-            squared = np.where(pattern[self._class], 0.0, self._squared_ms)
-            times[here] = self._mean_step_ms(weights[:, here], squared, stride)
+            times[here] = self._mean_step_ms(weights[:, here], pattern, stride)
         return times
 
     def choice_ms(self, choice: Sequence[Bucket]) -> float:
         """Mean step time under one choice of buckets over all steps, in milliseconds."""
         return float(self.step_ms([choice])[0])
 
-    def _mean_step_ms(
-        self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None, stride: int
-    ) -> NDArray[np.float64]:
-        """Mean step time, [choices]; `squared` are milliseconds of micro-batches beyond those of their class."""
+    def _mean_step_ms(self, weights: NDArray[np.float64], waits: NDArray[np.bool_], stride: int) -> NDArray[np.float64]:
+        """Mean step time, [choices], where micro-batches of the classes that `waits` marks wait for the host, and not
+        for longer attention."""
         table = self._table
         if table.groups is not None:
-            return self._step_ms_by_round(weights, table.groups, squared, stride)
+            return self._step_ms_by_round(weights, table.groups, self._longer_ms(waits), stride)
         if self._has_one_rank:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
-            totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / self._num_steps)
+            totals: NDArray[np.float64] = self._total_ms(weights, waits) * (factor / self._num_steps)
             return totals - self._mean_ahead_ms(weights) + self._optimizer_ms
         sums = np.zeros(weights.shape[1])
         at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
         steps = np.arange(0, self._num_steps, stride)
         ms_of_rows = self._ms_of_rows(weights)
-        extra = None if squared is None else table.per_rank_step(squared, np.add)
+        extra: NDArray[Any] | None = None
+        if (by_rank := self._longer_by_rank) is not None:  # as a matrix, which BLAS multiplies
+            extra = (by_rank.reshape(-1, len(waits)) @ (~waits).astype(np.float64)).reshape(by_rank.shape[:2])
+        elif (longer := self._longer_ms(waits)) is not None:
+            extra = table.per_rank_step(longer, np.add)
         for first in range(0, len(steps), at_once):
             part = steps[first : first + at_once]
             more = None if extra is None else extra[part].astype(np.float64, copy=False)
             if ms_of_rows is not None:
-                slowest = _slowest(ms_of_rows, self._rank_counts.row[part], more)
+                slowest = _slowest(ms_of_rows, self._classes.by_rank.row[part], more)
             else:
                 counts = self._rank_step_counts(part)
                 by_rank = counts @ weights - self._ahead_ms(counts, weights)
@@ -261,11 +311,40 @@ class StepCosts:
 
     def total_ms(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
         """Sum of the times of all micro-batches under each choice, without waits, in milliseconds, shape [choices]."""
-        return self._total_ms(self._weights(choices), self._squared_ms)
+        return self._total_ms(self._weights(choices), np.zeros(len(self.class_counts), dtype=np.bool_))
 
-    def _total_ms(self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    def _total_ms(self, weights: NDArray[np.float64], waits: NDArray[np.bool_]) -> NDArray[np.float64]:
         totals = np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
-        return totals if squared is None else totals + squared.sum()
+        return totals if self._longer_of_class is None else totals + self._longer_of_class[~waits].sum()
+
+    def _longer_ms(self, waits: NDArray[np.bool_]) -> NDArray[np.float64] | None:
+        """Milliseconds of each micro-batch beyond those of its class; 0 in the classes that `waits` marks."""
+        longer = self._squared_ms
+        return longer if longer is None or not waits.any() else np.where(waits[self._class], 0.0, longer)
+
+    @functools.cached_property
+    def _longer_of_class(self) -> NDArray[np.float64] | None:
+        """Their sum over each class."""
+        longer = self._squared_ms
+        return None if longer is None else np.asarray(np.bincount(self._class, longer, len(self.class_counts)))
+
+    @functools.cached_property
+    def _longer_by_rank(self) -> NDArray[np.float64] | None:
+        """Their sum over each class, rank and step, [steps, ranks, classes]; None where it is too large, or none."""
+        if self._least_longer is None:
+            return None
+        key = ("longer", self._key, self._costs.ms_per_squared_token, self._costs.squared_tokens, self._least_longer)
+        return self._table.hold(key, lambda: self._classes.sum_by_rank(np.asarray(self._squared_ms)))
+
+    @functools.cached_property
+    def _least_longer(self) -> float | None:
+        """The least of `_squared_ms`; None without."""
+        squared = self._table.squared
+        if squared is None:
+            return None
+        least = self._table.hold("least squared", lambda: np.array([squared.min()]))
+        ms = self._costs.squared_ms(least)
+        return None if ms is None else float(ms[0])
 
     @functools.cached_property
     def _squared_ms(self) -> NDArray[np.float64] | None:
@@ -320,19 +399,10 @@ class StepCosts:
         """Micro-batches and eager milliseconds, [groups, 2 * classes]; `cells` are group * classes + class of each."""
         shape = (groups, len(self.class_counts))
         counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
-        if self._same_eager_ms:
+        if self._eager_of_class is not None:
             return self._with_eager(counts)
         eager = np.bincount(cells, self._eager_ms[n_seqs], minlength=counts.size).reshape(shape)
         return np.concatenate((counts, eager), axis=1)
-
-    @functools.cached_property
-    def _rank_counts(self) -> RankCounts:
-        return RankCounts.count(self._table, self._class, len(self.class_counts))
-
-    @functools.cached_property
-    def _same_eager_ms(self) -> bool:
-        """Whether all micro-batches take the same time eagerly, so that counts alone tell the time of a rank."""
-        return bool(np.ptp(self._eager_ms) == 0)
 
     def _ms_of_rows(self, weights: NDArray[np.float64]) -> NDArray[np.float64] | None:
         """Milliseconds of each distinct row of counts under each choice, shape [rows, choices].
@@ -344,9 +414,9 @@ class StepCosts:
         than within, so other sizes than these could change the last bits of a sum with a row's place in its group.
         """
         ranks = self._table.data_parallel_size
-        if not self._same_eager_ms or not (ranks <= 2 or ranks % 4 == 0):
+        if self._eager_of_class is None or not (ranks <= 2 or ranks % 4 == 0):
             return None
-        counts = self._rank_counts.counts
+        counts = self._classes.by_rank.counts
         if len(counts) * max(weights.shape) > _CHUNK:
             return None
         groups = -(-len(counts) // ranks)
@@ -360,14 +430,16 @@ class StepCosts:
         """What `launched_ahead_ms` says, by the number of micro-batches and of eager ones among them, both from 0."""
         numbers = np.flatnonzero(np.bincount(self._table.num_microbatches))
         replay = min(point.ms for point in self._costs.replay)
-        waiting = max(0.0, float(self._eager_ms[self._table.n_seqs].mean()) - replay)
+        documents = self._table.hold("by documents", lambda: np.bincount(self._table.n_seqs))
+        waiting = max(0.0, float(self._eager_ms @ documents) / len(self._table) - replay)
         ms = np.zeros((int(numbers[-1]) + 1, int(numbers[-1]) + 1))
         for number in numbers:
             ms[number, : number + 1] = launched_ahead_ms(int(number), replay, waiting)
         return ms
 
-    def _ahead_ms(self, counts: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64] | float:
-        """Milliseconds that each choice saves by launching ahead, by `counts` [..., 2 * classes]: [..., choices]."""
+    def _ahead_ms(self, counts: NDArray[Any], weights: NDArray[np.float64]) -> NDArray[np.float64] | float:
+        """Milliseconds that each choice saves by launching ahead, by `counts`, whose first ones are of the classes:
+        [..., choices]."""
         if not self._goes_ahead:
             return 0.0
         of_class = counts[..., : len(self.class_counts)]
@@ -380,19 +452,21 @@ class StepCosts:
         """The mean over the steps of one rank of what each choice saves by launching ahead, shape [choices]."""
         if not self._goes_ahead:
             return 0.0
-        counts, share = self._rank_counts.counts, np.bincount(self._rank_counts.row[:, 0]) / self._num_steps
+        by_rank = self._classes.by_rank
+        counts, share = by_rank.counts, np.bincount(by_rank.row[:, 0]) / self._num_steps
         at_once = max(1, _CHUNK // len(counts))
         parts = [weights[:, first : first + at_once] for first in range(0, weights.shape[1], at_once)]
-        return np.concatenate([share @ self._ahead_ms(self._with_eager(counts), part) for part in parts])
+        return np.concatenate([share @ self._ahead_ms(counts, part) for part in parts])
 
     def _with_eager(self, counts: NDArray[np.integer]) -> NDArray[np.float64]:
-        """`counts`, shape [..., classes], followed by eager milliseconds, if all eager times are equal."""
-        return np.concatenate((counts, counts * self._eager_ms[0]), axis=-1)
+        """`counts`, shape [..., classes], followed by eager milliseconds, if those of each class are equal."""
+        return np.concatenate((counts, counts * np.asarray(self._eager_of_class)), axis=-1)
 
     def _rank_step_counts(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Micro-batches and eager milliseconds of every class on each rank, shape [steps, ranks, 2 * classes]."""
-        if self._same_eager_ms:
-            return self._with_eager(self._rank_counts.counts[self._rank_counts.row[steps]])
+        if self._eager_of_class is not None:
+            by_rank = self._classes.by_rank
+            return self._with_eager(by_rank.counts[by_rank.row[steps]])
         table, classes = self._table, len(self.class_counts)
         ranks = table.data_parallel_size
         per_step = table.num_microbatches.astype(np.int64) * ranks

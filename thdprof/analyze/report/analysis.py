@@ -14,7 +14,7 @@ from rich.text import Text
 from thdprof.analyze.analysis import MOST_PRICED, Analysis, choose_limit
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.caveats import MODELLED, find_gpu_memory
-from thdprof.analyze.predictions import OffloadPrediction
+from thdprof.analyze.predictions import Alternatives, OffloadPrediction
 from thdprof.analyze.report.shared import (
     capture_sentence,
     dataset_to_dict,
@@ -32,7 +32,16 @@ from thdprof.megatron_limits import UP_TO_ROUTER
 from thdprof.plan import CostsPart, Percentiles
 from thdprof.systems import find_packer
 from thdprof.training import name_setting, suggest_setting
-from thdprof.words import join_words, memory_size, percent, percentile_name, write_count, write_saved_share
+from thdprof.words import (
+    amount,
+    join_words,
+    memory_size,
+    percent,
+    percentile_name,
+    write_count,
+    write_range,
+    write_saved_share,
+)
 
 SCHEMA = "thdprof.analysis/1"
 _DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
@@ -60,7 +69,8 @@ def print_report(analysis: Analysis, console: Console, *, then: str = "", detail
 
 
 def answer(analysis: Analysis, *, then: str = "") -> list[tuple[str, str]]:
-    """The answer in five lines, each with its heading; the last one is left out where nothing is `then` to be done.
+    """The answer in lines with a heading each: the best run and what to capture; the last one is left out where nothing
+    is `then` to be done.
 
     A limit of documents that the packer or attention has in training gets a line of its own.
     """
@@ -88,17 +98,21 @@ def answer(analysis: Analysis, *, then: str = "") -> list[tuple[str, str]]:
     step = f"no times: {analysis.verdict.reason}"
     if ruling is not None and times.relative_step_time is not None:
         would = "they" if chosen.buckets and not refused else "they would"
-        saves = analysis.verdict.saves or f"{would} {write_saved_share(times.relative_step_time)}"
-        middle = chosen.relative_step_time if times.origin == "modelled" and not analysis.verdict.saves else None
+        saves = f"{would} {write_saved_share(times.relative_step_time)}"
+        middle = chosen.relative_step_time if times.origin == "modelled" else None
         if chosen.buckets and middle is not None:
             saves += f", {1 - middle:.0%} on a host in the middle"
         if not chosen.buckets and ruling == "graphs pay":
             ruling = "graphs would pay without the limits"  # type: ignore[assignment]
         gpus = "" if analysis.worth is None or analysis.worth.gpus == 1 else f"{analysis.worth.gpus:,} x "
-        step = f"{ruling}: {saves} ({times.origin}, {gpus}{analysis.costs.hardware})"
+        on = f"({times.origin}, {gpus}{analysis.costs.hardware})"
+        step = f"{ruling}: {saves} {on}"
+        if (beside := compare_best(analysis)) is not None:
+            step = f"{ruling}: {beside} {on}; as given {saves}"
     if refused or not fits:
         then = f"change {'what is refused' if refused else 'parallelism or recompute'}, and analyse again"
     return [
+        *_name_best(analysis),
         ("capture", _captured(analysis)),
         ("eager", f"{eager}{unseen}" if chosen.buckets else "all micro-batches"),
         *([("limit", limit)] if (limit := _explain_limits(analysis)) else []),
@@ -106,6 +120,40 @@ def answer(analysis: Analysis, *, then: str = "") -> list[tuple[str, str]]:
         ("memory", memory),
         *([("next", then)] if then else []),
     ]
+
+
+def _name_best(analysis: Analysis) -> Iterator[tuple[str, str]]:
+    """The quickest run that fits, the quickest without graphs, and what the run as given takes."""
+    compared, chosen, of_trainer = analysis.alternatives, analysis.recommendation, analysis.settings.is_of_trainer
+    if compared is None or not compared.has_levers or chosen.step_ms is None or chosen.eager_step_ms is None:
+        return
+    best, without = compared.find_best(), compared.find_best(graphs=False)
+    if best is None:
+        yield "best", "none of the runs that were compared fits and is accepted: change parallelism"
+    else:
+        yield "best", best.describe(of_trainer=of_trainer)
+    if without is not None and without is not best:
+        yield "without", f"graphs, the quickest is {without.describe(of_trainer=of_trainer)}"
+    by_plan = f"{amount(chosen.step_ms)} ms a step by its plan, " if chosen.buckets else ""
+    note = f"; {compared.note}" if compared.note else ""
+    yield "given", f"{by_plan}{amount(chosen.eager_step_ms)} ms{'' if chosen.buckets else ' a step'} eagerly{note}"
+
+
+def compare_best(analysis: Analysis) -> str | None:
+    """The best run with graphs beside the best without, and the memory of both; None where either is missing."""
+    compared = analysis.alternatives
+    if compared is None or not compared.has_levers:
+        return None
+    best, without = (compared.find_best(graphs=graphs) for graphs in (True, False))
+    if best is None or without is None:
+        return None
+    share = 1 - best.step_ms_middle / without.step_ms_middle
+    peaks = ""
+    if best.peak_memory_bytes is not None and without.peak_memory_bytes is not None:
+        sizes = [memory_size(peak / 2**30) for peak in (best.peak_memory_bytes, without.peak_memory_bytes)]
+        peaks = f", at {sizes[0]} where {sizes[1]} are needed without"
+    takes = f"saves {share:.0%} of" if share >= 0 else f"takes {-share:.0%} more than"
+    return f"the best run with them {takes} a step of the best without{peaks}"
 
 
 def _captured(analysis: Analysis) -> str:
@@ -129,7 +177,7 @@ def sentence(analysis: Analysis) -> str:
         if best >= 1:
             return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
         if best > 1 - analysis.costs.least_gain:
-            if analysis.verdict.ruling == "measure first":
+            if analysis.times.origin == "modelled" and analysis.verdict.ruling != "graphs do not pay":
                 return (
                     f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
                     f"take {best:.3f} of the eager step time, no clear gain."
@@ -249,7 +297,7 @@ def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
     yield ""
     yield Text(verdict_sentence(analysis), style="bold")
     worth = analysis.worth if analysis.recommendation.buckets else None
-    for line in times_sentences(analysis.times, worth, slower_kernels=analysis.costs.slower_kernels):
+    for line in times_sentences(analysis.times, worth):
         yield Text(f"  {line}")
     yield Text(sentence(analysis), style="bold")
     for reason in reasons(analysis):
@@ -264,6 +312,26 @@ def _details(analysis: Analysis) -> Iterator[str | Table | Text]:
         yield Text(capture_sentence(analysis.capture))
     if analysis.overlap is not None:
         yield Text(overlap_sentence(analysis.overlap))
+    if analysis.alternatives is not None and analysis.alternatives.has_levers:
+        yield ""
+        yield from _table_of_runs(analysis.alternatives, of_trainer=analysis.settings.is_of_trainer)
+
+
+def _table_of_runs(compared: Alternatives, *, of_trainer: bool) -> Iterator[str | Table]:
+    """The runs that were compared, a row each."""
+    table = plain_table(["run"], ["ms a step", "tokens/s a GPU", "MFU", "peak", "documents"])
+    for run in compared.runs:
+        peak = "" if run.peak_memory_bytes is None else memory_size(run.peak_memory_bytes / 2**30)
+        table.add_row(
+            run.name_changes(of_trainer=of_trainer) + ("" if run.can_train else " (refused)" if run.refused else ""),
+            f"{amount(run.step_ms_middle)} ({write_range(run.step_ms)})",
+            write_range(run.tokens_per_second_per_gpu),
+            "" if run.mfu is None else f"{run.mfu:.0%}",
+            peak + (" (does not fit)" if run.fits is False else ""),
+            run.documents,
+        )
+    yield table
+    yield from dict.fromkeys(text for run in compared.runs for text in run.numbers)
 
 
 def _percentiles(analysis: Analysis) -> Table:
@@ -300,8 +368,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
     table.add_column("replayed", justify="right")
     table.add_column("steps with an\neager micro-batch", justify="right")
     if is_timed:
-        fused = "\nwith compile=True" if analysis.costs.slower_kernels != 1 else ""
-        table.add_column(f"step time, eager = 1{fused}")
+        table.add_column("step time, eager = 1")
     limits = {limit.max_docs: limit for limit in analysis.packer_limits}
     if limits:
         table.add_column("as a limit:\nmore packs", justify="right")
@@ -405,6 +472,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "verdict_reason": analysis.verdict.reason,
         "times": analysis.times,
         "worth": analysis.worth,
+        **_list_alternatives(analysis),
         "candidates": [_candidate(c, timed=timed) for c in chosen.candidates],
         "recommendation": {
             "max_packed_seqs": max((b.max_seqs for b in chosen.buckets), default=None),
@@ -431,6 +499,16 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     }
     plain: dict[str, Any] = to_jsonable_python(value)
     return plain
+
+
+def _list_alternatives(analysis: Analysis) -> dict[str, Any]:
+    """The runs that were compared, and the places of the best ones; empty without any."""
+    compared = analysis.alternatives
+    if compared is None:
+        return {}
+    runs, best = compared.runs, (compared.find_best(), compared.find_best(graphs=False))
+    places = [None if run is None else runs.index(run) for run in best]
+    return {"alternatives": runs, "best": places[0], "best_without_graphs": places[1]}
 
 
 def _model(analysis: Analysis) -> dict[str, Any] | None:

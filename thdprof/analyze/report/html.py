@@ -134,12 +134,16 @@ def _verdict(report: Report) -> str:
 def _list_facts(report: Report) -> Iterator[str]:
     """What is predicted of the plan's graphs, and of the user's own model where its times are known."""
     times, predicted, plan = report.times, report.profile.predicted, report.plan.predictions
+    of_trainer = report.plan.training.is_of_trainer
+    for name, run in (("quickest run", plan.best), ("quickest without graphs", plan.best_without_graphs)):
+        if run is not None:
+            yield f"the {name} of these documents: {run.describe(of_trainer=of_trainer)}"
     if times.origin != "none":
         if times.step_ms is not None and times.eager_step_ms is not None:
             yield f"a step: {write_range(times.step_ms, 'ms')}, eagerly {write_range(times.eager_step_ms, 'ms')}"
         if predicted is not None:
             worth = predicted.worth if report.plan.graphs.buckets else None
-            yield from times_sentences(times, worth, slower_kernels=report.profile.costs.slower_kernels)
+            yield from times_sentences(times, worth)
             yield from () if predicted.memory is None else [memory_sentence(predicted.memory)]
             yield from () if predicted.capture is None else [capture_sentence(predicted.capture)]
             yield from () if report.profile.model is None else [f"model: {report.profile.model}"]

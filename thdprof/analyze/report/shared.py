@@ -106,17 +106,13 @@ def spread_sentence(spread: SpreadPart) -> str:
     )
 
 
-def times_sentences(times: Times, worth: Worth | None, *, slower_kernels: float) -> list[str]:
-    """The times of the median micro-batch, and what the plan is worth; none without times.
-
-    Replays may take `slower_kernels` times as long.
-    """
+def times_sentences(times: Times, worth: Worth | None) -> list[str]:
+    """The times of the median micro-batch, and what the plan is worth; none without times."""
     if times.decoder_replay_ms is None or times.decoder_eager_ms is None:
         return []
     outside = "" if times.outside_decoder_ms is None else f"; outside the decoder {times.outside_decoder_ms:.1f} ms"
-    slowest = "" if slower_kernels == 1 else f" to {slower_kernels * times.decoder_replay_ms:.1f}"
     lines = [
-        f"median micro-batch, one rank: decoder replayed {times.decoder_replay_ms:.1f}{slowest} ms, eagerly "
+        f"median micro-batch, one rank: decoder replayed {times.decoder_replay_ms:.1f} ms, eagerly "
         f"{write_range(times.decoder_eager_ms, 'ms')}{outside}",
         f"of {times.basis}",
     ]

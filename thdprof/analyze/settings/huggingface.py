@@ -25,6 +25,8 @@ def read_config(content: Mapping[str, Any], source: str) -> ModelReading:
         DataError: a key is missing or has an impossible value, or the model has layers that are not known.
     """
     shown = f"--model {source}"
+    inner = content.get("text_config")  # of a model of images and text, whose text layers have a type of their own
+    own_type = (inner if isinstance(inner, dict) else content).get("model_type")
     content, notes = _language_model(content, shown)
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
@@ -60,6 +62,7 @@ def read_config(content: Mapping[str, Any], source: str) -> ModelReading:
         vocabulary=None if tokens is None else Vocabulary(tokens=tokens),
         origins={name: f"{shown}: {name} {value}" for name, value in values.items()},
         unsettled=unsettled,
+        model_type=own_type if isinstance(own_type, str) else None,
         of_a_run=False,
         notes=notes,
     )

@@ -117,6 +117,10 @@ class AnalysisOptions:
         ),
     ] = None
     """Bandwidth of one GPU in collectives of its data-parallel group, in GB/s; None: by the GPU's data sheet."""
+    alternatives: Annotated[
+        bool, _COSTS("Whether the run is compared with others: rows of a micro-batch, recompute, kernels.", swept=False)
+    ] = True
+    """Whether the run is compared with others of the same documents, model and GPUs."""
     buckets: Annotated[
         int, Interval(ge=1), _CAPTURE("Most graph shapes to capture, of each context-parallel size.")
     ] = DEFAULT_BUCKETS

@@ -31,7 +31,7 @@ ARCHITECTURE = frozenset(f.name for f in fields(Model)) - OF_THE_RUN
 """Fields of `Model` that are the same in every run of one architecture."""
 _APART = """
 gated_linear_unit add_bias_linear rotary vocab_size num_experts num_moe_layers moe_expert_capacity_factor
-hybrid_layer_pattern precision autocast fp8_recipe lora_dim lora_target_modules lora_dropout
+hybrid_layer_pattern precision autocast fp8_recipe compile liger lora_dim lora_target_modules lora_dropout
 """
 READ_APART = frozenset(_APART.split())
 """Fields of `Model` that more than one key or flag of their own name decides, in recipes and in launch scripts."""
@@ -84,6 +84,8 @@ class ModelReading:
     """Training settings that the file gives beside the model, by name."""
     config: Mapping[str, Any] | None = None
     """The fields of TransformerConfig and of its wrapper by name, where the file is a recipe that gives them."""
+    model_type: str | None = None
+    """The `model_type` of a Hugging Face config, of its text layers; None without one."""
     of_a_run: bool = True
     """Whether the file describes a run, and not an architecture alone."""
     notes: list[str] = field(default_factory=list)

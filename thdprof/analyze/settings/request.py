@@ -61,6 +61,8 @@ class Request(AnalysisOptions):
     """The file of --model that was read; None without one."""
     recipe: Mapping[str, Any] | None = None
     """The fields of TransformerConfig of the recipe that --model names; None without a recipe."""
+    model_type: str | None = None
+    """The `model_type` of a Hugging Face config; None without one."""
     script: Script | None = None
     """The launch; None without one."""
     trainer_arguments: Mapping[str, Any] | None = None
@@ -168,22 +170,17 @@ class Request(AnalysisOptions):
             except UsageError as error:
                 unknown = str(error)
         if self.trainer_arguments is not None:
-            lines += _refuse_trainer(plan, self.trainer_arguments, self.model_file)
+            lines += _refuse_trainer(plan, self.trainer_arguments, self.model_type)
         if self.recipe is not None:
             run = Run.from_recipe(self.recipe, plan, os.environ)
             lines += [limit.describe_in_fields(run) for limit in limits_of(run)]
         return lines, unknown
 
 
-def _refuse_trainer(plan: Plan, arguments: Mapping[str, Any], config: Path | None) -> Iterator[str]:
-    """What the Trainer's callback refuses; `config` is the file of the model, None where it is not known."""
+def _refuse_trainer(plan: Plan, arguments: Mapping[str, Any], model_type: str | None) -> Iterator[str]:
+    """What the Trainer's callback refuses; `model_type` is None where it is not known."""
     known = {**arguments, "weights_dtype": find_weights_dtype(arguments)}
-    types: list[str] = []
-    if config is not None and config.suffix.lower() == ".json":
-        content = json.loads(read_text(config, where=str(config), kind="JSON"))
-        inner = content.get("text_config")  # of a model of images and text, whose text layers are captured
-        model_type = (inner if isinstance(inner, dict) else content).get("model_type")
-        types = [*refuse_model_type(model_type)] if isinstance(model_type, str) else []
+    types = [] if model_type is None else [*refuse_model_type(model_type)]
     yield from types or refuse_plan(plan)
     yield from refuse_arguments(known, {})
     if plan.training.experts == "dropless" and not types and not known.get("use_cpu"):
@@ -268,7 +265,7 @@ def read_request(
         experts = experts_of(resolved.model)
         if experts != "none" or "experts" in given:
             given["experts"] = experts
-    _override(given, stronger)
+    override_settings(given, stronger)
     if "shared_capture_ranks" not in stronger and resolved.model is not None:
         over_all = run is not None and run.global_aux_loss
         given.pop("shared_capture_ranks", None)
@@ -282,6 +279,7 @@ def read_request(
         model_source=resolved.source,
         model_file=model_file(named_model) if isinstance(named_model, Path) else None,
         recipe=None if file is None else file.config,
+        model_type=None if file is None else file.model_type,
         script=script,
         trainer_arguments=fields,
         notes=[*notes, *resolved.notes],
@@ -319,7 +317,7 @@ def read_option(name: str, value: Any) -> Any:
         return read_layers_per_graph(value)
     if name == "expert_loads":
         return read_expert_loads(str(value))
-    if option.choices:
+    if option.choices or option.type is bool:
         option.check(value)
     elif name != "model" or not isinstance(value, Model):
         if not isinstance(value, str | Path):
@@ -388,7 +386,7 @@ def _read_launch(
 def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, Any]:
     """The options of the command line over those of a settings file, whose impossible settings are refused with it."""
     stronger = load_settings_file(settings) if settings is not None else {}
-    _override(stronger, {name: value for name, value in flags.items() if value is not None})
+    override_settings(stronger, {name: value for name, value in flags.items() if value is not None})
     if "weights" in stronger:
         stronger["weights"] = _weights(stronger["weights"])
     if isinstance(stronger.get("split"), int | float):  # YAML takes a text such as 1 for a number
@@ -403,7 +401,7 @@ def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, 
     return stronger
 
 
-def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:
+def override_settings(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:
     """Put `stronger` over `given`; ways to say a run's length replace each other, and those to say a step's size."""
     for alike in ({"train_samples", "train_iters", "train_epochs"}, {"global_batch_size", "gradient_accumulation"}):
         if alike & set(stronger):

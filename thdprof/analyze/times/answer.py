@@ -19,7 +19,7 @@ from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.overlap import predict_overlap
 from thdprof.dispatch import WARMUP_PASSES, Bucket
 from thdprof.systems import find_packer
-from thdprof.words import amount, write_saved_share
+from thdprof.words import amount
 
 OVERHEAD_SECONDS = (0.02, 0.2)
 """Time of one capture besides its passes: memory is given back and asked for again, and the graph is instantiated. The
@@ -52,34 +52,23 @@ def predict_capture(*, num_buckets: int, slots: Sequence[Sequence[int]], costs: 
 
 
 LOSS_ABOVE = 1.02
-"""Share of the eager step time above which a step by the plan is a loss that has to be ruled out by measuring."""
-NO_GAIN_ABOVE = 0.97
-"""Share of the eager step time from which on there is no clear gain, on a host in the middle of the range."""
-LITTLE_GAIN_ABOVE = 0.9
-"""Share from which on there is then little gain on the slowest host."""
-_REPLAYS_WITHIN = 1.08
-"""Factor by which a modelled step by the plan may differ on the same host, as replays do that rates were not fitted to
-(benchmarks/results/decoder-times.md)."""
-_COMPILE_SECONDS = 18
-"""Seconds that torch.compile takes for the layers of the shape of Qwen3-0.6B, once in a run."""
-MEASURED_GAIN_BELOW = 0.98
-"""Share of the eager step time below which graphs pay where both were measured: measured times vary by as much."""
+"""Share of the best time without graphs above which the best with them is a loss, at an end of the range of hosts."""
+PAYS_BELOW = 0.96
+"""Share up to which graphs pay on a host in the middle of the range, where no end is a loss."""
+GAIN_BELOW = 0.9
+"""Share at one end that is worth measuring, where the other end is a loss."""
 
 
-def modelled_verdict(
-    modelled: ModelledTimes, relative: Sequence[float], middle: float, *, captures: bool = True
-) -> Verdict:
+def modelled_verdict(modelled: ModelledTimes, relative: Sequence[float], middle: float) -> Verdict:
     """The verdict on modelled times, with the reason that launching and computing a layer give.
 
     Args:
         modelled: the model of times.
         relative: step time, as a share of its eager time, at every end of the range (`CostTable.ends`).
         middle: the same on a host in the middle of the range.
-        captures: whether the plan captures anything.
     """
-    would = "they" if captures else "they would"
     time = modelled.at(modelled.typical)
-    ruling = rule(min(relative), middle, max(relative))
+    ruling = rule(middle, relative)
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
     computing, launching = f"{_digits(time.gpu_ms / layers)} ms", f"{_digits(low)} to {_digits(high)} ms"
@@ -90,36 +79,32 @@ def modelled_verdict(
     if modelled.is_partly_replayed(time):
         left = _digits(modelled.host.partly_replayed_ms(time)[2] / layers)
         reason += f"; dropless experts stay with the host, so that a replayed layer takes up to {left} ms"
-    saves = ""
-    if modelled.slower_kernels != 1:
-        fused, own = ((min(part), max(part)) for part in (relative[:2], relative[2:]))
-        saves = f"with PlanCallback(compile=True) {would} {write_saved_share(fused)}, without it "
-        saves += f"{would} {write_saved_share(own)}"
-        reason += f"; compiling takes about {_COMPILE_SECONDS} s and changes the last digits of losses"
     if ruling == "measure first":
         reason += ": time some steps by the plan and some without"
-    return Verdict(ruling=ruling, reason=reason, saves=saves)
+    return Verdict(ruling=ruling, reason=reason)
 
 
-def rule(least: float, middle: float, most: float) -> Ruling:
-    """The verdict on what a step takes of its eager time at least, in the middle of the range and at most."""
-    if middle < NO_GAIN_ABOVE:
-        return "graphs pay" if most <= LOSS_ABOVE else "measure first"
-    return "graphs do not pay" if least >= LITTLE_GAIN_ABOVE else "measure first"
+def rule(middle: float, ends: Sequence[float]) -> Ruling:
+    """The verdict on a step with graphs, as a share of one without, in the middle of the range of hosts and at its
+    ends."""
+    if middle <= PAYS_BELOW and max(ends) <= LOSS_ABOVE:
+        return "graphs pay"
+    if middle >= 1:
+        return "graphs do not pay"
+    return "measure first" if min(ends) <= GAIN_BELOW and max(ends) > LOSS_ABOVE else "graphs hardly pay"
 
 
 def _measured_verdict(times: Times) -> Verdict:
     """The verdict on measured times; without times, none."""
     if times.relative_step_time is None or times.step_ms is None or times.eager_step_ms is None:
         return Verdict(ruling=None, reason=times.basis)
-    pays = times.relative_step_time[1] <= MEASURED_GAIN_BELOW
     planned, eager = times.step_ms[1], times.eager_step_ms[1]
     reason = (
         "by the measured times none of the graphs that may be captured makes a step clearly quicker"
         if planned == eager
         else f"by the measured times a step takes {amount(planned)} ms, eagerly {amount(eager)} ms"
     )
-    return Verdict(ruling="graphs pay" if pays else "graphs do not pay", reason=reason)
+    return Verdict(ruling=rule(times.relative_step_time[1], times.relative_step_time), reason=reason)
 
 
 def _digits(ms: float) -> str:
@@ -174,10 +159,6 @@ def find_worth(times: Times, run: AnalyzedRun, *, price: float | None, tokens: f
         (times.eager_step_ms[0] - times.step_ms[0]) * hours,
         (times.eager_step_ms[1] - times.step_ms[1]) * hours,
     )
-    if settings.is_of_trainer and times.relative_step_time is not None and times.step_ms != times.eager_step_ms:
-        # Kernels may be slower than modelled, on any host: the ends of the step times do not belong together.
-        least, most = times.relative_step_time
-        saved = times.eager_step_ms[0] * (1 - most) * hours, times.eager_step_ms[1] * (1 - least) * hours
     return Worth(
         gpus=gpus,
         steps=steps,
@@ -215,14 +196,14 @@ def predict(
         price: price of a GPU-hour; None: not given.
         gbps: GB/s of one GPU in collectives of its data-parallel group; None: assumed.
     """
-    quickest = min(chosen.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs
-    buckets = chosen.buckets or tuple(
-        Bucket(quickest, longest, run.n_tokens, size) for size, longest in run.longest_possible.items()
-    )
+    buckets = chosen.buckets
+    if not buckets and chosen.candidates:
+        quickest = min(chosen.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs
+        buckets = tuple(Bucket(quickest, longest, run.n_tokens, size) for size, longest in run.longest_possible.items())
     times, relative = Times(origin="none", basis=unknown), [1.0]
     if costs.origin != "none":
         hosts = "" if modelled is None else f", launched by {modelled.host.basis}"
-        times, relative = predict_times(run, costs, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
+        times, relative = predict_times(run, costs, chosen, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
     overlap = None
     if chosen.buckets and times.origin != "none":
         overlap = predict_overlap(
@@ -239,9 +220,7 @@ def predict(
     planned = times if chosen.buckets else times.model_copy(update={"step_ms": times.eager_step_ms})
     return Predictions(
         times=times,
-        verdict=_measured_verdict(times)
-        if modelled is None
-        else modelled_verdict(modelled, relative, middle, captures=bool(chosen.buckets)),
+        verdict=_measured_verdict(times) if modelled is None else modelled_verdict(modelled, relative, middle),
         worth=find_worth(planned, run, price=price, tokens=tokens),
         memory=predict_memory(run, costs, chosen.buckets, freed_bytes=freed, watched=watched),
         capture=predict_capture(num_buckets=len(chosen.buckets), slots=run.slots, costs=costs),
@@ -250,25 +229,27 @@ def predict(
 
 
 def predict_times(
-    run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, basis: str
+    run: AnalyzedRun, costs: CostTable, chosen: Recommendation, buckets: Sequence[Bucket], *, basis: str
 ) -> tuple[Times, list[float]]:
     """Times of the median micro-batch and of a step by `costs`, which are of the user's model; and the step's time as a
     share of its eager time at every end of the range (`CostTable.ends`).
 
     Args:
+        chosen: the recommendation that they are of.
         buckets: the buckets that are captured, ascending.
         basis: the model and the GPU that the times are of.
     """
     typical, longest = run.profile.n_seqs.percentile(50.0), max(run.longest_possible.values())
-    caps = sorted({b.max_seqs for b in buckets}) or [1]
-    lengths = sorted({b.max_seqlen for b in buckets}) or [longest]
-    ends = costs.ends()
-    steps = [tuple(map(float, costs_of_run(run, end, caps, lengths).step_ms([tuple(buckets), ()]))) for end in ends]
+    caps = sorted({*chosen.caps, *(b.max_seqs for b in buckets)})
+    lengths = sorted({*chosen.lengths, *(b.max_seqlen for b in buckets)})
+    steps = [
+        tuple(map(float, costs_of_run(run, end, caps, lengths).step_ms([tuple(buckets), ()]))) for end in costs.ends()
+    ]
     relative = [planned / eager for planned, eager in steps]
     fitting = [b for b in buckets if b.max_seqs >= typical]
     cap = fitting[0].max_seqs if fitting else costs.round_max_seqs(typical)
-    eager = [float(end.eager_ms(np.array([typical]))[0]) for end in ends]
-    within = _REPLAYS_WITHIN if costs.modelled else 1.0
+    eager = [float(end.eager_ms(np.array([typical]))[0]) for end in costs.ends()]
+    within = costs.replays_within
     middle = math.sqrt(min(relative) * max(relative))
     # where the GPU is the bound eagerly as well, eager kernels take as much more or less
     share_within = within ** max(0.0, 1 - middle)

@@ -36,20 +36,22 @@ class Gpu:
     """Bandwidth of one GPU to the others of its host, in GB/s and one direction, by the data sheet."""
     memory_gib: int
     """Memory of the GPU in GiB."""
+    peak_tflops: int
+    """Dense bf16 peak of the data sheet, in TFLOP/s, by which MFU is counted."""
     compared: bool = False
     """Whether modelled times were compared with measured ones on this GPU."""
 
 
 _GPUS = (
-    #   name, label, TFLOP/s in bf16 and FP8, other kernels, memory, cache, multiprocessors, links, memory, compared
-    Gpu("h200", "H200", 700, 1250, 1.0, 4.8, 50, 132, 450, 139, compared=True),
-    Gpu("h100", "H100 SXM", 650, 1150, 1.0, 3.35, 50, 132, 450, 79, compared=True),
-    Gpu("gh200", "GH200", 670, 1200, 1.0, 4.0, 50, 132, 450, 94),
-    Gpu("h800", "H800", 670, 1200, 1.0, 3.35, 50, 132, 200, 79),
-    Gpu("a100", "A100 SXM 80 GB", 250, None, 0.6, 2.04, 40, 108, 300, 79),
-    Gpu("b200", "B200", 1600, 3000, 1.3, 7.7, 126, 148, 900, 178),
-    Gpu("gb200", "GB200", 1750, 3300, 1.35, 7.7, 126, 152, 900, 185),
-    Gpu("b300", "B300", 1600, 3000, 1.3, 7.7, 126, 148, 900, 268),
+    # name, label, TFLOP/s in bf16 and FP8, other kernels, memory, cache, multiprocessors, links, memory, peak, compared
+    Gpu("h200", "H200", 700, 1250, 1.0, 4.8, 50, 132, 450, 139, 989, compared=True),
+    Gpu("h100", "H100 SXM", 650, 1150, 1.0, 3.35, 50, 132, 450, 79, 989, compared=True),
+    Gpu("gh200", "GH200", 670, 1200, 1.0, 4.0, 50, 132, 450, 94, 989),
+    Gpu("h800", "H800", 670, 1200, 1.0, 3.35, 50, 132, 200, 79, 989),
+    Gpu("a100", "A100 SXM 80 GB", 250, None, 0.6, 2.04, 40, 108, 300, 79, 312),
+    Gpu("b200", "B200", 1600, 3000, 1.3, 7.7, 126, 148, 900, 178, 2250),
+    Gpu("gb200", "GB200", 1750, 3300, 1.35, 7.7, 126, 152, 900, 185, 2500),
+    Gpu("b300", "B300", 1600, 3000, 1.3, 7.7, 126, 148, 900, 268, 2250),
 )
 GPUS = {gpu.name: gpu for gpu in _GPUS}
 """Every GPU that times are modelled for, by its name."""

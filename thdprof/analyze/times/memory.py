@@ -12,8 +12,9 @@ One is a verified micro-batch, which runs eagerly beside all slots after the los
 hold single layers, one layer of it at a time.
 
 Under Hugging Face's Trainer, layers are those of transformers 5.17 with root-mean-square norms and a gated MLP,
-unfused. Weights, their gradients and Adam's moments are in the model's precision, or in float32 where autocast computes
-in it: hidden states between layers are in float32 then, and each linear layer saves copies of its input and weight.
+unfused unless they are compiled or have Liger's kernels. Weights, their gradients and Adam's moments are in the
+model's precision, or in float32 where autocast computes in it: hidden states between layers are in float32 then, and
+each linear layer saves copies of its input and weight.
 """
 
 from __future__ import annotations
@@ -155,9 +156,13 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
     heads, groups, adapter = model.num_attention_heads, model.query_groups, element * (model.lora_dim or 0)
     wide, copied = _wide(model), hidden if model.autocast else 0  # a cast of an input is of one linear layer alone
 
+    fused = model.compile or model.liger
+
     def norm(name: str, width: int, count: int = 1, scaled: int = element) -> list[tuple[str, float]]:
-        """A norm of `count` times `width` values: its input and statistics in float32, and what its weight scales."""
-        return [(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, scaled * width * count)]
+        """A norm of `count` times `width` values: its input, in float32 unless it is fused, its statistics, and unless
+        it is fused with what reads it, what its weight scales."""
+        inside = [(name, scaled * width * count)] if not fused else []
+        return [(name, (scaled if fused else 4) * width * count), (name, STATISTICS_BYTES * count), *inside]
 
     def linear(name: str, width: int = 0) -> list[tuple[str, float]]:
         """The input of a linear layer, unless something before has saved it, and what its adapter saves."""
@@ -181,7 +186,7 @@ def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
         found += [
             *linear("mlp.gate_proj", hidden),
             *linear("mlp.up_proj", copied),
-            *[("mlp", element * ffn)] * 3,
+            *[("mlp", element * ffn)] * (2 if fused else 3),
             *linear("mlp.down_proj", ffn),
         ]
     saved = [Saved(module=module, bytes_per_token=nbytes) for module, nbytes in found]

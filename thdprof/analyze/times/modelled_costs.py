@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,12 +90,12 @@ class HostRate:
         self, time: DecoderTime, *, slower_kernels: float = 1.0, more_ms: Range = (0.0, 0.0)
     ) -> tuple[float, float, float]:
         """Eager time of a micro-batch, the larger of GPU time and launches: lowest, middle and highest, in
-        milliseconds. `slower_kernels` is the factor by which eager kernels may take longer than those of `time`, and
+        milliseconds. `slower_kernels` is the factor by which eager kernels take longer than those of `time`, and
         `more_ms` is the host's time for further launches.
         """
-        gpu, most = time.gpu_ms, _GAPS * slower_kernels
+        gpu = time.gpu_ms * slower_kernels
         low, high = self.launch_ms(time)
-        return _hide_shorter((gpu, gpu * most**0.5, gpu * most), (low + more_ms[0], high + more_ms[1]))
+        return _hide_shorter((gpu, gpu * _GAPS**0.5, gpu * _GAPS), (low + more_ms[0], high + more_ms[1]))
 
 
 def _hide_shorter(gpu_ms: tuple[float, float, float], launch_ms: Range) -> tuple[float, float, float]:
@@ -185,6 +186,10 @@ _OWN_BYTES = 55e-6
 """Megabytes that norms, rotation, activation and residuals of transformers' own layers move beyond fused ones, forward
 and backward, for a token and a channel of what they read: as much as that shape allows."""
 
+_LIGER_LAYERS = 1.02
+"""Time of the kernels of layers with Liger beside compiled ones: eager steps took 1.05 times as long, gaps included
+(benchmarks/results/which-run.md)."""
+
 _FLASH_ATTENTION_2 = 1.52
 """Time of the Trainer's attention beside cuDNN's, by squared tokens: 60 steps of torch's, of 32,768 tokens at the shape
 of Qwen3-0.6B on an H200, lie on this line with R2 0.9998 (benchmarks/results/pack.md). flash-attn's kernels and other
@@ -202,19 +207,20 @@ class ModelledTimes:
         self.decoder = Decoder(self.model, gpu, pipeline_size=self.settings.pipeline_parallel_size)
         self.typical = run.profile.n_seqs.percentile(50.0)
         """Documents of the median micro-batch."""
-        self._squared = 0.0 if run.table.squared is None else float(run.table.squared.mean())
+        self._squared = (run.table.total_squared or 0.0) / len(run.table)
         self._mtp_layers = self.model.mtp_num_layers / self.decoder.num_layers
         self._grouped = self.settings.experts == "dropless" and not run.ends_at_router
         self._typical_gpu_ms = self.at(self.typical).gpu_ms
 
-    @property
-    def slower_kernels(self) -> float:
-        """Factor by which replays may take longer: under Hugging Face's Trainer the layers are fused only where
-        `PlanCallback(compile=True)` compiles them, which the settings do not tell. What is not fused moves activations
-        only: the wider the layers are, the more of their time are products."""
-        if not self.settings.is_of_trainer:
-            return 1.0
+    def slower_kernels(self, *, replayed: bool) -> float:
+        """Time of the layers' kernels beside fused ones. Under Hugging Face's Trainer `PlanCallback(compile=True)`
+        compiles the layers of graphs. What neither it nor Liger fuses moves activations only: the wider the layers are,
+        the more of their time are products."""
         model = self.model
+        if not self.settings.is_of_trainer or (model.compile and replayed):
+            return 1.0
+        if model.liger:
+            return _LIGER_LAYERS
         channels = 4 * model.hidden_size + 3 * model.ffn_size
         channels += 2 * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
         moved = _OWN_BYTES * channels * self._run.n_tokens * (4 / 3 if model.recompute_granularity == "full" else 1)
@@ -298,6 +304,7 @@ class ModelledTimes:
 
         return max(map(step_of_stage, stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)))
 
+    @functools.cached_property
     def table(self) -> CostTable:
         """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""
         outside, tokens = self.outside(), self._run.n_tokens
@@ -319,7 +326,6 @@ class ModelledTimes:
             squared_tokens=self._squared,
             outside_ms=(outside[0] * outside[1]) ** 0.5,
             outside_range_ms=outside,
-            slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
             slot_bytes=slot_bytes(self._run),
         )
@@ -327,7 +333,8 @@ class ModelledTimes:
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
         time = self.at(max_seqs, replayed=True)
         if not self.is_partly_replayed(time):
-            return ReplayPoint(max_seqs=max_seqs, ms=self._with_mtp(time.replay_ms, time.gpu_ms))
+            ms = self._with_mtp(time.replay_ms, time.gpu_ms)
+            return ReplayPoint(max_seqs=max_seqs, ms=ms * self.slower_kernels(replayed=True))
         low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return ReplayPoint(max_seqs=max_seqs, ms=middle, range_ms=(low, high))
 
@@ -337,8 +344,8 @@ class ModelledTimes:
 
     def _eager_point(self, documents: int) -> EagerPoint:
         """Eager times, with the launches that a replay hides and what layers of multi-token prediction take longer
-        than on the GPU alone. Eager layers of transformers' own are never fused."""
-        time, slower, outside = self.at(documents), self.slower_kernels, self.outside()
+        than on the GPU alone."""
+        time, slower, outside = self.at(documents), self.slower_kernels(replayed=False), self.outside()
         low, high = (
             max(0.0, ms + self.mtp_gpu_ms - o) for ms, o in zip(self._outside_launch_ms(), outside, strict=True)
         )
@@ -424,11 +431,10 @@ def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
 
 def local_gpu() -> Gpu | None:
     """This machine's first GPU by its driver; None where there is none that times are modelled for."""
-    try:
+    facts = ""
+    with suppress(OSError, StopIteration):
         facts = next(iter(sorted(DRIVER.glob("*/information")))).read_text()
-    except (OSError, StopIteration):
-        facts = name_gpu() if has_gpu() else ""
-    return known_gpu(facts)
+    return known_gpu(facts) or (known_gpu(name_gpu()) if has_gpu() else None)
 
 
 @functools.cache
