@@ -230,3 +230,9 @@ def test_mfu_counts_parameters_in_use_and_causal_attention(files):
         flops = 6 * count_used_parameters(dense) * tokens + 6 * 256 * 2 * squared
         assert run.mfu == pytest.approx(flops / (run.step_ms_middle / 1000) / (2 * 989e12))
     assert len(found.alternatives.runs) >= 12
+
+
+def test_rows_that_do_not_divide_a_step_are_not_called_one_packed_row(files):
+    found = analyze_dataset(LENGTHS, **{**RUN, "global_batch_size": 6}, packer="next_fit", model=files / "config.json")
+    assert {run.changes.get("micro_batch_size") for run in found.alternatives.runs} == {None}
+    assert found.alternatives.note == ""

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.plans import plan_of_shares
 
@@ -29,6 +29,10 @@ def eager_by(buckets, seen) -> dict[Shape, int]:
 
 
 @settings(max_examples=300, deadline=None)
+@example({Shape(1, 1, 128): 1}, 1, [])
+@example({Shape(9, 200, 128): 7}, 3, [])
+@example({Shape(256, 256, 128): 2}, 1, [])
+@example({Shape(30, 64, 128): 400}, 100, [])
 @given(SHAPES, st.integers(1, 100), st.lists(st.integers(32, 255), max_size=2))
 def hold_what_they_say(seen, steps, longest):
     plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000)
@@ -87,7 +91,7 @@ def test_the_revised_buckets_hold_what_the_message_says():
     COMPARED.clear()
     hold_what_they_say()
     assert min(COMPARED[name] for name in ("lacking", "unused")) > 20
-    assert COMPARED["nothing to revise"] > 0  # which few of the drawn runs are
+    assert COMPARED["nothing to revise"] > 3
 
 
 def test_a_revised_plan_is_read_again_and_says_where_it_comes_from(tmp_path):

@@ -22,6 +22,7 @@ from thdprof.errors import DataError, UsageError
 from thdprof.plan import AlternativePart, Documents
 from thdprof.schedule.microbatch_table import MicrobatchTable
 from thdprof.schedule.schedule import Memo
+from thdprof.systems import find_packer
 from thdprof.training import Model, definitions, model_definitions
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ def _compare_runs(study: Study, given: Analysis, replayed: Replay) -> Analysis:
         fit = not found or any(run.fits is not False for run in found)
         runs += found
     runs.sort(key=lambda run: (run.fits is False, run.step_ms_middle))
-    one_row = "" if len({run.changes.get("micro_batch_size") for run in runs}) > 1 else _explain_one_row(study, given)
-    alternatives = Alternatives(runs=tuple(runs), note=one_row)
+    alternatives = Alternatives(runs=tuple(runs), note=_explain_one_row(given, replayed))
     return replace(given, alternatives=alternatives, verdict=_rule(given, alternatives))
 
 
@@ -93,9 +93,11 @@ def _replay_other_rows(study: Study, given: Analysis) -> Iterator[tuple[dict[str
             continue
 
 
-def _explain_one_row(study: Study, given: Analysis) -> str:
+def _explain_one_row(given: Analysis, replayed: Replay) -> str:
     settings = given.settings
-    if settings.global_batch_size == settings.data_parallel_size or given.times.origin != "modelled":
+    refuses = find_packer(settings.packer).more_rows == "refused"
+    is_one_row = replayed.kind == "bridge" or (replayed.kind == "documents" and refuses)
+    if not is_one_row or settings.global_batch_size == settings.data_parallel_size or given.times.origin != "modelled":
         return ""
     return f"a micro-batch is one packed row here: longer packs are the lever ({definitions()['seq_length'].option})"
 
